@@ -2,8 +2,8 @@
 
 A command takes its options in three forms: as parameters of the types below, as parameters whose
 default is `option(…)`, and as dataclasses such as `AuditOptions`, whose fields become options.
-Hyperparameters are given as `-o name=value`; `method_options` reads them by the fields of the
-method's dataclass.
+Typer knows only the first, so `with_options` turns the other two into it. Hyperparameters are given
+as `-o name=value`; `method_options` reads them by the fields of the method's dataclass.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def about(
     metavar: str | None = None,
     **more: Any,
 ) -> Any:
-    """Return Typer's description of an option, which is shown in a group."""
+    """Return Typer's description of an option, which the help shows in a group."""
     return typer.Option(*names, help=escape(help), rich_help_panel=group, metavar=metavar, **more)
 
 
@@ -78,6 +78,7 @@ def of_audit(name: str) -> Any:
 
 
 def _described(option: Option) -> Any:
+    # With its name given, a bool has no flag --no-NAME.
     names = [f"--{option.name.replace('_', '-')}"] if option.type is bool else []
     more: dict[str, Any] = {} if option.parse is None else {"parser": option.parse}
     return about(option.help, option.group, *names, metavar=option.metavar, **more)
@@ -166,7 +167,7 @@ Json = Annotated[bool, about("Print the result as JSON instead of text.", OUTPUT
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command with a signature that Typer can read."""
+    """Return the command with a signature that Typer can read: one parameter for each option."""
     signature = inspect.signature(command, eval_str=True)
     classes: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
@@ -181,13 +182,13 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
-    def called(**given: Any) -> None:
+    def flat(**given: Any) -> None:
         for name, options in classes.items():
             given[name] = _built(options, given)
         command(**given)
 
-    called.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
-    return called
+    flat.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    return flat
 
 
 def _parameters(options: Any) -> Iterator[inspect.Parameter]:
@@ -205,7 +206,7 @@ def _has_endpoint(options: type[Any]) -> bool:
 
 def _parameter(option: Option) -> inspect.Parameter:
     kind = list[str] | None if get_origin(option.type) is tuple else option.type
-    if option.parse is not None:  # it reads the value itself
+    if option.parse is not None:  # it reads the word itself
         kind = str | None
     return inspect.Parameter(
         option.name, inspect.Parameter.KEYWORD_ONLY,
@@ -220,15 +221,15 @@ def _built(options: Any, given: dict[str, Any]) -> Any:
     if options is EndpointOptions:
         words = given.pop("endpoint")
         values["headers"] = headers_of(given.pop("header") or ())
-        flags = (*options_of(options), "headers")
-        values |= settings(words, types_of(EndpointOptions, hidden=flags), "--endpoint")
+        with_flags = (*options_of(options), "headers")  # --endpoint sets all other fields
+        values |= settings(words, types_of(EndpointOptions, hidden=with_flags), "--endpoint")
     elif _has_endpoint(options):
         values["endpoint"] = _built(EndpointOptions, given)
     values |= {name: given.pop(name) for name in options_of(options)}
     return options(**values)
 
 
-_OWN_FLAGS = ("seed", "device", "corpus")  # hyperparameters with a flag of their own, not set by -o
+_OWN_FLAGS = ("seed", "device", "corpus")  # hyperparameters that have flags, and are not set by -o
 
 
 def method_options(
@@ -239,6 +240,6 @@ def method_options(
 
 
 def option_types(entry: Entry[Any, Any]) -> dict[str, Any]:
-    """Return the types of what -o sets for a method; tensors are given as files."""
+    """Return the types of the hyperparameters that -o sets; the tensors `bases` are in a file."""
     types = types_of(entry.make, hidden=_OWN_FLAGS)
     return types | ({"bases": Path} if "bases" in entry.options else {})

@@ -1,8 +1,8 @@
 """Containers that Helm charts make of their values, also as Argo CD and Flux hold them.
 
-A chart joins the values of several files, so one file says little about what is missing. A server
+A chart joins the values of several files, so what is missing in one may be in another. A server
 counts as reached by others only if the file publishes it (a load balancer, a port of the node, an
-ingress). A key counts as missing only if the file names neither a key nor a secret.
+ingress). An API key counts as missing only if the file names neither a key nor a secret.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from keyhole.configs.command import Command, Word, inner_scripts
 from keyhole.configs.containers import OUTSIDE, environment, words_of
 from keyhole.configs.tree import Mapping, Node, Scalar, documents, walk
 
-# The image of a chart whose values name no other.
+# The image of each chart, if its values name no other.
 _CHARTS = {
     "chroma": "chromadb/chroma", "chromadb": "chromadb/chroma", "milvus": "milvusdb/milvus",
     "ollama": "ollama/ollama", "qdrant": "qdrant/qdrant", "sglang": "lmsysorg/sglang",
@@ -25,13 +25,13 @@ _CHARTS = {
     "tgi": "huggingface/text-generation-inference", "vllm": "vllm/vllm-openai",
     "weaviate": "semitechnologies/weaviate",
 }  # fmt: skip
-_CHART_KEYS = {
+_CHART_SETTINGS = {  # a mapping with one of them is a chart's values
     "image", "service", "ingress", "persistence", "persistentVolume", "resources", "replicaCount",
 }  # fmt: skip
-_OLLAMA_KEYS = {"gpu", "models", "defaultModel", "insecure", "mountPath"}  # in its chart's `ollama`
+_OLLAMA_SETTINGS = {"gpu", "models", "defaultModel", "insecure", "mountPath"}  # under `ollama`
 _ARGS = re.compile(r"(\w*[a-z_])?args|command", re.IGNORECASE)
 _ENV = ("env", "environment", "extraEnv", "extraEnvVars", "envVars", "envSecrets")
-_KEYS = re.compile(
+_SECRETS = re.compile(  # an API key, a login, or variables from elsewhere
     r"(vllm|server|read_?only|existing)?_?(api_?keys?|secret)|oidc|auth(entication)?|"
     r"authorizationEnabled|(extra)?env(vars)?(from|secret|cm)",
     re.IGNORECASE,
@@ -74,7 +74,7 @@ def _releases(root: Mapping) -> Iterator[tuple[str, Mapping]]:
 
 
 def inside(text: Scalar) -> list[Node]:
-    """Return the documents in a text of another document, with the lines of the outer file."""
+    """Return the documents in a text of another document, with lines numbered in the outer file."""
     try:
         return documents("\n" * (text.line - 1) + text.text)
     except ValueError:
@@ -86,17 +86,18 @@ def _mappings(root: Node) -> Iterator[Mapping]:
 
 
 def _in_chart(root: Mapping, chart: str) -> Iterator[Command]:
+    """Yield the commands of the containers that a chart makes of its values."""
     found = list(_containers(root))
     if not found and (image := _CHARTS.get(chart.rpartition("/")[2])):
         found = [(root, Word(image, root.line))]
-    keys = {id(value): key for key, value in _pairs(root)}
+    names = {id(value): name for name, value in _pairs(root)}
     for node, image in found:
         # A chart within the chart is published by its own service alone.
-        own = (
+        is_chart = (
             bool({"service", "ingress", "serviceType", "enabled"} & set(node.pairs))
-            or keys.get(id(node), "").lower() in _CHARTS
+            or names.get(id(node), "").lower() in _CHARTS
         )
-        around = node if own else root
+        around = node if is_chart else root
         published = _published(around)
         words = [
             word
@@ -108,32 +109,32 @@ def _in_chart(root: Mapping, chart: str) -> Iterator[Command]:
         ]
         yield from inner_scripts(
             Command(
-                tuple(words), environment(node, _ENV), image, published is None,
+                tuple(words), environment(node, _ENV), image, local=published is None,
                 published=published, cluster=True,
-                external_env=_keyed(node) or _keyed(around) or _guarded(around),
+                external_env=_has_secret(node) or _has_secret(around) or _guarded(around),
             )
         )  # fmt: skip
 
 
 def _containers(root: Mapping) -> Iterator[tuple[Mapping, Word]]:
     """Yield the mappings that a chart makes a container of, with its image."""
-    used = set[int]()
+    parts_of_images = set[int]()
     for node in _mappings(root):
-        if id(node) in used or _off(node):
+        if id(node) in parts_of_images or _off(node):
             continue
         if image := _image(node):
             if "image" in node.pairs:
-                used |= set(map(id, walk(node.pairs["image"])))
+                parts_of_images |= set(map(id, walk(node.pairs["image"])))
             yield node, image
             continue
         for key, value in node.pairs.items():
             known = _CHARTS.get(key.lower())
             if known is None or not isinstance(value, Mapping) or _off(value) or _image(value):
                 continue  # a mapping with an image is found by itself
-            if _CHART_KEYS & set(value.pairs) or value.scalar("enabled"):
+            if _CHART_SETTINGS & set(value.pairs) or value.scalar("enabled"):
                 yield value, Word(known, value.line)
-            elif key == "ollama" and _OLLAMA_KEYS & set(value.pairs):
-                yield node, Word(known, value.line)
+            elif key == "ollama" and _OLLAMA_SETTINGS & set(value.pairs):
+                yield node, Word(known, value.line)  # `node` is the chart's values itself
 
 
 def _image(node: Mapping) -> Word | None:
@@ -163,7 +164,7 @@ def _published(node: Mapping) -> Word | None:
             ("hostNetwork", ("hostNetwork",)),
         ):
             given = part.scalar(*path)
-            if given is not None and _set(given):
+            if given is not None and _is_set(given):
                 return Word(setting, given.line)
     return None
 
@@ -178,14 +179,14 @@ def _pairs(root: Node) -> Iterator[tuple[str, Node]]:
     return (pair for node in _mappings(root) for pair in node.pairs.items())
 
 
-def _keyed(node: Mapping) -> bool:
+def _has_secret(node: Mapping) -> bool:
     """Return whether the values, or a file in them, name a key, a login or a secret."""
     return any(
-        (_KEYS.fullmatch(key) and _set(value))
+        (_SECRETS.fullmatch(key) and _is_set(value))
         or (
             isinstance(value, Scalar)
             and key.endswith((".yaml", ".yml"))
-            and any(_keyed(root) for root in inside(value) if isinstance(root, Mapping))
+            and any(_has_secret(root) for root in inside(value) if isinstance(root, Mapping))
         )
         for key, value in _pairs(node)
     )
@@ -195,7 +196,7 @@ def _guarded(root: Mapping) -> bool:
     """Return whether an ingress asks for a login, or a policy limits who may connect."""
     for node in _mappings(root):
         policy, notes = node.scalar("networkPolicy", "enabled"), node.mapping("annotations")
-        if policy is not None and _set(policy):
+        if policy is not None and _is_set(policy):
             return True
         if notes is not None and any(map(_GUARDS.search, notes.pairs)):
             return True
@@ -204,10 +205,10 @@ def _guarded(root: Mapping) -> bool:
 
 def _off(node: Mapping) -> bool:
     enabled = node.scalar("enabled")
-    return enabled is not None and not _set(enabled)
+    return enabled is not None and not _is_set(enabled)
 
 
-def _set(value: Node) -> bool:
+def _is_set(value: Node) -> bool:
     """Return whether a setting is given and does not say no."""
     if isinstance(value, Scalar):
         return value.text.lower() not in _NO

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # torch and psutil load on demand: `keyhole --help` needs nei
     import torch
     from torch import nn
 
-_USABLE = 0.8  # share of the free memory that may be asked for: the work itself needs some too
+_USABLE = 0.8  # share of the free memory that may be asked for: work takes more than its estimate
 _PASS = 0.25  # share of the free memory that one pass of a model may take
 _PASS_PER_WEIGHTS = 0.1  # bytes that one pass may take, for each byte of weights
 _PASS_OF_SMALL_MODEL = 2**30  # bytes that one pass may take even if the weights are small
@@ -29,8 +29,8 @@ def available(device: str | torch.device = "cpu") -> int:
         import torch
 
         # Memory that torch has reserved but not allocated is free, too.
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept
+        spare = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + spare
     import psutil
 
     return psutil.virtual_memory().available
@@ -39,7 +39,7 @@ def available(device: str | torch.device = "cpu") -> int:
 def expect_memory(
     needed: int, what: str, device: str | torch.device = "cpu", instead: str = ""
 ) -> None:
-    """Raise if `what` needs more bytes than are free; `instead` says what to do then."""
+    """Raise if `what` needs more bytes than are free; `instead` says what people can do then."""
     free = int(_USABLE * available(device))
     if needed > free:
         words = f"{what} needs {shown(needed)} of memory, and {shown(free)} are free"
@@ -49,16 +49,15 @@ def expect_memory(
 def memory_of_a_pass(device: str | torch.device, weights: int) -> int:
     """Return how many bytes one pass of a model may take besides its `weights` (in bytes).
 
-    This is a small share of the weights, so that a pass takes little more than the model does, but
-    enough for a pass of useful size if the model is small. It is never more than a share of the
-    free memory.
+    A pass may take a small share of what the weights take; of a small model, enough for a useful
+    number of texts; and never more than a share of the free memory.
     """
     wanted = max(_PASS_OF_SMALL_MODEL, int(_PASS_PER_WEIGHTS * weights))
     return min(int(_PASS * available(device)), wanted)
 
 
 def shown(size: int) -> str:
-    """Return a number of bytes in the unit that people would choose."""
+    """Return a number of bytes as people write it: 1.5 GB, 512 MB, 20 bytes."""
     for unit, power in (("TB", 12), ("GB", 9), ("MB", 6)):
         if size >= 10 ** (power + 2):
             return f"{size // 10**power:,} {unit}"
@@ -98,7 +97,7 @@ def device_of(asked: str, worker: int, gpus: int | None = None) -> str:
 # of the gain, and on a busy machine one delayed thread holds up all others. So small models run on
 # one thread, and large ones on as many as torch chooses, unless people chose a number themselves.
 
-# The size, in numbers, of the largest matrix from which on threads help: 512 by 512. The classifier
+# Several threads are used from a largest matrix of so many numbers on: 512 by 512. The classifier
 # that ships with Keyhole has a quarter of that, all-MiniLM-L6-v2 more than twice as much.
 LARGE = 2**18
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by which people choose for all programs
@@ -106,7 +105,10 @@ _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by which people choose fo
 
 @contextmanager
 def threads_for(size: int) -> Generator[None]:
-    """Compute with one thread if the largest matrix, of `size` numbers, is small."""
+    """Within this context, use one thread if a model's largest matrix, of `size` numbers, is small.
+
+    If people chose a number of threads, it stays.
+    """
     import torch
 
     before = torch.get_num_threads()
@@ -126,7 +128,7 @@ def is_chosen(threads: int) -> bool:
         return True
     import torch
 
-    # Torch takes one thread for each core, of the machine or of those that this process may use.
+    # By itself, torch takes a thread for each core of the machine, or of those of this process.
     cores = {torch.get_num_interop_threads()}
     if hasattr(os, "sched_getaffinity"):  # not on every system
         cores.add(len(os.sched_getaffinity(0)))
@@ -134,7 +136,7 @@ def is_chosen(threads: int) -> bool:
 
 
 def largest_matrix(model: nn.Module) -> int:
-    """Return the size of the largest matrix that a model multiplies by: not of its embeddings."""
+    """Return the size of the largest matrix that a model multiplies by; embeddings do not count."""
     from torch import nn
 
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}

@@ -1,35 +1,38 @@
 """Stacked layers of attention with residual connections (ours).
 
-For heads h in layers 1 … L, with A_l = Σ_h V_h over the heads of layer l, let
+Head h has scores `x_N W_h x_j` and values `x_j V_h`, for tokens x_j as rows of d numbers. For heads
+in layers 1 … L, with A_l = Σ_h V_h over the heads of layer l and 1 the identity matrix, let
 
     W̃_h = (1 + A_1)…(1 + A_{l−1})·W_h      Ṽ_h = V_h·(1 + A_{l+1})…(1 + A_L)      h in layer l
 
-**Theorem (depth is invisible from afar).** The last of `[x/ε + εδ_1 ; … ; x/ε + εδ_n]` answers
+**Theorem (depth is invisible from afar).** To `[x/ε + εδ_1 ; … ; x/ε + εδ_n]`, long tokens that
+differ little, the answer at the last token is
 
     xP/ε + ε(δ_n + Σ_h Σ_j softmax_j(x W̃_h δ_j)·δ_j Ṽ_h) + O(ε³),    P = (1 + A_1)…(1 + A_L):
 
-one layer with the heads of all. *Proof* by induction over layers: tokens stay `x_l/ε + ε(δ_j + c)`
+that of one layer with all heads. *Proof* by induction over layers: tokens stay `x_l/ε + ε(δ_j + c)`
 with one c for all j, and terms that do not depend on j cancel in the softmax.
 
-One layer has one set of heads up to order (canonical.py), so all that is left is which head is in
-which layer. Every choice is another set of W_h, V_h, and in general position only one explains the
-answers to small tokens (docs/mathematics.md). So the number of layers and all their heads, up to
-order within a layer, follow from the answers. With a causal mask tokens see different tokens;
-instead, m copies of x/ε in front of `x/ε + εδ` make the weight of the last one small in every
-layer: the answer is `xP/ε + ε(δ + Σ_h e^{x W̃_h δ}·δV_h/m) + O(ε/m²)`, extrapolated to m = ∞.
+One layer has one set of heads up to order (canonical.py), so W̃_h and Ṽ_h follow from the answers,
+and what remains is which head is in which layer. Every assignment gives other W_h, V_h, and in
+general position only one explains the answers to short tokens (docs/mathematics.md).
+
+With a causal mask c depends on j. Instead, m copies of x/ε in front of `x/ε + εδ` make the weight
+of the last token small in every layer: the answer is
+`xP/ε + ε(δ + Σ_h e^{x W̃_h δ}·δV_h/m) + O(ε/m²)`, extrapolated to m = ∞.
 
 The stages, at a scale at which scores are about 1:
 
-    P, mask                      d + 3 queries
-    x_i W̃_h δ_0 and δ_0 Ṽ_h      the answers to N points x_i are a matrix of rank H, σ(Xg_h)·u_h:
-                                 a small network, fitted from random starts
-    W̃_h, Ṽ_h                     the same for d other δ near δ_0, from where they are layers
-    of all assignments of heads to layers, the one with the same answers all numbers
-    by least squares on sequences of ordinary tokens
+1. P and the mask, from d + 3 queries.
+2. g_h = W̃_h δ_0 and u_h = δ_0 Ṽ_h for one δ_0. The answers to [x_i/ε + εδ_0 ; x_i/ε] are a matrix
+   Σ_h σ(x_i g_h)·u_h of rank H: a small network, fitted from random starts.
+3. W̃_h and Ṽ_h, from the same fits for d other δ, which start from the result for δ_0 nearby.
+4. The layers: of all assignments of heads to layers, the one that gives the target's answers.
+5. All numbers again, by least squares on sequences of ordinary tokens.
 
-Limits. H < d heads in all, since the rank shows their number. Assigning them to two layers takes
-2^H trials, and more for more layers. No biases, norms, positions or feed-forward layers. ε costs
-half of the digits of an answer: float32 is enough, bfloat16 is not.
+Limits. H < d heads in all, since the rank shows their number. Two layers take 2^H assignments, more
+layers take more. No biases, norms, positions or feed-forward layers. ε costs half of the digits of
+an answer: float32 is enough, bfloat16 is not.
 """
 
 from __future__ import annotations
@@ -54,11 +57,11 @@ from keyhole.oracle.protocol import Oracle, ask
 
 _FAR = 2.0**11  # 1/ε at most: the theorem neglects ε², and errors of answers grow by 1/ε²
 _COPIES = (32, 64, 128, 256)  # m, with a causal mask
-_SAME = 1e-9
-_SCALES = 40
+_SAME = 1e-9  # the relative difference of equal answers
+_SCALES = 40  # lengths of tokens that are tried
 _BENT = (0.06, 0.2)  # how far from linear the answers should be, to fit a network to them
 _CLEAR = 30.0  # the ratio of singular values at which the rank ends
-_LONGER = (1.0, 0.7, 1.4, 0.5)  # tokens, where heads were not found: x and δ are drawn again
+_LENGTHS = (1.0, 0.7, 1.4, 0.5)  # relative to the fitting length: the next where no heads are found
 _STARTS = 16
 _NEAR = (0.25, 0.06, 0.015)  # the distance of other δ from δ_0; smaller where the fit loses heads
 _FITTED = 1e-6  # the relative residual of a network that fits the answers for one δ, or …
@@ -67,11 +70,11 @@ _TOGETHER = 0.01  # the relative residual for a δ that W̃ and Ṽ were not fit
 _CLOSE = 1e-4  # the relative residual of ordinary answers at which no more layers are tried
 _COARSE = 1e-5  # a deviation from linearity up to which answers are taken to be rounded
 _MOST = 5000  # assignments of heads to layers that are tried
-_PROBES = 8
-_MORE = 1.5  # answers for each unknown
-_TOKENS = 4
-_UNKNOWNS = 8192  # that are fitted at once; more are left as far tokens show them
-_EXACT = 1e-7  # of the answers, that may be left in the end
+_PROBES = 8  # sequences that compare assignments
+_TOKENS = 4  # in a sequence of ordinary tokens
+_MORE = 1.5  # equations for each unknown of the last fit
+_UNKNOWNS = 8192  # that are fitted at once; models with more stay as far tokens show them
+_EXACT = 1e-7  # the relative residual that the last fit may leave
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class AttentionLayers(Method):
 
 @dataclass(frozen=True)
 class _Far:
-    """The target, asked with long tokens: Σ_h f(x W̃_h δ)·u_h, f logistic or, if causal, exp."""
+    """The target, asked with long tokens: Σ_h f(x W̃_h δ)·u_h, f a shifted logistic or exp."""
 
     oracle: Oracle
     P: Tensor
@@ -120,25 +123,24 @@ class _Far:
         expect_vectors(answers, d)
         every_token = answers.ndim == 3
         y = answers[:, -1] if every_token else answers
-        off = float((y[:-1].sum(0) - y[-1]).abs().max() / y.abs().max())
-        if not off <= _COARSE:
+        nonlinear = float((y[:-1].sum(0) - y[-1]).abs().max() / y.abs().max())
+        if not nonlinear <= _COARSE:
             raise Unsuccessful(
                 Status.NOT_APPLICABLE,
                 "answers to single tokens are not linear: there is more than attention",
             )
-        error = max(4 * off, 2.0**-52)
+        error = max(4 * nonlinear, 2.0**-52)
         P = basis.mT @ y[:-1]
         three = torch.randn(3, d, generator=stream, dtype=torch.float64) / math.sqrt(d)
         both = ask(oracle, torch.stack([three, three[[1, 0, 2]]]))
-        apart = both[0, 0] - three[0] @ P if every_token else both[0] - both[1]
-        alike = bool(apart.abs().max() <= max(_SAME, 16 * error) * both.abs().max())
-        return cls(oracle, P, every_token, alike is every_token, error)
+        difference = both[0, 0] - three[0] @ P if every_token else both[0] - both[1]
+        equal = bool(difference.abs().max() <= max(_SAME, 16 * error) * both.abs().max())
+        return cls(oracle, P, every_token, causal=equal if every_token else not equal, error=error)
 
     def __call__(self, x: Tensor, delta: Tensor) -> Tensor:
-        """Σ_h f(x_i W̃_h δ)·δṼ_h, (N, d).
+        """Return Σ_h f(x_i W̃_h δ)·δṼ_h, (N, d).
 
-        Without a mask half of the sum is subtracted, so that f = ½tanh(z/2) has rank H at any
-        scale.
+        Without a mask, ½Σ_h δṼ_h = ½(δP − δ) is subtracted: f = ½tanh(z/2) has rank H at any scale.
         """
         scale = min(_FAR, self.error**-0.25)
         far, near = scale * x, delta / scale
@@ -166,10 +168,10 @@ class _Far:
 def _heads(far: _Far, stream: torch.Generator) -> tuple[Tensor, Tensor, float]:
     """Return W̃ and Ṽ (with a causal mask V) of all heads, (H, d, d), and the length of tokens."""
     d = far.dim
-    for longer in _LONGER:
+    for share in _LENGTHS:
         x = torch.randn(3 * d + 16, d, generator=stream, dtype=torch.float64) / math.sqrt(d)
         basis = random_orthogonal(d, stream)
-        length = longer * _fitting_length(far, x[:8], basis[0])
+        length = share * _fitting_length(far, x[:8], basis[0])
         x, first = length * x, length * basis[0]
         found = find_network(far.gates, x, far(x, first), stream)
         if found is not None:
@@ -177,10 +179,10 @@ def _heads(far: _Far, stream: torch.Generator) -> tuple[Tensor, Tensor, float]:
     else:
         raise _unread("no network of as many heads as there seem to be explains the answers")
     g, u = found
-    if not far.causal:  # tanh(−z)·(−u) is the same: the signs for which Σ_h u_h = δP − δ
-        whole = first @ far.P - first
+    if not far.causal:  # −g and −u fit as well as g and u: choose the signs with Σ_h u_h = δP − δ
+        total = first @ far.P - first
         signs = torch.tensor(list(itertools.product((1.0, -1.0), repeat=len(u)))).double()
-        best = signs[(signs @ u - whole).norm(dim=1).argmin(), :, None]
+        best = signs[(signs @ u - total).norm(dim=1).argmin(), :, None]
         g, u = best * g, best * u
     x = x[: d + 2 * len(u) + 4]  # a few more than unknowns of each head
     for share in _NEAR:
@@ -193,7 +195,7 @@ def _heads(far: _Far, stream: torch.Generator) -> tuple[Tensor, Tensor, float]:
 def _followed(
     far: _Far, x: Tensor, known: tuple[Tensor, Tensor, Tensor], steps: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Return W̃ and Ṽ, from a δ whose g and u are known and orthogonal steps away from it.
+    """Return W̃ and Ṽ from g and u at d orthogonal steps from δ_0; `known` are δ_0 and its g and u.
 
     Return None if a fit fails or has exchanged two heads, which the sum of all steps shows.
     """
@@ -205,9 +207,9 @@ def _followed(
             return None
         W += (near - g)[:, :, None] * step / step.square().sum()
         V += (step / step.square().sum())[:, None] * (value - u)[:, None]
-    both = first + steps.sum(0) / math.sqrt(far.dim)
-    wanted, gates = far(x, both), far.gates(x @ (W @ both).mT)[0]
-    left = float((gates @ (both @ V) - wanted).norm() / wanted.norm())
+    other = first + steps.sum(0) / math.sqrt(far.dim)
+    wanted, gates = far(x, other), far.gates(x @ (W @ other).mT)[0]
+    left = float((gates @ (other @ V) - wanted).norm() / wanted.norm())
     return (W, V) if left <= _TOGETHER else None
 
 
@@ -233,7 +235,7 @@ Gates = Callable[[Tensor], tuple[Tensor, Tensor]]  # f and its slope
 def find_network(
     gates: Gates, x: Tensor, wanted: Tensor, stream: torch.Generator
 ) -> tuple[Tensor, Tensor] | None:
-    """Return g (H, d) and u (H, d) with `wanted = Σ_h f(x g_h)·u_h`, whose rank is H, or None."""
+    """Return g (H, d) and u (H, d) with `wanted = Σ_h f(x g_h)·u_h`, or None; H is its rank."""
     sizes = torch.linalg.svdvals(wanted)
     ratios = sizes / torch.cat([sizes[1:], sizes[-1:]]).clamp(min=1e-16 * float(sizes[0]))
     heads = int(ratios.argmax()) + 1
@@ -255,7 +257,7 @@ def fit_network(gates: Gates, x: Tensor, wanted: Tensor, g: Tensor) -> tuple[Ten
     """Return g and u by least squares, starting from g, and whether they fit."""
     heads, d = g.shape
     _, sizes, frame = torch.linalg.svd(wanted, full_matrices=False)
-    frame, size = frame[:heads], float(sizes.norm())
+    frame, size = frame[:heads], float(sizes.norm())  # the u are in the span of `frame`
     allowed = max(_FITTED, _LEFT * float(sizes[heads:].norm()) / size)
     inside = wanted @ frame.mT / size
     identity = torch.eye(heads, dtype=torch.float64)
@@ -296,7 +298,7 @@ def _assigned(
 
 
 def _in_layers(far: _Far, W: Tensor, V: Tensor, layers: Tensor) -> planted.AttentionLayers:
-    """Return the layers, with W and V of their heads computed from W̃ and Ṽ."""
+    """Return the layers, with V of their heads from Ṽ, the last layer first, and then W from W̃."""
     layers, order = layers.sort(stable=True)
     sizes = layers.unique_consecutive(return_counts=True)[1].tolist()
     identity = torch.eye(far.dim, dtype=torch.float64)
@@ -320,7 +322,8 @@ def _polished(
     """Fit all numbers at once to answers for ordinary tokens, which have lost no digits."""
     if model.unknowns > _UNKNOWNS:
         return model
-    numbers, scores = model.dim, _TOKENS - 1  # of an answer, and of each head in it
+    # An answer gives so many equations, and depends on so many free scores of each head.
+    numbers, scores = model.dim, _TOKENS - 1
     if model.every_token:
         numbers, scores = _TOKENS * numbers, scores * (_TOKENS // 2 if model.causal else _TOKENS)
     count = math.ceil(_MORE * max(model.unknowns / numbers, model.dim**2 / scores)) + 16

@@ -1,16 +1,16 @@
 """Rotary positions of cached keys: removed, and put back, as the model itself rotates them.
 
-RoFormer, arXiv 2104.09864: a cached key is
+RoFormer, arXiv 2104.09864: a model caches the key k of the token at position p as
 
     R_p k,    R_p a rotation by angles p·θ_i in each plane i of two coordinates,
 
 so `k = R_pᵀ (R_p k)`. Models that stretch their context multiply the rotation by a factor, which is
 divided out as well.
 
-The angles come from the module that gives them to the model: one that maps position numbers to
-cosines and sines. Which coordinates make a plane (neighbours, or the two halves), and whether the
-first numbers of a key are rotated or the last, differs between models. Among all ways, the right
-one leaves the keys of one repeated token equal at all positions.
+The angles come from one of the model's own modules, which maps positions to cosines and sines.
+Models differ in which coordinates make a plane (neighbours, or the two halves), and in whether the
+first numbers of a key are rotated or the last. All ways are tried on one repeated token: the right
+one gives equal keys at all positions.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-_POSITIONS, _STATES = "its positions", "its states"  # placeholders of arguments that change
-_UNEVEN = 0.01  # how much squared lengths of (cos, sin) may differ, relative to their mean
+# The arguments of a module that change from call to call are replaced by these in a `Rotation`.
+_POSITIONS, _STATES = "its positions", "its states"
+_UNEVEN = 0.01  # how much cos² + sin² may differ between angles, relative to the mean
 
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
     """The module that gives the angles, its arguments by place or name, and the planes.
 
-    `angles` selects one angle for each plane from the module's output. The planes are `neighbours`
-    or halves apart, among the first numbers of a key or the `last` ones.
+    `angles` selects one angle for each plane from the module's output. The two coordinates of a
+    plane are `neighbours` or half of the rotated numbers apart, and these are the first numbers of
+    a key or the `last` ones.
     """
 
     module: str
@@ -49,13 +51,13 @@ class Rotation:
         return self.undone(keys, *self._cos_sin(base, keys, positions))
 
     def undone(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        length = cos.square() + sin.square()
-        return self._rotated(keys, cos / length, -sin / length)
+        factor = cos.square() + sin.square()  # squared
+        return self._rotated(keys, cos / factor, -sin / factor)
 
     def _cos_sin(self, base: nn.Module, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines (b, 1, n, planes) that the model rotates keys by."""
-        now = {_POSITIONS: positions, _STATES: keys.new_zeros(1)}
-        given = [(place, now.get(value, value)) for place, value in self.arguments]
+        current = {_POSITIONS: positions, _STATES: keys.new_zeros(1)}
+        given = [(place, current.get(value, value)) for place, value in self.arguments]
         args = [value for place, value in given if isinstance(place, int)]
         named = {place: value for place, value in given if isinstance(place, str)}
         pair = _pair(cast("Any", base.get_submodule(self.module))(*args, **named))
@@ -71,7 +73,7 @@ class Rotation:
         return torch.cat([before, rotated, after], -1)
 
 
-Turn = tuple[Rotation, Tensor, Tensor]  # with the cosines and sines (…, 1, n, planes) it gave
+Turn = tuple[Rotation, Tensor, Tensor]  # with the cosines and sines (…, 1, n, planes) of one call
 
 
 def turn_of(
@@ -89,7 +91,7 @@ def turn_of(
         return None
     if float(lengths.max() - lengths.min()) > _UNEVEN * float(lengths.mean()):
         return None
-    half, angles = cos.shape[-1] // 2, slice(None)  # one for each plane, or each of them twice
+    half, angles = cos.shape[-1] // 2, slice(None)  # an angle for each plane, or each angle twice
     if torch.equal(cos[..., :half], cos[..., half:]):
         angles = slice(half)
     elif torch.equal(cos[..., ::2], cos[..., 1::2]):
@@ -99,12 +101,13 @@ def turn_of(
 
 
 def ways_to_undo(keys: Tensor, turns: Sequence[Turn]) -> Iterator[tuple[Rotation, Tensor]]:
-    """Yield every way in which keys (1, heads, n, k) may be rotated, with the keys before it."""
+    """Yield every way in which keys (1, heads, n, k) may be rotated, with the unrotated keys."""
     for rotation, cos, sin in turns:
+        if 2 * cos.shape[-1] > keys.shape[-1]:
+            continue
         for neighbours, last in ((False, False), (True, False), (False, True), (True, True)):
             tried = replace(rotation, neighbours=neighbours, last=last)
-            if 2 * cos.shape[-1] <= keys.shape[-1]:
-                yield tried, tried.undone(keys, cos, sin)
+            yield tried, tried.undone(keys, cos, sin)
 
 
 def _placeholder(value: Any) -> Any:

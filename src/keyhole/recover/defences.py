@@ -1,7 +1,7 @@
-"""Leaks with a defence, read by an attacker who knows which defence it is.
+"""Texts read from leaks with a defence, by an attacker who knows which defence it is.
 
-The attacker does not know the defence's secret, but may use the server: texts that the attacker
-sends leak with the same secret. Without such texts, the attacker uses what the defence preserves.
+The attacker does not know the defence's secret, but may use the server: the attacker's own texts
+leak with the same secret. Without them, the attacker uses what the defence does not change.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from keyhole.recover.simulate import MAX_LENGTH, degrade, leak_of
 from keyhole.recover.texts import recover_texts
 
 DEFENCES = ("none", "permuted", "int8", "int4", *SECRETS)
-_KEY = 7
-_SOLVED = {
+_KEY = 7  # from which secrets are drawn; any number would do
+_SOLVED = {  # the attacks with own texts, by the defences that they solve
     "rotated": "rotation solved from rows of own texts",
     "shielded": "columns of own texts matched",
 }
@@ -46,12 +46,12 @@ _BY_LENGTHS = "tokens by the lengths of rows, then the rotation from them"
 _OWN_LENGTH = 3 * BLOCK  # tokens of a text that the attacker sends
 _PARTLY = 0.5  # the share of right tokens that counts as inexact and not unsolved
 _SEED_OFFSET = 10_000  # keeps the seeds of the attacker's texts different from the others'
-_SURPLUS = 1.3  # rows that the attacker collects, as a multiple of the dimensions
+_SURPLUS = 1.3  # rows that the attacker collects to solve a rotation, for each dimension
 
 
 @dataclass(frozen=True)
 class LeakTried:
-    """The outcome of an attack on texts with one defence; the attacker sent `own` texts."""
+    """The outcome: `exact` texts read, the share of right `tokens`, `own` texts that were sent."""
 
     defence: str
     exposure: str
@@ -70,11 +70,11 @@ def read_behind(
     own: int | None = None, known: int | None = None,
     hide: Callable[[Leak], Leak] | None = None, method: Attack | None = None,
 ) -> LeakTried:  # fmt: skip
-    """Apply a defence to the leaks of `texts`, and attack them all the same.
+    """Apply a defence to the leaks of `texts`, and try to read the texts from what is left.
 
     `own` is the number of texts that the attacker sends, by default as many as are needed. `known`
-    is the number of first tokens that the attacker knows of a cloaked cache. `hide` is a defence
-    that is not in DEFENCES. `method` attacks the result, by default the attack on such leaks.
+    is how many first tokens of each text the attacker knows, for a cloaked cache. `hide` is a
+    defence that is not in DEFENCES. `method` is the attack on the result, if not the usual one.
     """
     if hide is None and defence not in DEFENCES:
         raise InputError(f"unknown defence {defence}: choose one of {', '.join(DEFENCES)}")
@@ -133,7 +133,8 @@ def _undone(known: Pairs, leaks: Sequence[Leak], form: str) -> list[Leak]:
         alignment = undo_rotation(*(torch.cat(side) for side in rows))
         undone = [alignment.undo(matrices_of(leak)[0].double()) for leak in leaks]
         return [with_matrices(leak, [row]) for leak, row in zip(leaks, undone, strict=True)]
-    if form == "rotated" or known[0][1] is leaks[0]:  # a permutation is a rotation too
+    from_lengths = known[0][1] is leaks[0]  # the pairs are of the leaks themselves
+    if form == "rotated" or from_lengths:  # a permutation is a rotation too
         return unrotated(known, leaks)
     return unshielded(known, leaks)
 
@@ -141,7 +142,7 @@ def _undone(known: Pairs, leaks: Sequence[Leak], form: str) -> list[Leak]:
 def _compared(
     tried: LeakTried, recoveries: Sequence[TextRecovery], truths: Sequence[list[int]]
 ) -> LeakTried:
-    """Return the outcome with what the comparison with the true texts shows."""
+    """Return the outcome, completed by comparing what was read with the true tokens."""
     pairs = list(zip(truths, recoveries, strict=True))
     right = sum(a == b for truth, read in pairs for a, b in zip(truth, read.ids, strict=False))
     exact = sum(read.verified and read.ids == truth for truth, read in pairs)
@@ -160,7 +161,7 @@ def _compared(
 def own_texts(
     target: Target, exposure: Exposure, form: str, seed: int, count: int | None = None
 ) -> Pairs:
-    """Return random texts of the attacker, each with its plain leak and its leak with a secret."""
+    """Return, for random texts of the attacker, the plain leak and the leak with the secret."""
     stream = torch.Generator().manual_seed(seed)
     length = min(_OWN_LENGTH, target.parts.max_length)
 
@@ -171,7 +172,7 @@ def own_texts(
     if count is None:
         width = max(matrix.shape[1] for matrix in matrices_of(leak()))
         each = 1 if exposure.kind == "pooled" else length
-        count = 1 if form == "shielded" else -(-int(_SURPLUS * width) // each) + 1
+        count = 1 if form == "shielded" else math.ceil(int(_SURPLUS * width) / each) + 1
     plain = [leak() for _ in range(count)]
     return [
         (each, _defended(each, form, seed + _SEED_OFFSET + number))
@@ -189,15 +190,18 @@ def _defended(leak: Leak, defence: str, seed: int) -> Leak:
 
 
 def stated(noise: float, sigma: float, tokens: int, vocabulary: int) -> tuple[str, str]:
-    """Return what noise promises, and what that proves of texts of `tokens` tokens, if anything.
+    """Return the privacy that noise gives, in words, and what that proves of texts, or "".
 
-    Nobody names more than e^ε/N + δ of N equally likely texts. That says something only for
-    ε < n log(vocabulary), with n tokens.
+    `sigma` is its deviation, and `noise` that in units of Δ (see `gaussian`). Of N equally likely
+    texts, nobody names the right one with a probability above e^ε/N + δ. For texts of n tokens
+    N ≤ vocabularyⁿ, so this says nothing unless ε < n log(vocabulary).
     """
     epsilon = epsilon_of(noise)
-    proof = f"of N equally likely texts at most {math.exp(min(epsilon, 700)):.3g}/N + {DELTA:g}"
-    says = epsilon < tokens * math.log(vocabulary)
-    return f"ε = {epsilon:.3g}, δ = {DELTA:g}, σ = {sigma:.2g}", f"{proof} are named" * says
+    setting = f"ε = {epsilon:.3g}, δ = {DELTA:g}, σ = {sigma:.2g}"
+    if epsilon >= tokens * math.log(vocabulary):
+        return setting, ""
+    most = f"{math.exp(min(epsilon, 700)):.3g}/N + {DELTA:g}"
+    return setting, f"of N equally likely texts at most {most} are named"
 
 
 def gaussian(leak: Leak, clip: float, sigma: float, stream: torch.Generator) -> Leak:
@@ -205,9 +209,9 @@ def gaussian(leak: Leak, clip: float, sigma: float, stream: torch.Generator) -> 
 
     This is the Gaussian mechanism, calibrated exactly (Balle and Wang, arXiv 1805.06530, Theorem 8)
     by `epsilon_of` and `noise_for` in recover/gradients/update.py. They take noise in units of Δ,
-    the largest difference between two texts. Rows are scaled down to the largest norm C of public
-    texts, so Δ = 2C√n for texts of n tokens. For a cache with layers l, μ² = Σ_l μ_l². The length
-    is taken to be public.
+    the largest difference between two leaks. Rows are scaled down to the largest norm C = `clip` of
+    public texts, so Δ = 2C√n for texts of n tokens. For a cache with layers l, (Δ/σ)² = Σ_l
+    (Δ_l/σ_l)². The length is taken to be public.
     """
     scale = (clip / leak.rows(leak.tensors).norm(dim=-1, keepdim=True)).clamp(max=1)
     made = {

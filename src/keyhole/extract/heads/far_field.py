@@ -1,17 +1,17 @@
 """The far field of many heads: linear regions, and the hyperplanes between them.
 
-Fix the last token x and let `g_h = W_h x`:
+The target is f of multi_head.py. Fix the last token x, and let `g_h = W_h x` and `v = Σ_h v_h`:
 
     φ(δ) = f([x+δ ; x]) − vᵀx = Σ_h σ(g_hᵀδ)·v_hᵀδ.
 
-For long δ every gate is 0 or 1, so φ is linear on regions and jumps by `v_hᵀδ` across `g_hᵀδ = 0`.
-On a half circle `δ(θ) = ρ(a cos θ + b sin θ)` each head has one crossing. Three neighbouring
-samples of one region have the form `p cos θ + q sin θ`, so they satisfy
+For long δ every gate σ is 0 or 1, so φ is linear on regions and jumps by `v_hᵀδ` where `g_hᵀδ = 0`.
+On a half circle `δ(θ) = ρ(a cos θ + b sin θ)` each head has one such crossing. On one region φ has
+the form `p cos θ + q sin θ`, so three neighbouring samples of a region satisfy
 
     φ(θ_1) sin(θ_3 − θ_2) − φ(θ_2) sin(θ_3 − θ_1) + φ(θ_3) sin(θ_2 − θ_1) = 0.
 
-Intervals that are in no such triple are divided until only crossings are left (`find_lines` reads
-the normals there).
+Intervals that are in no such triple are divided until only crossings are left. At each of them, the
+normal g_h is measured (`_normals`).
 
 Heads W and −W with equal v cancel in every answer of length two, since σ(z) + σ(−z) = 1. A third
 token `x + D`, D a thousand times as long as δ, takes all the attention of heads with `gᵀD > 0` and
@@ -31,14 +31,14 @@ from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import ask_scores, random_orthogonal, random_units
 from keyhole.oracle.protocol import Oracle
 
-FAR = 1e10  # times the radius where gates saturate: transitions stay narrower than `_WIDTH`
+FAR = 1e10  # ρ in saturation radii: transitions from one region to the next are within `_WIDTH`
 _WIDTH = 1e-7  # the angle to which crossings are isolated
 _EXACT = 1e-10  # the smallest jump that is found, relative to the largest answer
 _BEYOND = 1e3  # |D| / |δ| of the third token
 _SAMPLES = 25  # on the half circle, to begin with
 _PARTS = 8  # into which an interval with a crossing is divided
 _MOST = 8192  # samples on a circle: heads do not make more regions than that
-_TRIES = 4
+_TRIES = 4  # circles that are compared
 _GAP, _JUMP = 3e-3, 0.01  # least gaps and jumps of a circle that is good enough
 
 
@@ -75,17 +75,17 @@ class Probe:
 def saturation_radius(probe: Probe, stream: torch.Generator) -> float | None:
     """Return the largest radius where a gate on two random rays is open; None if none ever is.
 
-    `φ(tu)/t` goes from ½vᵀu to its limit; the slowest gate of a ray has |z| about 14 there.
+    A gate is open while σ(z) is not yet 0 or 1. On a ray tu, φ(tu)/t goes from ½vᵀu to its limit;
+    at the radius returned, the gate that closes last has |z| about 14.
     """
     u = random_units(2, len(probe.x), stream)
     t = 8.0 ** torch.arange(-12, 18, dtype=torch.float64)
-    each = t.repeat_interleave(2)
-    psi = probe(u.repeat(len(t), 1), each).view(-1, 2)
-    scale = psi[t >= 1].abs().max()
+    ratio = probe(u.repeat(len(t), 1), t.repeat_interleave(2)).view(-1, 2)  # φ(tu)/t
+    scale = ratio[t >= 1].abs().max()
     noise = 1e-13 * (
         torch.linalg.vector_norm(probe.v) * torch.linalg.vector_norm(probe.x) / t + scale
     )
-    is_open = ((psi - psi[-1]).abs() > (1e-6 * scale + 100 * noise).unsqueeze(1)).any(1)
+    is_open = ((ratio - ratio[-1]).abs() > (1e-6 * scale + 100 * noise).unsqueeze(1)).any(1)
     if not bool(is_open.any()):
         return None
     last = int(is_open.nonzero().max())
@@ -204,9 +204,9 @@ def _assemble(a: Tensor, b: Tensor, theta: Tensor, y: Tensor, clear: Tensor) -> 
     left, right = theta[last[:-1]], theta[first[1:]]
     if bool((theta[last] - theta[first] < 1e-5).any()) or bool((right - left > 1e-6).any()):
         return None
-    three = torch.stack([first, (first + last) // 2, last], 1)  # of each region
-    wave = torch.stack([torch.cos(theta[three]), torch.sin(theta[three])], 2)
-    regions = least_squares(wave, y[three].unsqueeze(2)).squeeze(2)
+    samples = torch.stack([first, (first + last) // 2, last], 1)  # three of each region
+    wave = torch.stack([torch.cos(theta[samples]), torch.sin(theta[samples])], 2)
+    regions = least_squares(wave, y[samples].unsqueeze(2)).squeeze(2)
     return Circle(a, b, left, right, regions, float(y.abs().max()))
 
 
@@ -221,19 +221,20 @@ def _assemble(a: Tensor, b: Tensor, theta: Tensor, y: Tensor, clear: Tensor) -> 
 # by so little that the regions' values at δ* can be used for all of them, and the linear maps of
 # the regions are never measured: d queries a head instead of 3d.
 
-_ISOLATED = 400.0  # radius of a crossing per gap, in saturation radii: others have |z| > 5000
+_ISOLATED = 400.0  # ρ at a crossing, times its gap, in saturation radii: others have |z| > 5000
 _PARALLEL = 0.9995  # with a larger cosine, two normals belong to one line
 _MIDDLE = 0.18  # a ratio between this and 1 − this is well inside the transition
-_OPEN = 4.0  # |z| of the slowest gate at the saturation radius, which is from 1 to 14
+_OPEN = 4.0  # about |z| of the slowest gate at the saturation radius: it is from 1 to 14
 _SCOUTS = 6  # directions that determine the step before the others are measured
+_GUESS = 0.7  # the slowest slope that is stated with a g that is only a guess
 
 
 @dataclass(frozen=True)
 class Lines:
     """The hyperplanes at one last token: a head's `W x` has the direction ±g of one of them.
 
-    `slow` is the slope of the slowest head on the line relative to |g| (several may share a line),
-    and `scale` the size of the values.
+    Several heads may share a line: `slow` is |W x| of the slowest, relative to |g|. `scale` is the
+    size of the values.
     """
 
     g: Tensor  # (L, d)
@@ -280,7 +281,7 @@ def _lines(probe: Probe, radius: float, stream: torch.Generator) -> Lines:
     if len(probe.x) == 1:  # one line, and nothing but its slope to find
         ends = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
         scale = float(probe(ends, torch.full((2,), FAR * radius)).abs().max())
-        return Lines(_OPEN / radius * ends[:1], torch.full((1,), 0.7).double(), scale)
+        return Lines(_OPEN / radius * ends[:1], torch.full((1,), _GUESS).double(), scale)
     circle = best_circle(probe, FAR * radius, stream)
     if circle is None:
         return Lines.none(len(probe.x))
@@ -291,11 +292,11 @@ def _lines(probe: Probe, radius: float, stream: torch.Generator) -> Lines:
     if not bool((torch.linalg.vector_norm(g, dim=1) > 0).all()):
         raise BadToken(Status.MISMATCH, "a jump of the far field has no normal")
     # If several gates share a line, g is that of the slowest, and only a guess.
-    return Lines(g * slow.unsqueeze(1), torch.where(slow < 1, 0.7, 1.0).double(), circle.scale)
+    return Lines(g * slow.unsqueeze(1), torch.where(slow < 1, _GUESS, 1.0).double(), circle.scale)
 
 
 def _refine(probe: Probe, circle: Circle, rho: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the angle where the ratio is ½ at radius ρ, and dz/dθ there."""
+    """Bisect for the angle where the ratio σ(z) is ½ at radius ρ; return it and dz/dθ there."""
 
     def ratio(theta: Tensor, rows: Tensor) -> Tensor:
         return circle.ratio(rows, theta, probe(circle.points(theta), rho[rows]))
@@ -330,10 +331,10 @@ def _refine(probe: Probe, circle: Circle, rho: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _slowest(probe: Probe, circle: Circle, theta: Tensor, slope: Tensor, rho: Tensor) -> Tensor:
-    """Return the slope of the slowest gate at each crossing relative to the central one.
+    """Return the slope of the slowest gate at each crossing, relative to `slope` at its middle.
 
-    It is 1 for a gate that is one logistic, which answers at z = ±4, ±9 show. Otherwise the
-    distance at which the ratio settles gives the slope of the slowest.
+    It is 1 if one logistic explains the answers at z = ±4, ±9. If not, several gates cross here,
+    and the distance at which the ratio settles gives the slope of the slowest.
     """
 
     def ratio(rows: Tensor, z: Tensor) -> Tensor:
@@ -361,7 +362,7 @@ def _slowest(probe: Probe, circle: Circle, theta: Tensor, slope: Tensor, rho: Te
 def _normals(
     probe: Probe, circle: Circle, theta: Tensor, slope: Tensor, rho: Tensor, stream: torch.Generator
 ) -> Tensor:
-    """Return g of each crossing, from σ(z* + τgᵀu_i) in d directions.
+    """Return g of each crossing δ*, from the ratios σ(z* + τgᵀu_i) at δ* + τu_i in d directions.
 
     A few directions first determine the step τ; ratios far from ½ are measured again with τ/6.
     """
@@ -371,14 +372,14 @@ def _normals(
     r0 = circle.ratio(torch.arange(crossings), theta, probe(centre, rho))
     step = (0.25 / slope.abs()).unsqueeze(1).repeat(1, d)  # in units of ρ
     r = torch.full_like(step, torch.nan)
-    for turn in range(12):
+    for attempt in range(12):
         bad = ~((r > 0.05) & (r < 0.95))
-        if turn == 1:  # the first directions determine the step of the others
+        if attempt == 0:
+            bad[:, _SCOUTS:] = False  # these are not measured yet
+        if attempt == 1:  # the first directions determine the step of the others
             step[bad[:, :_SCOUTS].any(1), _SCOUTS:] /= 6
-        if turn:
+        if attempt:
             step = torch.where(bad & ~r.isnan(), step / 6, step)
-        else:
-            bad[:, _SCOUTS:] = False
         if not bool(bad.any()):
             break
         line, k = bad.nonzero().unbind(1)
@@ -386,7 +387,7 @@ def _normals(
         r[line, k] = circle.ratio(line, theta[line], y)
     r, r0 = r.nan_to_num(0.5), r0.unsqueeze(1)
     logistic = ((torch.cat([r, r0], 1) - 0.5).abs() < 0.499).all(1, keepdim=True)
-    z = torch.where(logistic, _logit(r) - _logit(r0), 4 * (r - r0))
+    z = torch.where(logistic, _logit(r) - _logit(r0), 4 * (r - r0))  # σ has the slope ¼ at 0
     return z / (step * rho.unsqueeze(1)) @ U
 
 

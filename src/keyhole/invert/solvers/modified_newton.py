@@ -2,13 +2,13 @@
 
 *Unmasking Transformers*, Section 4.4, calls for "a modified Newton's method" for a Hessian that is
 not positive definite, and adds a constant γ that moves the minimiser (regularized_newton.py). This
-method modifies the eigenvalues of each Hessian instead,
+method modifies the eigenvalues λ of each Hessian of the loss L instead,
 
     ∇²L = U diag(λ) Uᵀ,    p = −U diag(1/max(|λ|, δ)) Uᵀ ∇L,    X ← X + t·p
 
-where t is halved until the loss decreases enough (Armijo). p is a descent direction for any signs
-of λ and leads away from saddles. Near an exact input λ > 0: nothing is modified, t = 1 is accepted
-and the number of correct digits doubles. δ is the rounding error of the largest λ.
+where δ is the rounding error of the largest λ, and t is halved from 1 until L decreases enough
+(Armijo). p is a descent direction for any signs of λ and leads away from saddles. Near an exact
+input all λ > 0: nothing is modified, t = 1 is accepted and every step doubles the correct digits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EPS = torch.finfo(torch.float64).eps
 
 @dataclass(frozen=True)
 class ModifiedNewton(Solver):
-    """Newton's method on |∇²L| with a line search, from many starts at once."""
+    """Newton's method with the absolute eigenvalues of ∇²L, from many starts at once."""
 
     starts: int = 64
     steps: int = 200
@@ -38,22 +38,21 @@ class ModifiedNewton(Solver):
     def step(self, equations: Equations, state: State) -> State:
         slope = gradient_of(equations, state.X).flatten(1)
         p = -_solved(solvable(equations, hessian_of(equations, state.X)), slope)
-        promise = (slope * p).sum(1)
+        promise = (slope * p).sum(1)  # the slope along p
         p = p.reshape(state.X.shape)
-        free = equations.free
+        free = equations.free  # 0 at the entries of X that are known
         p = p if free is None else p * free
         X, loss, _ = line_search(equations, state, p, torch.ones_like(promise), promise)
-        return State(X, loss, ~(loss < state.loss))
+        return State(X, loss, stalled=~(loss < state.loss))
 
 
 def _solved(H: Tensor, slope: Tensor) -> Tensor:
-    """`|H|⁻¹ · slope`, or 0 where H is not finite, so that the row does not move."""
+    """Return `U diag(1/max(|λ|, δ)) Uᵀ slope`, or 0 for starts whose H is not finite."""
     usable = H.isfinite().all(-1).all(-1)
     H = torch.where(usable[:, None, None], H, 0.0)
     values, U = torch.linalg.eigh(H)
     sizes = values.abs()
     least = _EPS * H.shape[-1] * sizes.amax(1, keepdim=True)
     inverse = torch.where(sizes > 0, 1 / torch.maximum(sizes, least), 0.0)
-    turned = (U.mT @ slope.unsqueeze(-1)).squeeze(-1)
-    solution = (U @ (turned * inverse).unsqueeze(-1)).squeeze(-1)
+    solution = (U @ (inverse.unsqueeze(-1) * (U.mT @ slope.unsqueeze(-1)))).squeeze(-1)
     return torch.where(usable.unsqueeze(-1), solution, 0.0)
