@@ -28,7 +28,7 @@ class State(StrEnum):
     SAME = "same"
     BETTER = "better"
     GONE = "gone"
-    UNTRIED = "not tried"  # this time; so as far as anybody knows it is as before
+    UNTRIED = "not tried"  # this time: as far as anybody knows, it is as before
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,11 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Card:
-    """A summary of one family; `fixes` is how many of its exposures the most common fix is for."""
+    """A summary of one family.
+
+    `checked` counts its findings, `exposed` those that gave something away, and `unchecked` those
+    without a result. `fix` is the most common remedy, and `fixes` how many findings have it.
+    """
 
     family: Family
     level: Level
@@ -122,7 +126,7 @@ class Ruling(StrEnum):
 
 @dataclass(frozen=True)
 class Ruled:
-    """A finding, or a check that could not be made, with the ruling and the rule that decided."""
+    """A finding, or a check that could not be made, with the ruling and the policy's rule."""
 
     name: str
     ruling: Ruling
@@ -152,7 +156,7 @@ class Assessment:
     - `gone`, `untried`: findings of the baseline that are gone, or were not checked this time.
     - `other`: the target of the baseline, if that is another target.
     - `returns`: what the service returns, if somebody said so.
-    - `hypothetical`: findings about what it does not return. They are shown apart, decide nothing.
+    - `hypothetical`: findings about what it does not return. They are shown apart and do not count.
     - `decision`: the decision of a policy.
     """
 
@@ -221,8 +225,8 @@ def assess(
 ) -> Assessment:
     """Give every finding its id, rule and severity, and sum them up.
 
-    `override` may set another severity for a finding that gave something away: it cannot make an
-    exposure of any other. `returns` is what the service returns, if not what the audit says.
+    `override` may set another severity for a finding, but only for one that gave something away.
+    `returns` is what the service returns, if not what the audit says.
     """
     named = zip(ids(audit.findings), audit.findings, strict=True)
     items = [_item(name, finding, override) for name, finding in named]
@@ -242,11 +246,11 @@ def assess(
 def ids(findings: Sequence[Finding]) -> list[str]:
     """Return an id for each finding that is the same in every audit: the id of its exposure.
 
-    If two exposures have the same id, the attack is added, and if that is the same, too, a number.
+    If several findings are of one exposure, the attack is added, and if that is the same, a number.
     """
     plain = [finding.exposure.id for finding in findings]
     count = Counter(plain)
-    made: dict[str, None] = {}  # in order, and quick to look up
+    made: dict[str, None] = {}  # a set that keeps the order
     for name, finding in zip(plain, findings, strict=True):
         longer = slug(name, finding.attack) if count[name] > 1 else name
         unique, number = longer, 1
@@ -351,8 +355,8 @@ def _verdict(made: Assessment) -> str:
 class Measure:
     """A remedy, and the share that was still given away with it.
 
-    `words` say what was left. If that is a finding of its own, it is `item`, whose exposure also
-    says what the remedy is.
+    `change` names the remedy, and `words` say what was left. If that is a finding of its own, it is
+    `item`, and its exposure says both.
     """
 
     change: str
@@ -361,7 +365,7 @@ class Measure:
     item: Item | None = None
 
 
-_PRECISIONS = {
+_PRECISIONS = {  # the remedies of `Readings.precision`, in words
     "bfloat16": "rounded to bfloat16",
     "int8": "rounded to int8",
     "noise of 10%": "noise of 10% added",
@@ -397,13 +401,16 @@ def _exposes_less(other: Item, item: Item) -> bool:
     more, less = item.finding.exposure, other.finding.exposure
     if other is item or other.family is not item.family or less.part != more.part:
         return False
-    weaker = item.rule.id in _LESS and (less.rule in _LESS[more.rule] or less.variant == "budget")
+    # The variant `budget` is the same attack with too few queries.
+    weaker = more.rule in _LESS and (less.rule in _LESS[more.rule] or less.variant == "budget")
     return weaker or less.narrows(more)
 
 
 # The audits of many targets.
 
-_COUNTED = {1: "give something away", 3: "could not be checked", 0: "give nothing away"}
+_COUNTED = {
+    FAILED: "give something away", UNCHECKED: "could not be checked", PASSED: "give nothing away",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -423,7 +430,7 @@ class FleetAssessment:
 
     @property
     def exit_code(self) -> int:
-        """1 if any target fails, else 3 if anything was not checked, else 0."""
+        """FAILED if any target fails, else UNCHECKED if anything was not checked, else PASSED."""
         return joint_exit_code(assessment.exit_code for assessment in self.targets.values())
 
 
@@ -446,7 +453,7 @@ SLACK = 0.02  # two runs of one search differ by this share of what was recovere
 
 
 def compared(new: Assessment, old: Assessment) -> Assessment:
-    """Return the new assessment with the state of each finding since the old one."""
+    """Return the new assessment, with how each finding compares with the old one."""
     if not new.audit.is_of(old.audit):
         items = tuple(replace(item, state=State.NEW) for item in new.items)
         return replace(new, items=items, other=old.audit.name or old.audit.target)
@@ -456,7 +463,7 @@ def compared(new: Assessment, old: Assessment) -> Assessment:
     before = {old_keys[item.id]: item for item in old.items}
     items = tuple(replace(item, state=state(item, before.get(keys[item.id]))) for item in new.items)
     skipped = (skip.exposure for skip in new.audit.skips if skip.absent)
-    absent = {_key(exposure, has_parts).id for exposure in skipped}
+    absent = {_key(exposure, has_parts).id for exposure in skipped}  # the target has them no more
     missing = {
         key: item
         for key, item in before.items()
@@ -475,12 +482,12 @@ def compared(new: Assessment, old: Assessment) -> Assessment:
 
 
 def _key(exposure: Exposure, has_parts: bool) -> Exposure:
-    """Return what exposures are compared by: the part only counts if there are several."""
+    """Return the exposure by which findings are compared: without a part, if there is only one."""
     return exposure if has_parts else replace(exposure, part="")
 
 
 def _keys(audit: Audit, has_parts: bool) -> dict[str, str]:
-    """Return what findings are compared by, by their ids."""
+    """Return the key by which each finding is compared, by the finding's id."""
     plain = [
         replace(finding, exposure=_key(finding.exposure, has_parts)) for finding in audit.findings
     ]

@@ -1,7 +1,7 @@
 """Exposures, as values, and the rules that they fall under.
 
-An exposure is given by its fields, so nobody has to parse a sentence for the rule, the layer or the
-part of the target. Words for people are made from the fields at the very end (report/words.py), and
+The rule, the layer and the part of the target are fields of an exposure, so nobody has to parse a
+sentence for them. Words for people are made from the fields at the very end (report/words.py), and
 a change of words changes no id, gate or baseline. Pipelines, policies and baselines hold ids of
 rules: a published id is never used for anything else.
 """
@@ -45,8 +45,8 @@ class Rule:
     """A kind of exposure, with its name, a sentence about it, and the guide to read.
 
     `standards` are the entries of public frameworks about it. `counted` says what a finding's
-    `queries` count, in singular and plural, if not what its family's do. `needs` is what a service
-    has to return for it (a key of RETURNS); None if it does not depend on what is returned.
+    `queries` count, in singular and plural; if None, see `_UNITS`. `needs` is what a service has to
+    return for it (a key of RETURNS); None if it does not depend on what is returned.
     """
 
     id: str
@@ -217,7 +217,7 @@ class Exposure:
 
     @property
     def id(self) -> str:
-        """Its fields as one word, safe in a URL, which is the same in every audit."""
+        """Its fields as a word for URLs, the same in every audit: `text-hidden-states-layer-3`."""
         family, _, kind = self.rule.removeprefix("KH-").partition("-")
         layer = "" if self.layer is None else f"layer-{self.layer}"
         return slug(family, self.part, kind, self.variant, self.name, layer, *self.defences)
@@ -249,14 +249,14 @@ def needs(exposure: Exposure) -> str | None:
 
 
 def is_returned(exposure: Exposure, returns: Sequence[str]) -> bool:
-    """Return whether a service that `returns` these has the exposure; without them, it may."""
+    """Return whether a service that `returns` these has the exposure: yes, if they are unknown."""
     needed = needs(exposure)
     given = {each for name in returns for each in (name, *RETURNS[name])}
     return not returns or needed is None or needed in given
 
 
 def expect_returns(names: Sequence[str], where: str) -> tuple[str, ...]:
-    """Return the names of what a service returns, or raise if one is unknown."""
+    """Return the names of what a service returns; raise if one is no key of RETURNS."""
     for name in names:
         if name not in RETURNS:
             raise InputError(f"{where} takes {', '.join(RETURNS)}, got {name[:60]}")

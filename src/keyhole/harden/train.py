@@ -36,7 +36,7 @@ from keyhole.models.loading import identity
 
 @dataclass(frozen=True, repr=False)
 class Training(Result):
-    """The cost of a run. `losses` are the means of all epochs, including those before a resumption.
+    """The cost of a run. `losses` has the mean of each epoch, also of those before a resumption.
 
     `seconds` counts this call only. `peak` is memory in bytes: of tensors on a GPU, or of the whole
     process on a CPU (0 if the system does not report it). `reason` says why the run ended early, or
@@ -84,8 +84,8 @@ def train(
 
     `average` is the decay of an exponential moving average of the weights, which the model gets at
     the end (0 keeps the last weights). `amp` runs the passes in bfloat16 where autocast allows.
-    `pool` is the number of batches that are sorted by length at a time: more is faster, because
-    there is less padding, but less random. `progress` is called after every step.
+    `pool` is the number of batches whose texts are sorted by length together: more is faster,
+    because there is less padding, but less random. `progress` is called after every step.
     """
     run = Run(
         identity(model, head=True), digest([asdict(example) for example in examples]),
@@ -93,7 +93,7 @@ def train(
         amp, pool, average,
     )  # fmt: skip
     _check(run)
-    # Texts are cut to the model's maximum length.
+    # Texts are cut to what the model can take; checkpoints hold the length that was asked for.
     limited = replace(run, max_length=fitting(model, tokenizer, max_length))
     device = torch.device(device)
     model.to(device).requires_grad_(True)
@@ -132,8 +132,8 @@ def _epoch(
         for group in state.optimizer.param_groups:
             group["lr"] = run.rate * _schedule(state.step, steps, run.warmup)
         state.optimizer.zero_grad()
-        stage = current(defence, state.step / steps)
-        loss = _backward(state.model, stage, inputs, labels, stream, run.amp)
+        now = current(defence, state.step / steps)  # a defence may begin after a share of the steps
+        loss = _backward(state.model, now, inputs, labels, stream, run.amp)
         if not math.isfinite(loss):
             return f"the loss is {loss} at step {state.step + 1}: try a smaller rate"
         nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -149,7 +149,10 @@ def _epoch(
 
 @torch.no_grad()
 def _average(means: list[Tensor], model: nn.Module, kept: float, step: int) -> None:
-    """Move the running means towards the weights, faster in the first steps."""
+    """Move the running means towards the weights; `kept` is the share of them that stays.
+
+    It is smaller in the first steps, so that the means soon forget the weights at the start.
+    """
     kept = min(kept, step / (step + 10))
     for mean, weight in zip(means, model.parameters(), strict=True):
         mean.lerp_(weight.to(mean), 1 - kept)
@@ -165,7 +168,7 @@ def _backward(
     model: nn.Module, defence: Defence, batch: Batch, labels: Tensor, stream: torch.Generator,
     amp: bool,
 ) -> float:  # fmt: skip
-    """Accumulate the gradients of the defence's losses, and return the sum of the losses."""
+    """Accumulate the gradients of the defence's losses, one by one, and return their sum."""
     losses = defence.losses(model, batch, labels, stream)
     total = torch.zeros((), device=labels.device)
     while True:
@@ -185,7 +188,8 @@ def _batches(
     for numbers in _batched(order, examples, run, stream):
         chosen = [examples[number] for number in numbers]
         inputs, labels = encode(tokenizer, chosen, max_length=run.max_length)
-        if tokenizer.unk_token_id is not None:  # spared too, as in S-Attend's released code
+        # Defences spare unknown tokens as they do special ones, as in S-Attend's released code.
+        if tokenizer.unk_token_id is not None:
             inputs[SPECIAL] = inputs[SPECIAL] | (inputs["input_ids"] == tokenizer.unk_token_id)
         yield {name: value.to(device) for name, value in inputs.items()}, labels.to(device)
 
@@ -193,13 +197,13 @@ def _batches(
 def _batched(
     order: list[int], examples: Sequence[Example], run: Run, stream: torch.Generator
 ) -> Iterator[list[int]]:
-    """Split the order into batches. With a pool, their texts have similar lengths."""
-    pool = run.batch * run.pool
-    for start in range(0, len(order), pool):
-        part = order[start : start + pool]
+    """Split the order into batches. With a pool, the texts of a batch have similar lengths."""
+    size = run.batch * run.pool
+    for start in range(0, len(order), size):
+        pool = order[start : start + size]
         if run.pool > 1:
-            part.sort(key=lambda number: len(examples[number].text))
-        batches = [part[at : at + run.batch] for at in range(0, len(part), run.batch)]
+            pool.sort(key=lambda number: len(examples[number].text))
+        batches = [pool[at : at + run.batch] for at in range(0, len(pool), run.batch)]
         if run.pool > 1:
             places = torch.randperm(len(batches), generator=stream).tolist()
             batches = [batches[place] for place in places]
@@ -217,13 +221,13 @@ def _optimizer(model: nn.Module, run: Run) -> torch.optim.Optimizer:
 
 
 def _schedule(step: int, steps: int, warmup: float) -> float:
-    """Return the factor of the rate: linear warm-up, then linear decay to zero."""
+    """Return the factor of the rate at a step: linear warm-up, then linear decay to zero."""
     warm = max(1, round(warmup * steps))
     return min((step + 1) / warm, (steps - step) / max(1, steps - warm))
 
 
 def _epoch_seed(seed: int, epoch: int, what: str) -> int:
-    """Return a seed for each epoch and use; torch's neighbouring seeds are unrelated."""
+    """Return a seed for each epoch and use; torch's numbers of neighbouring seeds are unrelated."""
     return (seed * 1_000_003 + epoch) * 2 + (what == "order")
 
 
@@ -278,7 +282,7 @@ class Run:
 
 @dataclass
 class State:
-    """The state of a run; `average` holds the weights' running means, if requested."""
+    """The state of a run; `average` holds the running means of the weights, if there are any."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -287,8 +291,9 @@ class State:
     step: int = 0
 
 
-def save(folder: Path, run: Run, state: State, epoch: int) -> None:
-    partial, complete = folder / f"epoch-{epoch}.partial", folder / f"epoch-{epoch}"
+def save(folder: Path, run: Run, state: State, epochs: int) -> None:
+    """Save a checkpoint after so many epochs, and delete the earlier ones."""
+    partial, complete = folder / f"epoch-{epochs}.partial", folder / f"epoch-{epochs}"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The leaks that sources hold: from a file of another program, one leak for each of its texts.
+"""The leaks in files of other programs: one for each text.
 
 Of several exposures in one file, the lowest layer is taken, which is nearest to the text. Where the
 layer or the order of axes is not known, every likely reading is tried on the shortest text, and
@@ -31,10 +31,10 @@ from keyhole.recover.leaks import TYPES, Leak, rows_of
 
 _TRIED = 4  # likely layers that are tried
 _BEGINNING = 4  # tokens of a causal model's text that show whether a layer is the right one
-_UNIT = 1e-3  # by which rounding may change the length of a normalised vector
+_UNIT_TOLERANCE = 1e-3  # by which rounding may change the length of a normalised vector
 _PREFERRED = ("hidden", "kv", "attention", "maps", "pooled", "logits")  # at the same layer
-_LEAST = 1e-6  # of the largest spread: a number that hardly varies must not decide alone
-_TEXTS = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES[::2]))
+_MIN_SPREAD = 1e-6  # of the largest: a number that hardly varies must not decide alone
+_TEXTS = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES[::2]))  # ordinary ones
 _MARGIN = 1.5  # times the largest error of a position of ordinary texts; chosen, not fitted
 Verifies = Callable[[Leak], bool]
 
@@ -57,7 +57,7 @@ def opened_by(
     expose: Exposure | None,
     verifies: Callable[[Target, Leak], bool],
 ) -> list[Opened]:
-    """Return the leaks of all sources; `verifies` says whether a reading of arrays gives a text."""
+    """Return the leaks of all sources; `verifies` says whether a leak gives a verified text."""
     opened: list[Opened] = []
     for source in sources:
         if isinstance(source, Opened):
@@ -81,10 +81,10 @@ def opened_by(
 def _verified(
     dump: Dump, target: Target, expose: Exposure | None, verifies: Verifies
 ) -> list[Opened]:
-    """Return the leaks in a file: of the only reading, or of the first that `verifies`."""
+    """Return the leaks in a file: by the only reading, or by the first whose leaks `verifies`."""
     mask, ids = _saved_with(dump, MASKS), _saved_with(dump, IDS)
     readings, lengths = readings_of(dump.arrays, target.parts, expose)
-    if dump.error:
+    if dump.error:  # the numbers were quantised, perhaps after a Hadamard transform
         readings = [*(turned(reading) for reading in readings), *readings]
     mask = lengths if mask is None else mask
     if not readings:
@@ -143,12 +143,13 @@ def _chosen(reading: Sequence[Section], target: Target, expose: Exposure | None)
 
 
 def _depth(section: Section, parts: Anatomy) -> tuple[int, int]:
-    first = section.kind == "kv" and parts.causal  # layers of a cache count from 0
-    return (section.layer or 0) + first, _PREFERRED.index(section.kind)
+    """Return what sections are sorted by: the layer, counted from 1, and the preferred kind."""
+    from_0 = section.kind == "kv" and parts.causal  # so layers of a cache are counted
+    return (section.layer or 0) + from_0, _PREFERRED.index(section.kind)
 
 
 def _texts(section: Section, mask: Tensor | None, ids: Tensor | None) -> list[Opened]:
-    """Make a leak for each text of a section, without the padding around it, and without a name."""
+    """Return an unnamed leak for each text of a section, without the padding around it."""
     texts: list[Opened] = []
     per_text = section.kind in ("pooled", "logits")
     length = None if per_text else next(iter(section.tensors.values())).shape[-2]
@@ -176,7 +177,7 @@ def _leak(section: Section, tensors: dict[str, Tensor], inside: slice) -> Leak:
         return make(values=tensors["values"][inside][-1:])
     if section.kind == "pooled":
         length = float(tensors["values"].float().norm())
-        return make(values=tensors["values"], normalised=abs(length - 1) <= _UNIT)
+        return make(values=tensors["values"], normalised=abs(length - 1) <= _UNIT_TOLERANCE)
     cut = {name: tensor[..., inside, :] for name, tensor in tensors.items()}
     if section.kind == "maps":
         cut = {name: tensor[..., inside] for name, tensor in cut.items()}
@@ -186,10 +187,10 @@ def _leak(section: Section, tensors: dict[str, Tensor], inside: slice) -> Leak:
 def _samples(
     texts: Sequence[Opened], reading: Reading, mask: Tensor | None, parts: Anatomy
 ) -> Iterator[Leak]:
-    """Yield leaks that are verified if the reading is right: the shortest, and one more.
+    """Yield leaks that are verified if the reading is right: the shortest text, and more.
 
-    That is another text, or another layer of the same. One leak alone does not distinguish a text
-    at all layers from as many texts at one layer.
+    These are another text, and another layer of the first. One leak alone does not distinguish a
+    text at all layers from as many texts at one layer.
     """
     leaks = sorted((text.leak for text in texts), key=lambda leak: leak.length or 0)
     layer = leaks[0].exposure.layer
@@ -216,29 +217,27 @@ def _no_exposure(dump: Dump, parts: Anatomy) -> InputError:
 def _likely_layers(target: Target, section: Section) -> list[int]:
     """Return all layers that such a section may be of, the likeliest first.
 
-    Every layer has its own means and spreads. With μ and σ those of each number over rows of
-    ordinary texts at a layer, the log-likelihood of rows x is −Σ log σ − Σ (x − μ)²/2σ².
+    Every layer has its own means and spreads. If the numbers of a row have the means μ and standard
+    deviations σ over ordinary texts at a layer, the log-likelihood of a row x is
+    −Σ log σ − Σ (x − μ)²/2σ².
     """
     parts = target.parts
     first = 0 if section.kind == "hidden" or (section.kind == "kv" and parts.causal) else 1
     layers = list(range(first, first + parts.layers + (section.kind == "hidden")))
     if section.kind == "maps" or (section.kind == "kv" and not parts.causal):
         return layers  # maps are as wide as the text is long, and encoders have no cache to compare
-    seen = _compared(rows_of({name: tensor.float() for name, tensor in section.tensors.items()}))
-    alone = seen.shape[1] == 1  # then it is compared with first positions only
+    seen = _without_first(rows_of({k: tensor.float() for k, tensor in section.tensors.items()}))
+    most = 1 if seen.shape[1] == 1 else None  # a first position is compared with first positions
     texts = [target.tokenizer(text)["input_ids"][: parts.max_length] for text in _TEXTS]
-    own = [_at_layers(target, section.kind == "kv", ids) for ids in texts]
+    ordinary = [_at_layers(target, section.kind == "kv", ids) for ids in texts]
     likelihoods = [
-        _likelihood(
-            seen,
-            torch.cat([_compared(rows[:, : 1 if alone else None]).flatten(0, 1) for rows in each]),
-        )
-        for each in zip(*own, strict=True)
+        _likelihood(seen, torch.cat([_without_first(rows[:, :most])[0] for rows in at_layer]))
+        for at_layer in zip(*ordinary, strict=True)
     ]
     return [layers[at] for at in torch.tensor(likelihoods).argsort(descending=True).tolist()]
 
 
-def _compared(rows: Tensor) -> Tensor:
+def _without_first(rows: Tensor) -> Tensor:
     """Leave out the first position, which is unlike all others, if there are others."""
     return rows[:, 1:] if rows.shape[1] > 1 else rows
 
@@ -253,13 +252,14 @@ def _at_layers(target: Target, cached: bool, ids: Sequence[int]) -> list[Tensor]
     return [rows_of({"keys": layer.keys, "values": layer.values}) for layer in cache.layers]
 
 
-def _likelihood(seen: Tensor, own: Tensor) -> float:
-    own, rows = own.double().cpu()[:, : seen.shape[-1]], seen.double().flatten(0, 1)
+def _likelihood(seen: Tensor, ordinary: Tensor) -> float:
+    """Return the median log-likelihood of the rows seen, for each number of a row."""
+    ordinary, rows = ordinary.double().cpu()[:, : seen.shape[-1]], seen.double().flatten(0, 1)
     rows = rows[rows.isfinite().all(-1)]
-    spread = own.std(0)
-    spread = spread.clamp(min=_LEAST * max(float(spread.max()), 1e-30))
-    strength = ((rows - own.mean(0)) / spread).square() / 2 + spread.log()
-    return -float(strength.mean(-1).median())
+    spread = ordinary.std(0)
+    spread = spread.clamp(min=_MIN_SPREAD * max(float(spread.max()), 1e-30))
+    unlikely = ((rows - ordinary.mean(0)) / spread).square() / 2 + spread.log()
+    return -float(unlikely.mean(-1).median())
 
 
 def with_served_noise(
@@ -279,8 +279,9 @@ def as_served(target: Target, exposure: Exposure, arithmetic: str) -> Generator[
 
     The model's numbers are then not the server's, but nearer to them than those of float32: at the
     first position, where a wrong token may be as near in float32 as the right one, by a factor of
-    two to four for SmolLM2 in Q4_1. What is measured on the model itself is measured before.
+    two to four for SmolLM2 in Q4_1.
     """
+    # What is measured on the model itself, and remembered, has to be measured before.
     Branches(target.model, torch.zeros(1, dtype=torch.long, device=target.parts.device))
     rounding_error(target, exposure)
     with ARITHMETICS[arithmetic](target.model):

@@ -2,12 +2,12 @@
 
 A leaked number is y = f + ε. Rounding puts y on a grid: bfloat16 and float16 have few bits of
 mantissa, integers have one step for each row (int8 with a scale for each token, decimals, …). Then
-ε is uniform over a step, with variance step²/12. Noise leaves no trace in y. It shows only in the
-residual of the right text (`compare`).
+ε is uniform over a step, with variance step²/12. Noise leaves no trace in y: it shows only in y − f
+of the right text (`compare`).
 
 A quantised cache has a grid for each group of numbers, and every program groups them differently:
 a token's numbers of a head (KIVI's values), a channel's over some tokens (KIVI's keys; arXiv
-2402.02750), all of a tensor (fp8). So every usual grouping is tried. One whose groups lie on grids
+2402.02750), all of a tensor (fp8). So every usual grouping is tried. If its groups lie on grids, it
 is the right one: that does not happen by chance.
 
 Arithmetic has errors too. Two machines, or two batch sizes, add up in different orders. In float32
@@ -44,19 +44,19 @@ _FLOATS = (  # the coarsest first, each with its bits of mantissa, the leading o
 )
 _GROUPS = (128, 64, 32, 16)  # numbers that share a scale
 _SAMPLED = 64  # groups of a grouping that are tested first
-_ENOUGH = 32  # numbers that do not lie on a grid by chance
-_NEAR = 0.05  # of a step: the error of a scaled 8-bit float that was rounded again
+_ENOUGH = 32  # so many numbers do not lie on a grid by chance
+_NEAR = 0.05  # in steps: the error of a scaled 8-bit float that was rounded again
 _NORMAL = 2.0**-4  # numbers above this share of the largest are no subnormal 8-bit floats
-_ALL = 0.95  # the share of groups on a grid that is enough: some groups may be constant
-_FEW = 0.1  # a smaller share is chance; KIVI leaves the last tokens as they are
-_LEVELS = 4  # different numbers that do not lie on a grid of 127 steps by chance
+_ALL = 0.95  # the share of groups on grids that ends the search: constant groups are on none
+_FEW = 0.1  # a smaller share is chance; it may be below 1, as KIVI does not round the last tokens
+_LEVELS = 4  # so many different numbers do not lie on a grid of 127 steps by chance
 _GRID = 5e-3  # in steps: how far from a multiple of the step a number may lie
 _DEVIATIONS = 4.5  # standard deviations that chance is granted
 _CLAIMED = 0.15  # unknown noise above this share of the leak's spread is never confirmed
 _TEXTS, _LENGTH = 4, 32  # random texts that the arithmetic is measured on, and their tokens
-_MARGIN = 1.5  # above the largest error of their positions
+_MARGIN = 1.5  # times the largest error of their positions
 _MIN_POSITIONS, _MIN_NUMBERS = 4, 2000  # fewer prove nothing about unknown noise
-_TINY = 1e-30
+_TINY = 1e-30  # in place of 0 in a denominator
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,16 +97,16 @@ def precision_of(leak: Leak, arithmetic: float = 0.0) -> Precision:
     least = FLOAT32 * float(seen.square().mean().sqrt())
     name, step = rounding_of(rows, leak.precision)
     if name == "float32" and "keys" in leak.tensors:  # a head or other group may have a scale
-        grids = {name: _grouped(part) for name, part in leak.tensors.items()}
-        step = leak.rows({name: steps for name, (_, steps) in grids.items()})
-        name = min(grid for grid, _ in grids.values())
+        grids = {part: _grouped(tensor) for part, tensor in leak.tensors.items()}
+        step = leak.rows({part: steps for part, (_, steps) in grids.items()})
+        name = min(grid for grid, _ in grids.values())  # float32 if keys or values are on none
     rounding = (step.square() / 12 + own.square() + least**2).sqrt()
     others = (own.square() + least**2 + (leak.noise or 0.0) ** 2).sqrt()
     return Precision(name, rounding, scale, leak.noise, step / 2 + _DEVIATIONS * others)
 
 
 def rounding_error(target: Target, exposure: Exposure) -> float:
-    """Return how far rounding moves a row of this model, relative to the row's length.
+    """Return how far the model's arithmetic moves a row, relative to the row's length.
 
     That is the largest error of any position, times a margin; remembered for every exposure.
     """
@@ -123,9 +123,9 @@ def _rounding_error(target: Target, exposure: Exposure) -> float:
     ids = random_texts(target, _TEXTS, length, stream).to(target.parts.device)
     alone = torch.cat([rows_of(capture(target.model, exposure, ids=text[None])) for text in ids])
 
-    def change_last_bit(_m: nn.Module, _i: Any, words: Tensor) -> Tensor:
-        off = torch.finfo(words.dtype).eps * (2 * torch.rand(words.shape, generator=stream) - 1)
-        return (words * (1 + off.to(words.device))).to(words)
+    def change_last_bit(_m: nn.Module, _i: Any, states: Tensor) -> Tensor:
+        off = torch.finfo(states.dtype).eps * (2 * torch.rand(states.shape, generator=stream) - 1)
+        return (states * (1 + off.to(states.device))).to(states)
 
     with hooks((target.parts.tokens.register_forward_hook, change_last_bit)):
         if target.parts.causal and exposure.kind in ("hidden", "kv", "attention"):
@@ -168,7 +168,10 @@ def _integers(rows: Tensor, steps: Tensor) -> str:
 
 
 def _grouped(part: Tensor) -> tuple[str, Tensor]:
-    """Return the grid and the steps of keys or values (heads, n, k), by the best grouping."""
+    """Return the grid and the steps of keys or values (heads, n, k).
+
+    The best grouping is the one with the largest share of numbers in groups that lie on a grid.
+    """
     numbers = part.flatten()
     for groups in (1, len(part)):
         name, floats = _scaled_floats(numbers.view(groups, -1))
@@ -216,9 +219,9 @@ def _groupings(part: Tensor) -> Iterator[Tensor]:
 def _scaled_floats(rows: Tensor) -> tuple[str, Tensor]:
     """Return the name and the steps of groups (g, s) of 8-bit floats, each times a scale.
 
-    The name is empty if they are none. A group's largest number is 2ᵇ⁻¹ … 2ᵇ − 1 times its step,
-    so there are as many scales to test. Whole numbers below 2ᵇ are such floats as well, so there
-    must be more than 2ᵇ different numbers.
+    The name is empty if they are none. With b bits of mantissa, a group's largest number is 2ᵇ⁻¹ …
+    2ᵇ − 1 times its step, so there are 2ᵇ⁻¹ scales to test. All whole numbers below 2ᵇ are such
+    floats, too, so there must be more than 2ᵇ different numbers.
     """
     sizes = rows.double().nan_to_num().abs()
     top = sizes.amax(-1, keepdim=True).clamp(min=1e-300)
@@ -245,17 +248,17 @@ def _scaled_floats(rows: Tensor) -> tuple[str, Tensor]:
 
 def _steps(rows: Tensor) -> Tensor:
     """Return the step (n,) of the grid that each row (n, f) lies on; 0 if it lies on none."""
-    whole = rows.isfinite().all(-1)
+    finite = rows.isfinite().all(-1)
     steps = torch.zeros(len(rows), device=rows.device)
-    steps[whole] = _steps_of_whole(rows[whole])
-    for place in (rows.isfinite().any(-1) & ~whole).nonzero().flatten().tolist():
+    steps[finite] = _steps_of_finite(rows[finite])
+    for place in (rows.isfinite().any(-1) & ~finite).nonzero().flatten().tolist():
         row = rows[place]
-        steps[place] = _steps_of_whole(row[row.isfinite()][None])[0]
+        steps[place] = _steps_of_finite(row[row.isfinite()][None])[0]
     return steps
 
 
-def _steps_of_whole(rows: Tensor) -> Tensor:
-    """Return the steps (n,) of rows without gaps, all at once.
+def _steps_of_finite(rows: Tensor) -> Tensor:
+    """Return the steps (n,) of rows of finite numbers, all at once.
 
     The usual grid is tried first: the largest number is 127 steps (or 7) from zero. Then any other:
     with few levels many numbers are equal, and the gaps between the rest are multiples of a step.
@@ -297,9 +300,9 @@ class Fit:
     """The comparison of a text's own numbers with the leak's, position by position.
 
     `good` (positions,) is true where the difference may be the leak's error, or nothing leaked.
-    `proven` says that the test is hard enough for a claim: against a known precision, or because
-    only noise looks like this difference. `sigma` are the errors of the numbers, and `level` their
-    size relative to the leak's spread.
+    `proven` says that such an agreement proves the text: the precision is known, or the difference
+    looks like noise and nothing else. `residual` is the size of the difference and `level` that of
+    the errors `sigma`, both relative to the leak's spread.
     """
 
     good: Tensor
@@ -315,6 +318,7 @@ class Fit:
 
     @property
     def whole(self) -> bool:
+        """Whether the whole text is proven to be the leak's."""
         return self.settled and self.proven
 
 
@@ -324,24 +328,24 @@ def compare(precision: Precision, leaked: Tensor, given: Tensor) -> Fit:
     seen = ~off.isnan().any(-1)
     residual = float(off[seen].square().mean().sqrt()) / precision.scale
     sigma = precision.sigma.to(off.device)
-    most = limit(off.shape[-1])
+    largest = limit(off.shape[-1])
     strength = (off / sigma).square().mean(-1)
     typical = float(strength[seen].median())
     # Errors of few levels are not spread evenly over a step: there the bound decides.
     within = (off.abs() <= precision.most.to(off.device)).all(-1)
-    if typical <= most or bool(within[seen].all()) or precision.noise is not None:
-        good = (strength <= most) | within | ~seen
+    if typical <= largest or bool(within[seen].all()) or precision.noise is not None:
+        good = (strength <= largest) | within | ~seen
         return Fit(good, True, residual, sigma, precision.relative)
     # Larger than rounding explains: this is noise of unknown strength, or a wrong text.
     strength = off.square().mean(-1)
     level = float(strength[seen].median().sqrt())
-    good = (strength <= most * level**2) & (level <= NOISE * precision.scale) | ~seen
+    good = (strength <= largest * level**2) & (level <= NOISE * precision.scale) | ~seen
     proven = _is_only_noise(off[seen], given[seen], level, precision.scale)
     return Fit(good, proven, residual, sigma.clamp(min=level), level / precision.scale)
 
 
 def limit(count: int, deviations: float = _DEVIATIONS) -> float:
-    """Return a bound on the mean of `count` squared standard normals (Wilson & Hilferty, 1931)."""
+    """Return a bound on the mean square of `count` standard normals (Wilson & Hilferty, 1931)."""
     spread = 2 / (9 * count)
     return (1 - spread + deviations * math.sqrt(spread)) ** 3
 
