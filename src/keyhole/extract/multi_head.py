@@ -1,25 +1,28 @@
-"""Many heads, exactly: H(d² + d) queries, or H(2rd − r² + d) for rank r, and about H(2d + 130).
+"""Many heads, exactly: one query for each unknown number, and about H(2d + 130) more.
 
-The target is `f(X) = Σ_h Σ_i softmax_i(x_iᵀ W_h x_N)·v_hᵀx_i` with H unknown. Fix the last token x
-and let `g_h = W_h x`. For one head l there are two **mask tokens** x+D1 and x+D2 that take all the
-attention of the other heads and none of its own (heads/masks.py), so that
+H heads have H(d² + d) unknowns, or H(2rd − r² + d) if their W have rank r. The target is
+
+    f(X) = Σ_h Σ_i softmax_i(x_iᵀ W_h x_N)·v_hᵀx_i
+
+with H unknown. Fix the last token x and let `g_h = W_h x`. For one head l there are two **mask
+tokens** x+D1 and x+D2 that take all attention of the other heads and none of its own
+(heads/masks.py), so that
 
     f([x+δ ; x+D1 ; x+D2 ; x]) − f([x ; x+D1 ; x+D2 ; x]) = σ(g_lᵀδ)·v_lᵀδ:
 
-this is one head alone, in the near field, and Theorem 4.1 of *Provably Learning Attention with
-Queries* (arXiv 2601.16873) applies to it. Nothing is assumed about the v, nor about H against d.
-The stages:
+this is one head alone, and Theorem 4.1 of *Provably Learning Attention with Queries* (arXiv
+2601.16873) applies to it. The v_h may be any, and H may exceed d. The stages:
 
-    Σ_h v_h = f([e_i])                                        d queries
-    heads/far_field.py    the directions of g_h        about (d + 60)H
-    heads/rays.py         v_h and g_h at one x_0, and heads with proportional W, which no mask
-                          separates                    2dH
-    `Columns`             W_h at all x                 d(d − 1)H + dH, less for low rank
+    Σ_h v_h = f([e_i])                                                    d queries
+    heads/far_field.py    the directions of g_h, from long δ              about (d + 60)H
+    heads/rays.py         v_h and g_h at one x_0, from short δ;           2dH
+                          heads with proportional W, which no mask separates
+    `Columns`             W_h at all x                                    d²H, less for low rank
 
-Without masks, every hyperplane would have to be found again at d tokens. With them, the far field
-is needed at one token only and to a few digits, and all parameters come from the near field, to
-rounding. docs/mathematics.md proves a bound on all of it, `most_queries`. (arXiv 2608.03294,
-multi_head_as_published.py, takes 4Hd² − 2H + 1.)
+Without masks, the far field (long δ, where all σ are 0 or 1) would have to be searched again at d
+tokens. With them, it is needed at one token and to a few digits, and all parameters come from the
+near field, to rounding. docs/mathematics.md proves a bound on all of it, `most_queries`. (arXiv
+2608.03294, multi_head_as_published.py, takes 4Hd² − 2H + 1.)
 
 Limits. Heads with equal W act as one, and heads with v = 0 are invisible (Proposition 7.1): the
 result is the canonical form (canonical.py). The oracle must answer to about 1e-12 of its largest
@@ -69,8 +72,8 @@ from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleErro
 _LINEAR = 1e-9  # the relative error to which answers of length one must be linear
 _ATTEMPTS = 3  # tokens x_0 that are tried
 _DECIMALS = 12  # answers rounded to more decimals count as exact
-_WRONG = 1e-3  # after a larger error, the next attempt is more cautious
-_CAUTION = 8.0  # an opposite pair swaps unnoticed where W x passes through 0: stay closer to x_0
+_WRONG = 1e-3  # after a larger error, the next attempt stays closer to x_0, …
+_CAUTION = 8.0  # … by this factor: opposite heads are exchanged unnoticed where W x passes 0
 
 
 @dataclass(frozen=True)
@@ -93,9 +96,7 @@ class MultiHead(Method):
         """Return the bound that docs/mathematics.md proves, for heads in general position."""
         if self.heads is None:
             return None
-        tests = (
-            1 if self.heads + 1 < dim // 2 else 3
-        )  # of every mask at every token (`leak_probes`)
+        tests = 1 if self.heads + 1 < dim // 2 else 3  # `leak_probes` of a mask at a token
         each = self.heads * (dim * dim + (3 + tests) * dim + 667) + 170
         return dim + 4 + attempts * each
 
@@ -109,11 +110,11 @@ class MultiHead(Method):
         result = replace(result, queries=result.queries + counted.queries)
         if not inexact:
             return result
-        needed = (
+        reason = (
             f"{result.reason}; the answers are rounded or noisy: heads are read one by one from "
             "answers exact to 1e-12 of themselves, and fitted (Fitted, auto) from others"
         )
-        return replace(result, status=Status.UNVERIFIED, reason=needed, model=None)
+        return replace(result, status=Status.UNVERIFIED, reason=reason, model=None)
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
@@ -215,19 +216,19 @@ def _attempt(
 
 
 def _step(rays: Rays, columns: Columns | None) -> Step:
-    """Return the step: slope k of a ray is the head (c_k W, V_k); a head with W = 0 comes last.
+    """Return all heads so far: slope k of a ray is the head (c_k W, V_k); W = 0 comes last.
 
     Before any columns are known, W is known at x_0.
     """
     W: list[Tensor] = []
     v: list[Tensor] = []
-    only = rays.g.unsqueeze(2) * rays.x / (rays.x @ rays.x)
-    for ray, matrix in enumerate(only if columns is None else columns.matrices):
+    at_x0 = rays.g.unsqueeze(2) * rays.x / (rays.x @ rays.x)
+    for ray, matrix in enumerate(at_x0 if columns is None else columns.matrices):
         for k in range(int(rays.slopes[ray])):
             W.append(rays.c[ray, k] * matrix)
             v.append(rays.V[ray, k])
-    d, more = len(rays.x), len(v) - len(rays)
-    extra = more * (d + 1)
+    d = len(rays.x)
+    extra = (len(v) - len(rays)) * (d + 1)  # c_k and V_k of each further slope
     known, unknowns = 2 * d * len(rays), len(rays) * (d * d + d)
     if columns is not None:
         known, unknowns = columns.known, columns.unknowns
@@ -267,7 +268,7 @@ def _remark(rays: Rays, columns: Columns | None) -> str:
 #     W x_0 = g_0,    W u_j = (g(x_j) − g_0) / η_j.
 #
 # One answer per (x_j, ray) tests the masks, and is the baseline of the others. Its probe ω has
-# `g_kᵀω` of about 4 for every other head, so that a leak shows, and no value for its own head, so
+# `g_kᵀω` of about 4 for every other head k, so that a leak shows, and vᵀω = 0 for its own head, so
 # that a sound mask leaves nothing of it. (If there are many lines, or two heads on one, it takes
 # three answers.) If a mask leaks, η_j is halved. The baseline is measured, not predicted, so that
 # the oracle's rounding of `v_kᵀ(x+D)` is the same in it and in the answers that it is subtracted
@@ -280,7 +281,7 @@ def _remark(rays: Rays, columns: Columns | None) -> str:
 
 _EPSILON = torch.finfo(torch.float64).eps
 _HALVINGS = 14
-_REACH = 6.0  # the largest gᵀδ of probes
+_REACH = 6.0  # the largest gᵀδ of probes, for which masks are made
 _NOISE = 256.0  # a column must be so many times above rounding to count as new
 
 
@@ -291,7 +292,7 @@ class Tokens:
     B: Tensor  # (d, d): x_0's direction, then the u_j
     eta: Tensor  # (d,): |x_0|, then the η_j
     x: Tensor  # (d, d): x_0, then the x_j
-    base: Tensor  # (d, R)
+    base: Tensor  # (d, R): the baselines
 
 
 class Columns:
@@ -311,6 +312,7 @@ class Columns:
         self._isolated = IsolatedHeads(oracle, masks.D, rays.v0)
         self._rays = rays
         d = len(v)
+        # η_j / |x_0| to begin with: masks of little margin hold less far from x_0.
         step = min(0.5, 0.4 * float(masks.margin.min()) * d**0.5 / 3.5) / caution
         self._tokens = last_tokens(self._isolated, lines, rays, v, step, stream)
         self._rows = Rows.design(rays.frame.unsqueeze(0), rays)
@@ -365,7 +367,7 @@ class Columns:
         rows = self._rows.part(live)
         z = self._read(rows.deltas, live, m, stop)
         self._measured[live, m:stop] = rows.solve(z) - self._rays.g[live].unsqueeze(1)
-        self._weigh(live, stop)
+        self._find_low_ranks(live, stop)
         self.done = stop
 
     def _read(self, deltas: Tensor, rays: Tensor, start: int, stop: int) -> Tensor:
@@ -382,8 +384,8 @@ class Columns:
         z[:, used] = asked
         return z
 
-    def _weigh(self, live: Tensor, stop: int) -> None:
-        """Find the rays whose rank is known, since some of the last columns bring nothing new."""
+    def _find_low_ranks(self, live: Tensor, stop: int) -> None:
+        """Set the rank where one of the last columns is in the span of those before it."""
         fresh = self._measured[live, self.done : stop]
         known = self._basis[live, : self.done]
         for _ in range(2):  # twice against rounding
@@ -430,19 +432,19 @@ def last_tokens(
     size = float(lengths(rays.x))
     B = starting_with(rays.x.unsqueeze(0), rays.frame.unsqueeze(0))[0]
     B[0] = rays.x / size
-    pulls = leak_probes(lines, rays.line, rays.g, rays.V, stream)
-    many = pulls.shape[1]
-    rows, owner = pulls.reshape(-1, d), torch.arange(count).repeat_interleave(many)
+    probes = leak_probes(lines, rays.line, rays.g, rays.V, stream)
+    k = probes.shape[1]
+    rows, owner = probes.reshape(-1, d), torch.arange(count).repeat_interleave(k)
 
     def answers(x: Tensor) -> Tensor:
-        return isolated.grid(x, rows, owner).view(len(x), count, many)
+        return isolated.grid(x, rows, owner).view(len(x), count, k)
 
     origin = answers(rays.x.unsqueeze(0))
     shift = origin - v @ rays.x  # the same at every x while masks hold
     values = float(lengths(rays.V).max())
     noise = 2e-14 * values * (lengths(isolated.D).amax(1) + size)
-    inexact = torch.where(rays.slopes > 1, 1e-10, 1e-12 if many > 1 else 2e-14)  # of own values
-    noise = noise + inexact * values * lengths(pulls).amax(1)
+    inexact = torch.where(rays.slopes > 1, 1e-10, 1e-12 if k > 1 else 2e-14)  # of own values
+    noise = noise + inexact * values * lengths(probes).amax(1)
     eta = torch.full((d,), step * size, dtype=torch.float64)
     eta[0] = size
     base = origin[:, :, 0].repeat(d, 1)

@@ -1,13 +1,14 @@
 """Read the first layer of a mixed cache, in a model with rotary positions: whole blocks at once.
 
-The rows of every token are known beforehand, so each can be tried at each place. From tokens that
-are known, `Reader.read` alternates between maps (block_spans.py) and tokens that fit.
+The equations are those of mixed.py. A side is the keys, or the values, of one head; its map is M,
+and in every block a secret row A hides one place from it (block_spans.py). The rows of every token
+are known beforehand, so each can be tried at each place of a block. From tokens that are known,
+`Reader.read` alternates between solving for the maps and finding tokens that fit.
 
 If rounding hides the directions of a block's keys, values still show which tokens it holds, and
-`ordered` finds their order. That is a question to all keys of a block at once (the squares of
-block_spans.py). It starts with an assignment by each key alone. As long as the squares
-fall, it repeats the assignment by what they would be with one token replaced, and then exchanges
-pairs of tokens.
+`ordered` finds their order: that with the least sum of squares over all keys of the block. It
+starts with an assignment by each key alone. As long as the squares fall, it repeats the assignment
+by what they would be with one token replaced, and then exchanges pairs of tokens.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ from keyhole.recover.layers.block_spans import (
 from keyhole.recover.recovery import ODDS, verifying_margin
 
 SHORTLIST = 4  # candidates of a block, as a multiple of its tokens
-_ROUNDS = 6  # of reading and solving again
+_ROUNDS = 6  # of finding tokens and solving for the maps again
 _COMPARED = 2048  # tokens that are compared exactly, after an estimate
 _STANDS_OUT = 8.0  # standard deviations of the logarithms of q; the best of many has five by chance
-_MOVES = 8  # rounds of exchanges in a block, of each kind
+_MOVES = 8  # rounds of assignments in a block, and then of exchanges
 _PAIRS = 48  # exchanges that are compared exactly: neighbours first, then the most promising
 _NEIGHBOURS = 2  # the largest distance of places that are neighbours
 _REPEAT_COST = 1e6  # of a token's second place: every token gets one place first
-_PASSES = 3  # over the text, with the map solved for again
-_FILLED = 2.0  # the ratio to the expected squares above which a row fills the block
+_PASSES = 3  # over the text, with the maps solved for again
+_FILLED = 2.0  # times the expected squares: with more, a row fills the block and is no token's
 _REPEATED = 4  # repeated tokens of a last block, at most
 
 
@@ -113,7 +114,7 @@ class Reader:
     def shortlist(self, number: int) -> Tensor:
         """Return the tokens (c,) that block `number` may hold, by their values, in any place.
 
-        A head may hide a token, so the worst head does not count.
+        A head may hide a token, so the head where it fits worst does not count.
         """
 
         def nearest(values: Tensor, count: int, turn: Tensor | None) -> Tensor:
@@ -126,8 +127,8 @@ class Reader:
             return total.topk(min(count, len(total)), largest=False).indices
 
         values, count = self.table.values, SHORTLIST * self.blocks.size
-        turn = torch.eye(values.shape[2], dtype=torch.float64)
-        tokens = nearest(values, max(count, _COMPARED), turn)
+        no_turn = torch.eye(values.shape[2], dtype=torch.float64)  # with it, `misfits` estimates
+        tokens = nearest(values, max(count, _COMPARED), no_turn)
         return tokens[nearest(values[:, tokens], count, None)]
 
     def fit(self, tokens: Tensor, places: Sequence[int]) -> Fit:
@@ -150,7 +151,7 @@ class Reader:
             if again is reader or None in again.blocks.maps:
                 break
             reader, tokens = again, found
-            if len(found) > max(found):
+            if len(found) > max(found):  # no position before the last is open
                 break
         return reader, tokens
 
@@ -185,7 +186,7 @@ class Reader:
                 tokens[place] = left[0]
 
     def whole(self, tokens: dict[int, int]) -> list[int]:
-        """Return the text up to the last token, with the nearest tokens at open positions."""
+        """Return the text up to the last of `tokens`, with the nearest ones at open positions."""
         places = range(max(tokens, default=-1) + 1)
         filled = dict(tokens)
         for place in places:
@@ -198,7 +199,7 @@ class Reader:
         while len(ids) % self.blocks.size > 1 and reader.explained(ids[:-1]):
             if reader.stands_out(ids[-1], len(ids) - 1):
                 break
-            ids = ids[:-1]  # a row that fills the block
+            ids = ids[:-1]  # no token, but a row that fills the last block
         return ids
 
     def explained(self, ids: list[int]) -> bool:
@@ -257,7 +258,11 @@ class Reader:
 
 @dataclass(frozen=True, eq=False)
 class SideSquares:
-    """The squares of one side for an arrangement of tokens; `seen` are the places it shows."""
+    """The sum of squares (`cost`) of one side for an arrangement of tokens.
+
+    `seen` are the places that the side shows, `spread` (b, d) the standard deviations of the
+    block's numbers, and `free` (k, d) its directions that are no token's.
+    """
 
     side: Side
     found: Map
@@ -271,9 +276,9 @@ class SideSquares:
 class Order:
     """An arrangement: tokens (n,) at the first places of a block, with the squares of each side.
 
-    `cost` is the sum of squares and `expected` its expectation. `others` (n, c) are the increases
-    of `cost` by keys with another of c candidates at a place. `free` counts the directions of all
-    sides that are no token's.
+    `cost` is the sum of squares and `expected` its expectation. `others` (n, c) says by how much
+    the squares of keys rise with each of c candidates in place of a token. `free` counts the
+    directions of all sides that are no token's.
     """
 
     tokens: Tensor
@@ -291,11 +296,11 @@ class Order:
         return self.cost <= self.expected + DEVIATIONS * (2 * self.expected) ** 0.5
 
     def follows(self, shorter: Order) -> bool:
-        """Return whether the last token is there: it explains more than chance would."""
-        if self.free < shorter.free:  # it takes the place of another direction
+        """Return whether the text has this last token: it explains more than chance would."""
+        if self.free < shorter.free:  # it takes the place of a direction that was no token's
             return self.cost < _FILLED * self.expected
-        fewer = shorter.expected - self.expected
-        least = fewer + DEVIATIONS * (2 * fewer) ** 0.5 + 2 * ODDS
+        by_chance = shorter.expected - self.expected
+        least = by_chance + DEVIATIONS * (2 * by_chance) ** 0.5 + 2 * ODDS
         return shorter.cost - self.cost > least
 
 
@@ -312,10 +317,10 @@ class BlockOrders:
         return self.reader.table.rows(side, tokens.flatten(), at).double().view(*tokens.shape, -1)
 
     def order(self, tokens: Tensor, near: Tensor | None = None) -> Order:
-        """Return the squares of tokens (n,), and with each of the candidates `near` (c,)."""
+        """Return the arrangement of tokens (n,), with candidates `near` (c,) for each place."""
         near = tokens[:0] if near is None else near
         blocks, count, places = self.reader.blocks, len(tokens), torch.arange(len(tokens))
-        added = any(found.hides for _, found in blocks.pairs)
+        added = any(found.hides for _, found in blocks.pairs)  # a row A, in every block
         total, expected, sides = 0.0, 0.0, list[SideSquares]()
         others = torch.zeros(count, len(near), dtype=torch.float64)
         for side, found in blocks.pairs:
@@ -325,7 +330,7 @@ class BlockOrders:
             own = own if side.keys else own[first_occurrences(tokens[seen])]
             spread = side.spreads(self.number, plain)
             free = found.free(count, blocks.size - count, added)
-            if added and not found.hides:
+            if added and not found.hides:  # A hides a place, but it is not known which
                 free = 1 + (count < blocks.size)
             cost, _, more = fitted(block, spread, own[None], directions(block, own, free))
             sides.append(SideSquares(side, found, seen, spread, float(cost), more[0]))
@@ -344,7 +349,7 @@ class BlockOrders:
             shown, own = others[:, each.seen], tokens[each.seen]
             if each.side.keys:
                 changed = (shown != own).any(-1)
-            else:  # values change only if a token becomes hidden, or no longer is
+            else:  # values have no order: they change only with the set of tokens that is shown
                 changed = ~(shown[..., None] == own).any(1).all(-1)
                 changed |= ~(shown[..., None] == own).any(2).all(-1)
             if bool(changed.any()):
@@ -377,7 +382,7 @@ class BlockOrders:
         return order
 
     def _exchanged(self, order: Order, near: Tensor, fixed: int) -> Order | None:
-        """Return the arrangement after all exchanges that lower the squares, or the best alone."""
+        """Return the arrangement after all exchanges that lower the squares, or after the best."""
         others, where = _exchanges(order, near, fixed)
         rises = self.increases(order, others)
         used, changed = set[int](), order.tokens.clone()
@@ -393,7 +398,7 @@ class BlockOrders:
         return again
 
     def margins(self, tokens: Tensor) -> Tensor:
-        """Return the least increase of the squares (n,) with another token of the block there."""
+        """Return the least rise of the squares (n,) with another token of the block at a place."""
         near = tokens.unique()
         order = self.order(tokens, near)
         others, where = _exchanges(order, near, 0)
@@ -403,9 +408,9 @@ class BlockOrders:
         return least
 
     def cut(self, tokens: Tensor) -> Tensor:
-        """Return the tokens (n,) of a last block without those that chance explains.
+        """Return the tokens (n,) of a last block without last ones that chance explains too.
 
-        If none is removed, tokens that the block lacks are added.
+        Then repeated tokens that the block lacks are added: values do not show them.
         """
         own = self.order(tokens)
         while len(tokens) > 1 and not own.follows(shorter := self.order(tokens[:-1])):
@@ -419,9 +424,9 @@ class BlockOrders:
         return tokens
 
     def ends(self, tokens: Tensor) -> bool:
-        """Return whether these (n,) are all tokens of a last block.
+        """Return whether these (n,) are known to be all tokens of a last block.
 
-        They are not known to be if no head's keys show the next place.
+        That is not known if no head's keys show the next place.
         """
         pairs = self.reader.blocks.pairs
         hidden = all(found.hidden == len(tokens) for side, found in pairs if side.keys)
@@ -435,7 +440,7 @@ class BlockOrders:
         misfits = torch.stack([
             found.misfits(side, table.values[side.head, near], self.number) for side, found in pairs
         ])  # fmt: skip
-        count = max(1, len(pairs) - 1)  # a head may hide a token, so the worst does not count
+        count = max(1, len(pairs) - 1)  # all heads but the worst, as in `shortlist`
         total = (misfits.sum(0) - (misfits.amax(0) if len(pairs) > 1 else 0.0)) / count
         free = count * min(float(side.free[self.number]) for side, _ in pairs)
         return near[total <= accepted(free, blocks.level)]
@@ -443,8 +448,8 @@ class BlockOrders:
     def found(self, known: Tensor, last: bool) -> Order | None:
         """Return the block's tokens in their order; some first ones may be known.
 
-        A last block may be filled with other rows. There, each token more has to lower the squares
-        by more than chance would.
+        The last block may be filled with rows that are no tokens. There, each further token has to
+        lower the squares by more than chance would.
         """
         size = self.reader.blocks.size
         near = torch.cat([self.inside(), known]).unique()
@@ -482,26 +487,27 @@ def _assigned(costs: Tensor, near: Tensor, known: Tensor) -> Tensor:
 
 
 def _exchanges(order: Order, near: Tensor, fixed: int) -> tuple[Tensor, list[list[int]]]:
-    """Return arrangements (h, n) next to one, and the places where each differs.
+    """Return arrangements (h, n) next to `order`, and the places where each differs.
 
     Two tokens are exchanged, or a repeated token is replaced by one of `near`, which is sorted.
+    `order.others` predicts which of these arrangements are worth comparing.
     """
     tokens, at = order.tokens, torch.searchsorted(near, order.tokens)
-    promised: list[tuple[float, list[int], Tensor]] = []
+    predicted: list[tuple[float, list[int], Tensor]] = []
     for a, b in combinations(range(fixed, len(tokens)), 2):
         if tokens[a] != tokens[b]:
-            promise = -torch.inf
+            rise = -torch.inf  # neighbours are compared in any case
             if b - a > _NEIGHBOURS:
-                promise = float(order.others[a, at[b]] + order.others[b, at[a]])
-            promised.append((promise, [a, b], tokens[[b, a]]))
+                rise = float(order.others[a, at[b]] + order.others[b, at[a]])
+            predicted.append((rise, [a, b], tokens[[b, a]]))
     for place in range(fixed, len(tokens)):
         if int((tokens == tokens[place]).sum()) > 1:
             for column, other in enumerate(near):
                 if other != tokens[place]:
-                    promised.append((float(order.others[place, column]), [place], other[None]))
-    promised.sort(key=lambda each: each[0])
-    others, where = tokens.repeat(min(_PAIRS, len(promised)), 1), list[list[int]]()
-    for row, (_, places, given) in zip(others, promised, strict=False):
+                    predicted.append((float(order.others[place, column]), [place], other[None]))
+    predicted.sort(key=lambda each: each[0])
+    others, where = tokens.repeat(min(_PAIRS, len(predicted)), 1), list[list[int]]()
+    for row, (_, places, given) in zip(others, predicted, strict=False):
         row[places] = given
         where.append(places)
     return others, where
