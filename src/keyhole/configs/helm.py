@@ -15,7 +15,7 @@ from keyhole.configs.command import Command, Word, inner_scripts
 from keyhole.configs.containers import OUTSIDE, environment, words_of
 from keyhole.configs.tree import Mapping, Node, Scalar, documents, walk
 
-# The image of each chart, if its values name no other.
+# The image of a chart, if its values name none.
 _CHARTS = {
     "chroma": "chromadb/chroma", "chromadb": "chromadb/chroma", "milvus": "milvusdb/milvus",
     "ollama": "ollama/ollama", "qdrant": "qdrant/qdrant", "sglang": "lmsysorg/sglang",
@@ -74,7 +74,7 @@ def _releases(root: Mapping) -> Iterator[tuple[str, Mapping]]:
 
 
 def inside(text: Scalar) -> list[Node]:
-    """Return the documents in a text of another document, with lines numbered in the outer file."""
+    """Return the documents in a text of another document, with line numbers of the outer file."""
     try:
         return documents("\n" * (text.line - 1) + text.text)
     except ValueError:
@@ -118,13 +118,13 @@ def _in_chart(root: Mapping, chart: str) -> Iterator[Command]:
 
 def _containers(root: Mapping) -> Iterator[tuple[Mapping, Word]]:
     """Yield the mappings that a chart makes a container of, with its image."""
-    parts_of_images = set[int]()
+    in_images = set[int]()
     for node in _mappings(root):
-        if id(node) in parts_of_images or _off(node):
+        if id(node) in in_images or _off(node):
             continue
         if image := _image(node):
             if "image" in node.pairs:
-                parts_of_images |= set(map(id, walk(node.pairs["image"])))
+                in_images |= set(map(id, walk(node.pairs["image"])))
             yield node, image
             continue
         for key, value in node.pairs.items():
@@ -134,7 +134,7 @@ def _containers(root: Mapping) -> Iterator[tuple[Mapping, Word]]:
             if _CHART_SETTINGS & set(value.pairs) or value.scalar("enabled"):
                 yield value, Word(known, value.line)
             elif key == "ollama" and _OLLAMA_SETTINGS & set(value.pairs):
-                yield node, Word(known, value.line)  # `node` is the chart's values itself
+                yield node, Word(known, value.line)  # `node` is the chart
 
 
 def _image(node: Mapping) -> Word | None:

@@ -38,7 +38,7 @@ from keyhole.recover.texts import recover_texts
 
 DEFENCES = ("none", "permuted", "int8", "int4", *SECRETS)
 _KEY = 7  # from which secrets are drawn; any number would do
-_SOLVED = {  # the attacks with own texts, by the defences that they solve
+_SOLVED = {  # what own texts are used for, by defence
     "rotated": "rotation solved from rows of own texts",
     "shielded": "columns of own texts matched",
 }
@@ -46,7 +46,7 @@ _BY_LENGTHS = "tokens by the lengths of rows, then the rotation from them"
 _OWN_LENGTH = 3 * BLOCK  # tokens of a text that the attacker sends
 _PARTLY = 0.5  # the share of right tokens that counts as inexact and not unsolved
 _SEED_OFFSET = 10_000  # keeps the seeds of the attacker's texts different from the others'
-_SURPLUS = 1.3  # rows that the attacker collects to solve a rotation, for each dimension
+_SURPLUS = 1.3  # rows that the attacker collects for each dimension
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _undone(known: Pairs, leaks: Sequence[Leak], form: str) -> list[Leak]:
 def _compared(
     tried: LeakTried, recoveries: Sequence[TextRecovery], truths: Sequence[list[int]]
 ) -> LeakTried:
-    """Return the outcome, completed by comparing what was read with the true tokens."""
+    """Return the outcome with what a comparison with the true tokens shows."""
     pairs = list(zip(truths, recoveries, strict=True))
     right = sum(a == b for truth, read in pairs for a, b in zip(truth, read.ids, strict=False))
     exact = sum(read.verified and read.ids == truth for truth, read in pairs)
@@ -192,8 +192,8 @@ def _defended(leak: Leak, defence: str, seed: int) -> Leak:
 def stated(noise: float, sigma: float, tokens: int, vocabulary: int) -> tuple[str, str]:
     """Return the privacy that noise gives, in words, and what that proves of texts, or "".
 
-    `sigma` is its deviation, and `noise` that in units of Δ (see `gaussian`). Of N equally likely
-    texts, nobody names the right one with a probability above e^ε/N + δ. For texts of n tokens
+    `sigma` is its deviation, and `noise` that in units of Δ (see `gaussian`). Nobody names the
+    right one of N equally likely texts with a probability above e^ε/N + δ. For n tokens
     N ≤ vocabularyⁿ, so this says nothing unless ε < n log(vocabulary).
     """
     epsilon = epsilon_of(noise)
