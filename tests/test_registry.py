@@ -72,6 +72,14 @@ def test_an_option_that_a_method_does_not_have_is_refused(methods):
         methods.make("fast", colour="red")
 
 
+def test_options_next_to_a_method_that_is_made_are_refused(methods):
+    made = Careful(2.0)
+    assert methods.resolve("careful", 3, max_norm=1.0) == Careful(1.0, 3)
+    assert methods.resolve(made, 3, max_norm=None) is made
+    with pytest.raises(InputError, match="max_norm must be set on the Careful given"):
+        methods.resolve(made, max_norm=1.0)
+
+
 def test_an_option_that_a_method_needs_is_asked_for(methods):
     with pytest.raises(InputError, match=r"^careful needs its max_norm: give -o max_norm=VALUE$"):
         methods.make("careful")

@@ -14,6 +14,7 @@ from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.oracle import Counted, EndpointOptions, Ledger, OpenInference, OracleError
 from keyhole.oracle.ledger import answers_in
+from keyhole.oracle.token_questions import ABSENT
 
 DIM = 4
 OLD, NEW = (oracle.plant(dim=DIM, seed=seed) for seed in (3, 4))
@@ -108,6 +109,32 @@ def test_answers_of_another_shape_are_another_model(endpoint, tmp_path):
             ledger(draw(5))
         remote.close()
         assert len(notices) == count
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changes"),
+    [
+        ((-1.0, -2.0, ABSENT), (-1.0, -2.0, ABSENT), 0),
+        ((-1.0, -2.0, ABSENT), (-1.0, ABSENT, -9.0), 0),  # what both gave is the same
+        ((-1.0, -2.0, ABSENT), (-4.0, -5.0, ABSENT), 1),
+        ((0.0, ABSENT), (ABSENT, 0.0), 1),  # another token was sampled
+        ((0.0, ABSENT), (ABSENT, ABSENT), 0),
+    ],
+)
+def test_numbers_that_a_server_left_out_are_not_compared(tmp_path, before, after, changes):
+    class Server:
+        dim, identity, may_change, precision = DIM, "a server", True, 2.0**-24
+        answer = torch.tensor(before, dtype=torch.float64)
+
+        def __call__(self, sequences):
+            return self.answer.expand(len(sequences), -1)
+
+    notices, server = [], Server()
+    for _ in range(2):
+        with Ledger(server, tmp_path / "run.db", notice=notices.append) as ledger:
+            ledger(draw(2))
+        server.answer = torch.tensor(after, dtype=torch.float64)
+    assert len(notices) == changes
 
 
 def test_a_server_that_is_down_changes_nothing(endpoint, tmp_path):

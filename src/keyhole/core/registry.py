@@ -67,6 +67,16 @@ class Registry(dict[str, Entry[Method, Row]]):
             raise InputError(f"there is already a {self.what} {entry.name}: choose another name")
         self[entry.name] = entry
 
+    def resolve(self, method: str | Method, seed: int | None = None, **options: Any) -> Method:
+        """Return the method of this name, or a method that is already made, without options."""
+        if isinstance(method, str):
+            return self.make(method, seed=seed, **options)
+        for option, value in options.items():
+            if value is not None:
+                name = type(method).__name__
+                raise InputError(f"{option} must be set on the {name} given, not next to it")
+        return method
+
     def make(self, name: str, **options: Any) -> Method:
         """Return the method called `name`; options that are None keep their defaults."""
         entry = self[name]

@@ -61,8 +61,7 @@ def run(
     expect_device(device)
     if dask is not None and processes:
         raise InputError("give --processes or --dask, not both")
-    if isinstance(method, str):
-        method = ATTACKERS.make(method, **options, seed=seed)
+    method = ATTACKERS.resolve(method, seed, **options)
     source = source_of(str(model), task, device, max_length, allow_pickle)
     if options.get("continuation") is not None and source.task not in GENERATES:
         raise InputError(f"continuation is for language models, not for {source.task}")

@@ -60,14 +60,8 @@ def run(
             method = "transformer-block"
         elif kind in LANGUAGE_MODELS:
             method = "output-layer"
-    if isinstance(method, str):
-        name = method
-        method = METHODS.make(name, **options, seed=seed)
-    else:
-        name = type(method).__name__
-        given = [option for option, value in options.items() if value is not None]
-        if given:
-            raise InputError(f"{given[0]} must be set on the {name} given, not next to it")
+    name = method if isinstance(method, str) else type(method).__name__
+    method = METHODS.resolve(method, seed, **options)
     if reference is not None and not isinstance(method, OutputLayer):
         raise InputError(f"a reference is for output-layer, not for {name}")
     oracle = target

@@ -99,8 +99,7 @@ def run(
     expect_seed(seed + seeds - 1)
     expect_device(device)
     name = method if isinstance(method, str) else type(method).__name__
-    if isinstance(method, str):
-        method = DEFENCES.make(method, **options)
+    method = DEFENCES.resolve(method, **options)
     smoothing = smoothing_of(method) if certify else None
     for option, share in (("plain_first", plain_first), ("average", average)):
         if not 0 <= share < 1:

@@ -44,20 +44,17 @@ def run(
     one that was found.
     """
     problem = _opened(problem)
-    if isinstance(method, str):
-        name = method
-        expect_count("starts", options.get("starts"), most=MOST_STARTS)
-        expect_count("solutions", options.get("solutions"))
-        expect_number("seconds", options.get("seconds"), above=0)
-        expect_device(device)
-        expect_number("rate", options.get("rate"), above=0)
-        if options.get("starts") is not None and start is not None:
-            raise InputError("starts and --start exclude each other: give one of them")
-        # Only some methods have the option: without it a method computes on the CPU.
-        options["device"] = None if device == "cpu" else device
-        method = METHODS.make(name, **options, seed=seed)
-    else:
-        name = type(method).__name__
+    name = method if isinstance(method, str) else type(method).__name__
+    expect_count("starts", options.get("starts"), most=MOST_STARTS)
+    expect_count("solutions", options.get("solutions"))
+    expect_number("seconds", options.get("seconds"), above=0)
+    expect_device(device)
+    expect_number("rate", options.get("rate"), above=0)
+    if options.get("starts") is not None and start is not None:
+        raise InputError("starts and --start exclude each other: give one of them")
+    # Only some methods have the option: without it a method computes on the CPU.
+    options["device"] = None if device == "cpu" else device
+    method = METHODS.resolve(method, seed, **options)
     given: dict[str, Tensor] = {}
     if start is not None:
         if not _takes_start(type(method)):

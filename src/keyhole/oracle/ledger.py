@@ -155,7 +155,7 @@ class Ledger(Wrapper):
         exact = torch.finfo(torch.float64).eps / 2
         stated = (getattr(layer, "precision", None) for layer in layers(self.inner))
         precision = float(next((value for value in stated if value is not None), exact))
-        rounding = 2 * precision * float(answer.abs().max())
+        rounding = 2 * precision * float(answer.abs().where(answer != ABSENT, 0.0).max())
         return _MAX_ROUNDINGS * rounding + 2 * self._answer_error
 
     def _set_aside(self) -> str:
@@ -347,12 +347,16 @@ def _tensor(data: bytes, *sizes: int) -> Tensor:
 def _difference(stored: Tensor, again: Tensor) -> float:
     """Return how far two answers to one question differ; infinity if their shapes do.
 
-    What a server of a language model left out of either answer is not compared.
+    What a server of a language model left out of either answer is not compared. If both answers
+    hold numbers, but of no common token, other tokens were sampled: that is infinity, too.
     """
     if stored.shape != again.shape:
         return float("inf")
-    given = (stored != ABSENT) & (again != ABSENT)
-    return float((stored - again).abs().where(given, 0.0).max())
+    either = [answer != ABSENT for answer in (stored, again)]
+    both = either[0] & either[1]
+    if bool(either[0].any() & either[1].any()) and not bool(both.any()):
+        return float("inf")
+    return float((stored - again).abs().where(both, 0.0).max())
 
 
 def remembered(oracle: Oracle) -> int:

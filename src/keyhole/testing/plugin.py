@@ -20,13 +20,13 @@ def keyhole_audit() -> Callable[..., Audit]:
     """`keyhole.audit`, run only once per session for the same target and options."""
     from keyhole.audit.run import audit
 
-    audits: dict[Any, tuple[Any, Audit]] = {}  # with the target, so that its id stays unique
+    audits: dict[Any, tuple[Any, ...]] = {}  # with what the key names, so that ids stay unique
 
     def audit_once(target: Any, **options: Any) -> Audit:
         target = str(target) if isinstance(target, Path) else target
         key = target if isinstance(target, str) else id(target), repr(sorted(options.items()))
         if key not in audits:
-            audits[key] = target, audit(target, **options)
-        return audits[key][1]
+            audits[key] = audit(target, **options), target, options
+        return audits[key][0]
 
     return audit_once
