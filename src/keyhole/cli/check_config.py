@@ -43,11 +43,11 @@ def check_config(
     force: opt.Force = False,
     as_json: opt.Json = False,
 ) -> None:
-    """Look for settings that open what attacks need; nothing is run.
+    """Look in configurations for settings that open what attacks need; nothing is started.
 
     Each finding has its line, what it opens, what closes it, and the command that tries it for
-    real. Exit codes: 0 nothing of the level, 1 something is opened, 2 wrong input, 3 a file could
-    not be read.
+    real. Exit codes: 0 nothing of the level or above, 1 something is opened, 2 wrong input, 3 a
+    file could not be read.
     """
     from keyhole.configs import Level, check
     from keyhole.report.configurations import CONFIG_FORMATS, as_text

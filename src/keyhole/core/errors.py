@@ -30,7 +30,7 @@ class MissingExtra(InputError):
         return f"{self.args[0]}: pip install 'keyhole[{self.extra}]'"
 
 
-_PACKAGES_OF_MODELS = {
+_IN_EXTRA_MODELS = {
     "accelerate", "gguf", "httpcore", "httpx", "numpy", "scipy", "torch", "transformers",
 }  # fmt: skip
 
@@ -38,16 +38,13 @@ _PACKAGES_OF_MODELS = {
 def missing_extra(error: BaseException) -> MissingExtra | None:
     """Return the error to show if an import failed because the extra `models` is missing."""
     package = (getattr(error, "name", None) or "").partition(".")[0]
-    if not isinstance(error, ModuleNotFoundError) or package not in _PACKAGES_OF_MODELS:
+    if not isinstance(error, ModuleNotFoundError) or package not in _IN_EXTRA_MODELS:
         return None
     return MissingExtra(f"this needs {package}, which is not installed", "models")
 
 
-# Whole numbers fit into 64 bits. Seeds fit into 32, so that a number computed from a seed (one per
-# epoch, or a generator's state) still fits into 64.
-
-SEEDS = 2**32
-MOST = 2**63 - 1
+SEEDS = 2**32  # so that numbers computed from a seed, such as one per epoch, fit into 64 bits
+MOST = 2**63 - 1  # the largest whole number of 64 bits
 
 
 def expect_seed(seed: int) -> None:

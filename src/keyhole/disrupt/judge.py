@@ -1,8 +1,9 @@
 """The judge: an attack proposes masks, and a flip counts only if a new forward pass confirms it.
 
-The judge gets only the masks. It runs the model again, reads the prediction, and counts the units
-whose probability is zero. A flip does not count if the mask cuts units that must be spared, or more
-units than the budget allows. The judge also runs the control: cutting no unit must change nothing.
+A mask cuts units: single attention probabilities (units.py). The judge gets only the masks. It runs
+the model again, reads the prediction, and counts the units whose probability is zero. A flip does
+not count if the mask cuts units that must be spared, or more units than the budget allows. The
+judge also runs the control: cutting no unit must change nothing.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class _RecordedCuts(FixedCuts):
         self.zeros: list[Tensor] = []
 
     def seen(self, site: Site, probabilities: Tensor) -> None:
+        """Record the final probabilities of a layer; `rewriting` calls this."""
         del site
         self.zeros.append((probabilities == 0).reshape(len(self.mask), -1))
 
@@ -53,6 +55,7 @@ def judge(
         cuts = _RecordedCuts(units, cut[indices])
         with torch.no_grad(), rewriting(model, cuts):
             logits.append(question.part(indices).logits(model))
+        # Reported is what really became zero; the budget is checked on all that was proposed.
         masked.append(torch.cat(cuts.zeros, 1) & cut[indices] & units.exists[indices])
     answers = torch.cat(logits)
     return Verdict(
@@ -88,14 +91,12 @@ def run_control(model: Any, question: Question, units: Units, batch: int) -> tup
             with rewriting(model, FixedCuts(units, nothing)):
                 zero = part.logits(model)
         flips = (part.predicted(zero) != part.predicted(own)).any(-1).sum()
-        result = result.joined(
-            Control(float((zero - untouched).abs().max()), float((zero - own).abs().max()),
-                    int(flips))
-        )  # fmt: skip
+        change, from_own = ((zero - other).abs().max().item() for other in (untouched, own))
+        result = result.joined(Control(change=change, own=from_own, flips=int(flips)))
         clean.append(untouched)
     return result, torch.cat(clean)
 
 
 def _parts(question: Question, batch: int) -> Iterator[Tensor]:
     indices = torch.arange(question.size, device=question.labels.device)
-    yield from indices.split(max(1, batch // question.rows))
+    yield from indices.split(max(1, batch // question.rows))  # rows are sequences of an example

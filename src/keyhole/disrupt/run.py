@@ -45,14 +45,14 @@ def run(
 ) -> Disruption:
     """Flip a model's predictions by cutting a small share of its attention.
 
-    `model` is a folder, a .gguf file, a name on the hub or `demo`. `data` is a file, of which the
-    first `examples` are attacked. `text` names one or two of its columns, and `label` the column of
-    right classes, "label" by default. Without such a column the model's own answers count as right.
-    `classes` are the names of the classes. `method` is a name of the registry, or an attacker with
-    your own hyperparameters. `options` are the hyperparameters of a named method, such as
-    share=0.02. With `processes` 0 the attack runs in this process (use this on a GPU). `dask` is
-    the address of a cluster. `resume` is a journal of outcomes, from which an interrupted run
-    continues.
+    `model` is a folder, a .gguf file, a name on the hub or `demo`. `data` is a file or a dataset of
+    the hub, of which the first `examples` are attacked. `text` names one or two of its columns, and
+    `label` the column of right classes, "label" by default. Without such a column the model's own
+    answers count as right. `classes` are the names of the classes. `method` is a name of the
+    registry, or an attacker with your own hyperparameters. `options` are the hyperparameters of a
+    named method, such as share=0.02. With `processes` 0 the attack runs in this process (use this
+    on a GPU). `dask` is the address of a cluster. `resume` is a journal of outcomes, from which an
+    interrupted run continues.
     """
     expect_count("--processes", processes, 0, MOST_PROCESSES)
     expect_count("--max-length", max_length)
@@ -83,7 +83,7 @@ def _digest(data: str | Path | None) -> str:
 def source_of(
     model: str, task: Task | None, device: str, max_length: int, allow_pickle: bool
 ) -> ModelSource:
-    """Return where MODEL of the command line is loaded from, and with which head."""
+    """Return where MODEL of the command line is loaded from, and with the head of which task."""
     name = folder_of(model)
     head = task_of(name) if task is None else task
     if head == "base":
@@ -115,7 +115,7 @@ def examples_of(
     generates = source.task in GENERATES
     if generates and label is not None:
         raise InputError(f"--label is for classifiers, not for {source.task}")
-    examples = read_examples(
+    examples = read_examples(  # without --label, the file need not have a column of labels
         data, text=text, label="" if generates else label or "label",
         names=classes or class_names(config), limit=limit, labelled=label is not None,
     )  # fmt: skip

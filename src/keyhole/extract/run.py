@@ -75,7 +75,7 @@ def run(
         notice(message)
 
     with session(
-        {"": oracle}, budget=budget, ledger=ledger, answer_error=options.get("answer_error"),
+        {"": oracle}, budget=budget, ledger=ledger, answer_error=options.get("answer_error") or 0.0,
         notice=note,
     ) as parts:  # fmt: skip
         ready = parts[""]

@@ -64,8 +64,8 @@ class Ledger(Wrapper):
     """Remembers the answers of `inner` in the file `path`.
 
     `asked` counts the questions that this object passed on to `inner`, `remembered` those that it
-    answered itself. `asked_again` counts witnesses: they bypass a counter and its budget, which are
-    for answers that are paid for. `answer_error` is how far an answer may be off each time it is
+    answered itself. `asked_again` counts witnesses: they bypass a counter, so that a resumed run
+    keeps its budget. `answer_error` is how far an answer may be off each time it is
     asked. `notice` is called if another model answers.
     """
 
@@ -83,7 +83,7 @@ class Ledger(Wrapper):
         self.remembered = 0
         self.asked_again = 0
         self._answer_error, self._notice = answer_error, notice
-        self._is_same = not any(getattr(layer, "may_change", False) for layer in layers(inner))
+        self._is_checked = not any(getattr(layer, "may_change", False) for layer in layers(inner))
         self._batch = 64  # questions per commit; grows until a commit covers about a second
         self._db = _open(self.path)
         try:
@@ -106,7 +106,7 @@ class Ledger(Wrapper):
 
     def __call__(self, sequences: Tensor) -> Tensor:
         check_sequences(sequences, self.dim)
-        if not self._is_same:
+        if not self._is_checked:
             self._ask_witnesses()
         keys = _keys(sequences)
         known = self._recall(keys)
@@ -120,7 +120,7 @@ class Ledger(Wrapper):
             while missing:
                 turn, missing = missing[: self._batch], missing[self._batch :]
                 known |= self._take_turn(turn, sequences)
-        except BudgetExhausted as end:
+        except BudgetExhausted as end:  # what was answered before is stored: pass it on
             known = self._recall(keys)
             answered = list(itertools.takewhile(known.__contains__, keys))
             raise BudgetExhausted(
@@ -148,7 +148,7 @@ class Ledger(Wrapper):
                         f" are kept there as {table} and not used"
                     )
                     break
-        self._is_same = True
+        self._is_checked = True
 
     def _tolerance(self, answer: Tensor) -> float:
         """Return how far two answers of one model may differ, by rounding and by stated errors."""
@@ -196,7 +196,7 @@ class Ledger(Wrapper):
         return known
 
     def _store(self, keys: list[bytes], answers: Tensor) -> Memory:
-        """Store every finite answer; NaN is not an answer, and its question may be asked again."""
+        """Store every finite answer; NaN marks one that an error left out, to be asked again."""
         self.asked += len(answers)
         shape = ",".join(map(str, answers.shape[1:]))
         is_finite = torch.isfinite(answers).reshape(len(answers), -1).all(1).tolist()
@@ -370,7 +370,7 @@ def session(
     *,
     budget: int | None = None,
     ledger: str | Path | None = None,
-    answer_error: float | None = None,
+    answer_error: float = 0.0,
     notice: Notice = ignored,
 ) -> Generator[dict[str, Oracle]]:
     """Count the queries of each part of a target, and remember its answers if `ledger` is given.
@@ -389,6 +389,6 @@ def session(
                 path = Path(ledger)
                 path = path.with_stem(f"{path.stem}-{number + 1}") if number else path
                 ready[name] = stack.enter_context(
-                    Ledger(ready[name], path, answer_error=answer_error or 0.0, notice=notice)
+                    Ledger(ready[name], path, answer_error=answer_error, notice=notice)
                 )
         yield ready
