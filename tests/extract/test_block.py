@@ -12,6 +12,7 @@ from torch.nn.functional import normalize
 import reference
 from keyhole import extract
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.errors import InputError
 from keyhole.extract.blocks import post_norm, pre_norm
 from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
 from keyhole.extract.blocks.between_norms import Layer, fitted
@@ -155,6 +156,113 @@ def test_blocks_are_compared_in_what_answers_show():
         assert not difference_of_blocks(target, moved, 1e-12)
         assert "differs" in difference_of_blocks(target, replace(target, A=target.A * 1.001), 1e-6)
     assert "norm" in difference_of_blocks(plant_block(**BENT), plant_block(**BEHIND))
+
+
+SMALLEST = {"dim": 4, "heads": 2, "head_dim": 2, "width": 3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ({"norm": "rms"}, {"epsilon": 0.5}),
+        ({"norm": "rms"}, {"epsilon_behind": 0.5}),
+        ({"norm": "behind"}, {"epsilon_behind": 0.5}),
+        ({"every_token": True}, {"causal": True}),
+        ({}, {"every_token": True}),
+        ({}, {"frequencies": torch.ones(2, 1, dtype=torch.float64)}),
+        ({"rotary": True}, {"frequencies": torch.ones(2, 1, dtype=torch.float64) / 2}),
+        ({"places": 300}, {"places": torch.arange(600.0).reshape(2, 300).double() / 300}),
+    ],
+)
+def test_what_answers_show_is_compared(kind, change):
+    first = plant_block(**{**SMALLEST, **kind})
+    if "places" in change:  # a difference at the largest distance
+        first = replace(first, places=change["places"])
+        further = first.places.clone()
+        further[0, -1] += 1
+        change = {"places": further}
+    second = replace(first, **change)
+    X = torch.randn(2, 301, 4, generator=torch.Generator().manual_seed(0)).double()
+    ones, others = first(X), second(X)
+    assert ones.shape != others.shape or not torch.allclose(ones, others, atol=1e-6)
+    assert "differ" in difference_of_blocks(first, second)
+
+
+def test_a_mask_does_not_show_in_answers_of_the_last_token():
+    block = plant_block(**SMALLEST)
+    assert not difference_of_blocks(block, replace(block, causal=True))
+
+
+def test_queries_without_a_matrix_turn_too():
+    block = plant_block(**SMALLEST, rotary=True)
+    block = replace(block, Q=0 * block.Q)
+    faster = replace(block, frequencies=2 * block.frequencies)
+    assert "qK differs" in difference_of_blocks(block, faster)
+
+
+def _with(block, name, row, value):
+    part = getattr(block, name).clone()
+    part[row] = value if isinstance(value, float) else part[value]
+    return replace(block, **{name: part})
+
+
+@pytest.mark.parametrize(
+    ("kind", "zeros", "equal"),
+    [
+        ({}, ["Q"], []),
+        ({}, ["O"], []),
+        ({}, ["Q", "q", "V"], []),
+        ({"activation": "relu"}, ["A"], []),
+        ({"activation": "relu", "norm": "none"}, ["A", "a", "C"], []),
+        ({"activation": "relu"}, [], ["A", "a"]),
+        ({"gated": True}, [], ["A", "a"]),
+        ({"gated": True}, ["G"], []),
+        ({"gated": True}, ["G", "g"], []),
+        ({}, [], ["Q", "K", "q"]),
+        ({"norm": "behind"}, ["D"], []),
+    ],
+)
+def test_a_block_is_the_same_as_itself(kind, zeros, equal):
+    block = plant_block(**{**SMALLEST, **kind})
+    for name in zeros:
+        block = replace(block, **{name: 0 * getattr(block, name)})
+    for name in equal:
+        block = _with(block, name, 1, 0)
+    assert not difference_of_blocks(block, block)
+    order = torch.arange(len(block.A)).flip(0)
+    parts = {name: getattr(block, name)[order] for name in ("A", "a")}
+    if len(block.G):
+        parts |= {name: getattr(block, name)[order] for name in ("G", "g")}
+    parts |= {name: getattr(block, name).flip(0) for name in ("Q", "q", "K", "V", "O")}
+    other = replace(block, **parts, C=block.C[:, order].contiguous())
+    assert not difference_of_blocks(block, other, 1e-12)
+    assert difference_of_blocks(block, replace(block, b=block.b + torch.eye(4).double()[0]))
+
+
+def test_a_relu_unit_without_a_row_is_a_constant():
+    for norm in ("rms", "layer"):  # before LayerNorm, a row of equal numbers is one of zeros
+        block = plant_block(**SMALLEST, activation="relu", norm=norm)
+        block = _with(_with(block, "A", 0, 0.3 if norm == "layer" else 0.0), "a", 0, 2.0)
+        other = replace(_with(block, "a", 0, 0.0), c=block.c + 2 * block.C[:, 0])
+        X = torch.ones(1, 2, 4).double()
+        assert torch.allclose(block(X), other(X))
+        assert not difference_of_blocks(block, other)
+
+
+def test_a_relu_unit_with_a_gate_has_two_free_factors():
+    block = plant_block(**SMALLEST, activation="relu", gated=True)
+    other = replace(block, A=2 * block.A, a=2 * block.a, G=-block.G, g=-block.g, C=-block.C / 2)
+    X = torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(0)).double()
+    assert torch.allclose(block(X), other(X))
+    assert not difference_of_blocks(block, other, 1e-12)
+    assert block.unknowns == plant_block(**SMALLEST, gated=True).unknowns - len(block.A)
+
+
+@pytest.mark.parametrize("tolerance", [-1.0, 1.0, math.nan])
+def test_a_tolerance_of_blocks_must_be_one(tolerance):
+    block = plant_block(**SMALLEST)
+    with pytest.raises(InputError, match="the tolerance must be at least 0 and below 1"):
+        difference_of_blocks(block, block, tolerance)
 
 
 def test_norms_behind_the_sums_show_what_stands_around_them():
@@ -357,8 +465,8 @@ def test_heads_with_a_bias_of_positions_are_read_through_norms_behind_the_sums()
     found = around.attention(stream, 8.0)
     assert found.places.shape == (3, 4)  # further distances share the last number
     assert not difference_of_blocks(target, around.block(found), 1e-7)
-    assert "one block has a bias of positions" in difference_of_blocks(target, around.block(
-        replace(found, places=found.places[:0])))  # fmt: skip
+    bare = around.block(replace(found, places=found.places[:0]))
+    assert "differ in bias of positions: True and False" in difference_of_blocks(target, bare)
 
 
 @pytest.mark.slow

@@ -10,9 +10,10 @@ z_h = δᵀW_hx, so
     Σ_h v_hᵀδ · k / (k + e^−z_h) = 0   for k = 1 … H.
 
 For all x and δ but a set of measure 0 the z_h differ, the matrix 1/(k + e^−z_h) is Cauchy's and has
-an inverse, and v_hᵀδ = 0; so v_h = 0. Two canonical forms of one function, one less the other, are
-such heads once equal W are merged, so nothing is left. docs/papers.md says which question of the
-paper this answers.
+an inverse, and v_hᵀδ = 0; so v_h = 0. Now let two canonical forms be the same function. Then the
+heads of one, and those of the other with −v, add up to 0. Merge those with equal W: what is left
+has different W, so all its v are 0, and every head has an equal one in the other form.
+docs/papers.md says which question of the paper this answers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from keyhole.core.errors import InputError
@@ -113,128 +115,139 @@ def _stacked(model: MultiHead) -> tuple[Tensor, Tensor]:
     return torch.stack(list(model.W)), torch.stack(list(model.v))
 
 
-# Blocks. One function has many parameters (block.py, sub_layer.py and blocks/post_norm.py say which
-# and why). What all of them have in common is compared number by number:
+# Blocks. A block (oracle/block.py) can be changed without changing its function. `canonical_block`
+# removes these freedoms:
 #
-#     of each head     Q_h R_m K_gᵀ for some m, q_h K_gᵀ and V_g O_h; heads in any order. Of a
-#                      position bias, the weights of equal tokens: a number added to all biases
-#                      does not show
-#     of each unit     its row, bias, gate and column of C; units in any order, those of ReLU and
-#                      the gates of length 1
-#     b and biases     without norms b is moved into a and c, before LayerNorms its mean into c
-#     means            what a norm takes away is left out: of rows behind a LayerNorm, of O, b, C
-#                      and c where norms are behind the sums, and there D has the mean square 1
+#     a ReLU unit times s > 0, C's column by 1/s    → rows of A have length 1
+#     a ReLU unit without a row or gate             → its constant moves into c
+#     a gate times s ≠ 0, C's column by 1/s         → rows of (G, g): length 1, largest entry > 0
+#     no norms: b is a shift of h                   → b = 0, moved into a, g and c
+#     norm "layer": the mean of a token is ignored  → rows of A, G, columns of Q, K, V: mean 0
+#         so b's mean is seen in the answer only    → it moves into c
+#     norm "behind": the norms ignore the means of  → O, b, C, c and rows of A and G have mean 0
+#         both sums, and the second one its scale   → mean(D²) = 1, sum(D) ≥ 0
 #
-# Stacked blocks are compared one by one; before LayerNorms, the means of biases are moved into the
-# c of the last block.
+# In stacked blocks with LayerNorms, the means of all c move into that of the last block.
+#
+# `compared` removes the rest. Heads and units may have any order, so partners are matched. Inside
+# a head only products show: Q_h R_m K_gᵀ, q_h R_m K_gᵀ and V_g O_h, where R_m is the rotation at
+# distance m and g the key group of h. A number added to all biases of positions does not show, so
+# their softmax is compared. Heads or units that could be merged, or that do not show, are not
+# looked for: blocks that differ only in those are said to differ.
 
-_PLACES = (0, 1, 5)  # at which rotary positions are compared
-_DISTANCES = 256  # over which a bias of positions is
+# Where Q_h and K_g have rank k, distances 0 and 1 determine all others: with M_m = Q_h R_m K_gᵀ,
+# M_{m+1} = M_1 M_0⁺ M_m. At distance 5 slow rotations show more.
+_DISTANCES = (0, 1, 5)
 
 
 def canonical_block(block: Block) -> Block:
     """Return the same function with its free parameters fixed, except those inside heads."""
-    given = block
+    lengths_given = block.A.norm(dim=1)
     if block.norm in ("layer", "behind"):
         block = replace(block, A=_centred(block.A), G=_centred(block.G))
     if block.norm == "layer":
         Q, K, V = (_centred(part.mT).mT.contiguous() for part in (block.Q, block.K, block.V))
-        shift = block.b.mean()  # seen behind both sums, but not by the second norm
-        block = replace(block, Q=Q, K=K, V=V, b=block.b - shift,
-                        c=block.c + shift * (block.w.sum() if block.scores else 1))  # fmt: skip
+        mean = block.b.mean()
+        block = replace(block, Q=Q, K=K, V=V, b=block.b - mean,
+                        c=block.c + mean * (block.w.sum() if block.scores else 1))  # fmt: skip
     if block.norm == "behind":
-        size = block.D.square().mean().sqrt() * block.D.sum().sign()
-        turn = size.sign()
+        sign = -1.0 if float(block.D.sum()) < 0 else 1.0
+        scale = sign * (float(block.D.square().mean().sqrt()) or 1.0)
         block = replace(
             block, O=_centred(block.O), b=_centred(block.b),
-            C=_centred(block.C.mT).mT.contiguous() / size, c=_centred(block.c) / size,
-            D=block.D / size, E=block.E * turn,
-            epsilon_behind=block.epsilon_behind / float(size) ** 2,
+            C=_centred(block.C.mT).mT.contiguous() / scale, c=_centred(block.c) / scale,
+            D=block.D / scale, E=block.E * sign, epsilon_behind=block.epsilon_behind / scale**2,
         )  # fmt: skip
     if block.norm == "none":
         a, g = block.a + block.A @ block.b, block.g + block.G @ block.b
         moved = block.w @ block.b if block.scores else block.b
         block = replace(block, a=a, g=g, c=block.c + moved, b=torch.zeros_like(block.b))
     if len(block.G):
-        length = torch.cat([block.G, block.g[:, None]], 1).norm(dim=1)
-        sign = torch.gather(block.G, 1, block.G.abs().argmax(1, keepdim=True))[:, 0].sign()
-        length = length * sign
+        gates = torch.cat([block.G, block.g[:, None]], 1)
+        largest = gates.gather(1, gates.abs().argmax(1, keepdim=True))[:, 0]
+        length = gates.norm(dim=1).copysign(largest)
+        length[largest == 0] = 1
         block = replace(block, G=block.G / length[:, None], g=block.g / length, C=block.C * length)
-    elif block.activation == "relu":
+    if block.activation == "relu":
         length = block.A.norm(dim=1)
+        constant = length <= 16 * torch.finfo(torch.float64).eps * lengths_given
+        length[constant] = 1
         block = replace(block, A=block.A / length[:, None], a=block.a / length, C=block.C * length)
-    order = torch.argsort(block.A @ torch.linspace(1, 2, given.dim, dtype=torch.float64))
-    parts = {name: getattr(block, name)[order] for name in ("A", "a")}
-    if len(block.G):
-        parts |= {name: getattr(block, name)[order] for name in ("G", "g")}
-    return replace(block, **parts, C=block.C[:, order].contiguous())
+        if not len(block.G):
+            shows = (~constant).double()
+            moved = block.C[:, constant] @ block.a[constant].relu()
+            block = replace(block, A=block.A * shows[:, None], a=block.a * shows,
+                            C=block.C * shows, c=block.c + moved)  # fmt: skip
+    return block
 
 
 def _each(blocks: Block | Blocks) -> list[Block]:
     if isinstance(blocks, Block):
-        return [blocks]
+        return [canonical_block(blocks)]
     *lower, top = (canonical_block(block) for block in blocks.blocks)
     if blocks.norm != "layer":
         return [*lower, top]
-    shift = torch.stack([block.c.mean() for block in lower]).sum() if lower else 0.0
+    mean = torch.stack([block.c.mean() for block in lower]).sum() if lower else 0.0
     lower = [replace(block, c=_centred(block.c)) for block in lower]
-    return [*lower, replace(top, c=top.c + shift)]
+    return [*lower, replace(top, c=top.c + mean)]
 
 
-def compared(one: Block | Blocks, two: Block | Blocks) -> dict[str, float]:
-    """Return the largest difference of each part of two blocks, relative to its largest number."""
-    ours, theirs = _each(one), _each(two)
-    if len(ours) != len(theirs):
-        raise InputError(f"there are {len(ours)} blocks in one, and {len(theirs)} in the other")
-    parts = [_compared(*pair) for pair in zip(ours, theirs, strict=True)]
+def compared(first: Block | Blocks, second: Block | Blocks) -> dict[str, float]:
+    """Return the largest difference of each part of two blocks, relative to its largest number.
+
+    An ε is added to the mean square of a token, so its difference is relative to 1.
+    """
+    ones, others = _each(first), _each(second)
+    if len(ones) != len(others):
+        raise InputError(f"there are {len(ones)} blocks in one, and {len(others)} in the other")
+    parts = [_compared(*pair) for pair in zip(ones, others, strict=True)]
     return {name: max(part[name] for part in parts) for name in parts[0]}
 
 
+def _settings(block: Block) -> dict[str, object]:
+    """Return what must be equal in equal blocks; a causal mask shows only in answers of tokens."""
+    return {
+        "dim": block.dim, "norm": block.norm, "activation": block.activation,
+        "heads": len(block.Q), "units": len(block.A), "gates": len(block.G),
+        "scores": block.scores, "every_token": block.every_token,
+        "causal": block.causal and block.every_token,
+        "rotary positions": bool(block.frequencies.any()),
+        "bias of positions": len(block.places) > 0,
+    }  # fmt: skip
+
+
 def _compared(first: Block, second: Block) -> dict[str, float]:
-    for name in ("dim", "norm", "activation"):
-        ours, theirs = getattr(first, name), getattr(second, name)
-        if ours != theirs:
-            raise InputError(f"the blocks differ in {name}: {ours} and {theirs}")
-    shapes = [(len(each.Q), len(each.A), len(each.G)) for each in (first, second)]
-    if shapes[0] != shapes[1]:
-        raise InputError(f"the blocks differ in heads, units and gates: {shapes[0]}, {shapes[1]}")
-    if len(first.places) != len(second.places):
-        raise InputError("one block has a bias of positions, and the other has none")
-    one, two = canonical_block(first), canonical_block(second)
-    ours, theirs = (torch.cat([each.A, each.a[:, None]], 1) for each in (one, two))
-    units = torch.cdist(ours, theirs).argmin(1)
-    forms, others = _heads(one), _heads(two)
-    likeness = torch.stack([
-        torch.cdist(forms[name].flatten(1), others[name].flatten(1)) / forms[name].abs().max()
-        for name in ("VO", "QK")
-    ])  # fmt: skip
-    heads = likeness.sum(0).argmin(1)
-    if len(heads.unique()) < len(heads) or len(units.unique()) < len(units):
-        raise InputError("heads or units of one block have no partner of their own in the other")
-    parts = {name: (others[name][heads], form) for name, form in forms.items()}
-    of_units = ("A", "a", "G", "g") if len(one.G) else ("A", "a")
-    parts |= {name: (getattr(two, name)[units], getattr(one, name)) for name in of_units}
-    parts["C"] = two.C[:, units], one.C
-    parts |= {
-        name: (getattr(two, name), getattr(one, name)) for name in ("b", "c", "D", "E", "e", "w")
-    }
+    """Compare two canonical blocks."""
+    settings = _settings(second)
+    for name, value in _settings(first).items():
+        if value != settings[name]:
+            raise InputError(f"the blocks differ in {name}: {value} and {settings[name]}")
+    reach = max(first.places.shape[1], second.places.shape[1])
+    pairs = {**_matched(_heads(first, reach), _heads(second, reach)),
+             **_matched(_units(first), _units(second))}  # fmt: skip
+    pairs |= {name: (getattr(first, name), getattr(second, name)) for name in "bcDEew"}
     sizes = {
-        name: max(float(part.abs().max()) for part in both) or 1.0
-        for name, both in parts.items() if both[1].numel()
+        name: max(float(part.abs().max()) for part in pair) or 1.0
+        for name, pair in pairs.items() if pair[0].numel()
     }  # fmt: skip
     # A bias may be 0: its errors are relative to the matrix it belongs to.
     beside = {"qK": "QK", "a": "A", "g": "G", "b": "VO", "c": "C", "e": "E"}
-    return {
-        name: float((parts[name][0] - parts[name][1]).abs().max())
+    errors = {
+        name: float((pairs[name][0] - pairs[name][1]).abs().max())
         / max(size, sizes.get(beside.get(name, name), 0.0))
         for name, size in sizes.items()
     }
+    for name in ("epsilon", "epsilon_behind") if first.norm != "none" else ():
+        one, other = getattr(first, name), getattr(second, name)
+        errors[name] = abs(one - other) / max(1.0, one, other)
+    return errors
 
 
 def difference_of_blocks(
     first: Block | Blocks, second: Block | Blocks, tolerance: float = 1e-9
 ) -> str:
     """Say how two blocks differ as functions; return "" if they are the same."""
+    _expect_tolerance(tolerance)
     try:
         errors = compared(first, second)
     except InputError as error:
@@ -247,26 +260,40 @@ def _centred(rows: Tensor) -> Tensor:
     return rows - rows.mean(-1, keepdim=True)
 
 
-def _heads(block: Block) -> dict[str, Tensor]:
-    each = len(block.Q) // len(block.K)
-    K, V = (part.repeat_interleave(each, 0) for part in (block.K, block.V))
-    forms = [
-        block.Q @ _keys_at(block, K, place).mT
-        for place in _PLACES[: None if block.sub_layer.rotary else 1]
-    ]
+def _matched(
+    first: dict[str, Tensor], second: dict[str, Tensor]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Pair the parts of heads, or of units, of two blocks: partners are those that differ least."""
+    exact = "donot_use_mm_for_euclid_dist"  # products of matrices would lose half of the digits
+    apart = torch.stack([
+        torch.cdist(part.flatten(1), second[name].flatten(1), compute_mode=exact)
+        / (float(part.abs().max()) or 1.0)
+        for name, part in first.items() if part.numel()
+    ])  # fmt: skip
+    _, partners = linear_sum_assignment(apart.sum(0).numpy())
+    return {name: (part, second[name][partners]) for name, part in first.items()}
+
+
+def _units(block: Block) -> dict[str, Tensor]:
+    gates = {"G": block.G, "g": block.g[:, None]} if len(block.G) else {}
+    return {"A": block.A, "a": block.a[:, None], **gates, "C": block.C.mT}
+
+
+def _heads(block: Block, reach: int) -> dict[str, Tensor]:
+    """Return what shows of each head, with a bias of positions at `reach` distances."""
+    shared = len(block.Q) // len(block.K)
+    K, V, turns = (
+        part.repeat_interleave(shared, 0) for part in (block.K, block.V, block.frequencies)
+    )
+    keys = [K]
+    if bool(turns.any()):
+        keys = [rotated(K, distance * turns[:, None]) for distance in _DISTANCES]
     parts = {
-        "QK": torch.cat(forms, 2),
-        "qK": torch.cat([block.q[:, None] @ K.mT], 2),
+        "QK": torch.cat([block.Q @ each.mT for each in keys], 2),
+        "qK": torch.cat([block.q[:, None] @ each.mT for each in keys], 2),
         "VO": V @ block.O,
     }
     if len(block.places):
         last = block.places.shape[1] - 1
-        parts["places"] = block.places[:, torch.arange(_DISTANCES).clamp(max=last)].softmax(1)
+        parts["places"] = block.places[:, torch.arange(reach).clamp(max=last)].softmax(1)
     return parts
-
-
-def _keys_at(block: Block, keys: Tensor, place: int) -> Tensor:
-    if not place:
-        return keys
-    each = len(block.Q) // len(block.K)
-    return rotated(keys, place * block.frequencies.repeat_interleave(each, 0)[:, None])

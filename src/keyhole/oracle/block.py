@@ -144,11 +144,11 @@ class Block(Parametric):
     def unknowns(self) -> int:
         """The degrees of freedom of the function: parameters, less those of its symmetries.
 
-        A ReLU unit, or one with a gate, may be multiplied and its column of C divided; without a
+        A ReLU unit, and likewise a gate, may be multiplied and its column of C divided; without a
         norm, b moves into a and c. Behind a LayerNorm the mean of a token does not matter; with
         norms behind the sums, neither does that of the sums, nor the length of the second sum.
         """
-        free = len(self.A) if self.activation == "relu" or len(self.G) else 0
+        free = len(self.A) * (self.activation == "relu") + len(self.G)
         free += self.dim if self.norm == "none" else -2
         if self.norm == "layer":
             groups, _, k = self.K.shape
