@@ -283,6 +283,18 @@ def test_chosen_tokens_of_a_stand_in_for_vllm(tmp_path):
     assert (state.status, state.error < 1e-3) == (Status.RECOVERED, True)
 
 
+@pytest.mark.parametrize("status", [401, 403, 413, 422])
+def test_only_a_bad_request_shows_where_a_vocabulary_ends(status):
+    def completions(content):
+        return {"choices": []} if max(content["logprob_token_ids"]) < 100 else status
+
+    with (
+        standing_in({"/v1/completions": completions}, "vllm") as url,
+        closing(Completions.at(url)) as server,
+    ):
+        assert server.vocabulary is None
+
+
 def following_text(box, prompt):
     ids = box.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
     with torch.no_grad():
@@ -411,11 +423,6 @@ def test_prompts_of_vectors_for_stand_ins(owner, path, answers, tmp_path):
         audit = keyhole.audit(url, model=str(tmp_path / "model"))
     (skip,) = [skip for skip in audit.skips if words.skip(skip) == exposure]
     assert skip.reason == "not taken: 404"
-
-
-def test_vectors_are_for_servers_that_take_them():
-    with pytest.raises(InputError, match="needs a server of vLLM or SGLang, not llama"):
-        VectorPrompts(Server("http://127.0.0.1:9", "llama.cpp", "tiny"), 8)
 
 
 def test_who_may_be_probed(monkeypatch):

@@ -131,6 +131,18 @@ def test_a_server_without_probabilities():
     assert answered('{"content": "x"}', raised) == [ABSENT, ABSENT]
 
 
+@pytest.mark.parametrize("route", ["/completion", OPENAI])
+@pytest.mark.parametrize("content", [
+    "[]", '"x"', "7", '{"choices": [7]}', '{"choices": 7}', '{"choices": [{"logprobs": {"a": 1}}]}',
+    '{"choices": [{"logprobs": [1]}]}', '{"completion_probabilities": [7]}',
+])  # fmt: skip
+def test_an_answer_of_an_unknown_form_counts_as_absent(route, content):
+    for count in (1, 2):
+        raised = question(PROMPT, torch.arange(1, count + 1), torch.ones(count))
+        assert answered(content, raised, route=route) == [ABSENT] * count
+    assert answered(content, question(PROMPT), route=route, vocabulary=2) == [ABSENT] * 2
+
+
 def test_questions_are_prompts_and_raised_tokens():
     rows = question(PROMPT, torch.tensor([5, 5]), torch.tensor([1.0, -2.0]))[0]
     prompt, raised, biases = parts_of(rows)

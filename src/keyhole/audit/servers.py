@@ -38,13 +38,14 @@ from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import ARITHMETICS, EIGHT_BITS, capture
 from keyhole.models.capture import Exposure as Captured
 from keyhole.models.loading import Loaded, head_of
-from keyhole.oracle.completions import FORMS, Completions, VectorPrompts
 from keyhole.oracle.completions import ROUTES as COMPLETIONS
+from keyhole.oracle.completions import Completions
 from keyhole.oracle.http import Refused
 from keyhole.oracle.ledger import Ledger
 from keyhole.oracle.open_inference import FLOATS, Output, TextEndpoint
 from keyhole.oracle.probe import CACHE, LOGPROBS, STATES, VECTOR, Answered, Route, Server
 from keyhole.oracle.protocol import Counted, OracleError
+from keyhole.oracle.vector_prompts import FORMS, VectorPrompts
 from keyhole.recover import HiddenStates, Logits, recover_text
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.embeddings.final_state import final_states

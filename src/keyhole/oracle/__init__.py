@@ -2,7 +2,6 @@
 
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.oracle.block import Block, Blocks
-from keyhole.oracle.completions import VectorPrompts
 from keyhole.oracle.defences import (
     Clipped,
     Degradation,
@@ -19,6 +18,7 @@ from keyhole.oracle.planted import Attention, AttentionLayers, Head, MultiHead, 
 from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError, ask, identity_of
 from keyhole.oracle.storage import KINDS, Planted, load, load_plain, plant, plant_orthogonal, save
 from keyhole.oracle.sub_layer import SubLayer
+from keyhole.oracle.vector_prompts import VectorPrompts
 
 __all__ = [
     "KINDS",

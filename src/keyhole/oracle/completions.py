@@ -3,17 +3,20 @@
     POST /completion       llama.cpp's own form: `n_probs` sets how many, without a cap
     POST /v1/completions   OpenAI's form, as llama.cpp and vLLM speak it: `logprobs` sets how many
 
-If a server returns only the best k tokens, a `logit_bias` brings chosen tokens among them. Tests
-with llama.cpp show that log-probabilities are those before the bias unless `post_sampling_probs`
-asks for those after it. So there are two ways:
+A question is a sequence of rows (token, bias), as token_questions.py encodes it: (token, 0) for
+each token of the prompt, and (token, b) at the end for each token that a `logit_bias` of b raises.
+So if a server returns only the best k tokens, chosen ones are brought among them:
 
-- with that option, raise k tokens: the answer consists of exactly these k;
-- without it, raise one token: it is sampled, and its own log-probability is returned. This also
-  works on servers without the option.
+    tokens raised   method       answer
+    none            _whole       the log-probability of every token
+    one             _sampled     its log-probability: a large bias makes the server sample it
+    several         _raised      their log-probabilities less the biases, up to a constant
+                    _greedy      0 for the one that is sampled, if the server gives no probabilities
 
-If a server returns no probabilities, its answer still shows which of the raised tokens it samples.
-vLLM needs no bias: it returns the log-probabilities of any 128 tokens that `logprob_token_ids`
-names, whatever its cap on `logprobs` is.
+A number that the server did not return is ABSENT. Tests with llama.cpp show that log-probabilities
+are those before the bias unless `post_sampling_probs` asks for those after it; `_raised` does, and
+the answer consists of exactly the raised tokens. vLLM needs no bias: it returns the
+log-probabilities of any 128 tokens that `logprob_token_ids` names, whatever its cap on `logprobs`.
 
 The answer for a vocabulary of 50,000 tokens is 5 MB of JSON. A regular expression finds its entries
 in a third of the time that a parser takes. An answer whose fields have another order is parsed.
@@ -21,14 +24,10 @@ in a third of the time that a parser takes. An answer whose fields have another 
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,14 +37,14 @@ from torch import Tensor
 from keyhole.core.endpoint import EndpointOptions, without_password
 from keyhole.core.errors import InputError, expect_among
 from keyhole.oracle.http import Http, Refused
-from keyhole.oracle.probe import LIMITS, MANY, SAFE, TOKEN_ID, Server, logprobs_of
+from keyhole.oracle.probe import LIMITS, MANY, SAFE, TOKEN_ID, WRONG_FORM, Server, logprobs_of
 from keyhole.oracle.protocol import OracleError, check_sequences
 from keyhole.oracle.token_questions import ABSENT, DIM, parts_of
 
 COMPLETION, OPENAI = "/completion", "/v1/completions"
 ROUTES = (COMPLETION, OPENAI)
+_BAD_REQUEST = 400
 _FORCED = 1000.0  # a bias that exceeds every logit, so that the token is sampled
-_WRONG_FORM = (KeyError, IndexError, TypeError, ValueError)  # raised by reading another form
 # Quotes inside a token's text are escaped, so no text can look like the beginning of an entry.
 _ENTRY = re.compile(
     rb'\{"id":(\d+),"token":"(?:[^"\\]|\\.)*","bytes":\[[\d,]*\],"logprob":(-?[\d.eE+-]+)\}'
@@ -149,8 +148,8 @@ class Completions:
         """Return the log-probability of one token, which a bias makes the server sample."""
         request = {**self._request(prompt, 1), "temperature": 0}
         answer = self._ask(request | self._bias([(token, _FORCED)]))
-        value = ABSENT
-        with suppress(*_WRONG_FORM):
+        value = ABSENT  # also if the answer has an unknown form
+        with suppress(*WRONG_FORM):
             value = _sampled_of(answer, token)
         return torch.tensor([value], dtype=torch.float64)
 
@@ -161,12 +160,13 @@ class Completions:
             "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "samplers": [],
             "logprob_token_ids": [token for token, _ in pairs],
         })  # fmt: skip
-        if _openai_logprobs(answer) is not None:  # vLLM returns those before the bias
-            known = logprobs_of(answer)
-            numbers = [max(known.get(token, ABSENT), ABSENT) for token, _ in pairs]
-            return torch.tensor(numbers, dtype=torch.float64)
         given: dict[int, float] = {}
-        with suppress(*_WRONG_FORM):
+        # An answer of an unknown form counts as ABSENT: the question was asked and is paid for.
+        with suppress(*WRONG_FORM):
+            if _openai_logprobs(answer) is not None:  # vLLM returns those before the bias
+                known = logprobs_of(answer)
+                numbers = [max(known.get(token, ABSENT), ABSENT) for token, _ in pairs]
+                return torch.tensor(numbers, dtype=torch.float64)
             for entry in _first(answer)["top_probs"]:
                 share = float(entry["prob"])
                 given[int(entry["id"])] = math.log(share) if share > 0 else ABSENT
@@ -181,7 +181,7 @@ class Completions:
         request = {**self._request(prompt, 0), **self._bias(pairs), "temperature": 0}
         answer = self._ask(request | {"return_tokens": True, "return_token_ids": True})
         sampled: object = None
-        with suppress(*_WRONG_FORM):
+        with suppress(*WRONG_FORM):
             ids = answer["tokens"] if "tokens" in answer else answer["choices"][0]["token_ids"]
             sampled = ids[0]
         return torch.tensor([0.0 if token == sampled else ABSENT for token, _ in pairs]).double()
@@ -222,7 +222,7 @@ def _entries(answer: Any) -> Entries:
     if isinstance(answer, tuple):
         return answer
     pairs: list[tuple[int, float]] = []
-    with suppress(*_WRONG_FORM):
+    with suppress(*WRONG_FORM):
         pairs = [(int(token), value) for token, value in logprobs_of(answer).items()]
     table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     return table[:, 0].astype(np.int64), table[:, 1]
@@ -255,7 +255,7 @@ def _sampled_of(answer: Any, token: int) -> float:
 
 def _stated_sizes(http: Http, url: str) -> tuple[int | None, int | None]:
     """Return the vocabulary and the width that llama.cpp states."""
-    with suppress(Refused, *_WRONG_FORM):
+    with suppress(Refused, *WRONG_FORM):
         models: Any = http.ask("GET", f"{url}/v1/models")
         about = models["data"][0]["meta"]
         vocabulary, width = int(about["n_vocab"]), int(about["n_embd"])
@@ -265,104 +265,22 @@ def _stated_sizes(http: Http, url: str) -> tuple[int | None, int | None]:
 
 
 def _vocabulary(http: Http, server: Server) -> int | None:
-    """Find the number of tokens of vLLM by bisection: it refuses ids outside its vocabulary."""
+    """Find the number of tokens of vLLM by bisection: status 400 refuses ids outside of it.
+
+    Return None if a request is refused for another reason, as without a key.
+    """
 
     def refused(token: int) -> bool:
         asked = {"model": server.model, "prompt": [0], "max_tokens": 1, "logprobs": 1}
         try:
             http.ask("POST", f"{server.url}{OPENAI}", {**asked, "logprob_token_ids": [token]})
-        except Refused:
+        except Refused as error:
+            if error.status != _BAD_REQUEST:
+                raise
             return True
         return False
 
-    size = bisect_left(range(LIMITS.parts), True, key=refused)
+    size = 0
+    with suppress(Refused):
+        size = bisect_left(range(LIMITS.parts), True, key=refused)
     return size if 0 < size < LIMITS.parts else None
-
-
-# An oracle for servers that take vectors instead of the tokens of a prompt.
-#
-#     vLLM     POST /v1/completions   prompt_embeds: a tensor (n, d) of torch.save, in base64
-#     SGLang   POST /generate         input_embeds: n lists of d numbers
-#
-# The answer to a sequence is the log-probabilities of the `best` likeliest next tokens, in
-# descending order. It depends on the vectors alone, and not on how the server numbers its tokens.
-
-BEST = 5  # the largest number that OpenAI's form allows
-
-
-@dataclass(frozen=True)
-class Form:
-    """The request by which a server takes vectors, and the remedy that closes the route."""
-
-    path: str
-    remedy: str
-    request: Callable[[Tensor, str, int], dict[str, Any]]
-    read: Callable[[Any], list[float]]
-
-    def name(self, server: str) -> str:
-        return f"POST {self.path} of {server}"
-
-
-def _vllm(rows: Tensor, model: str, best: int) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(rows.float(), file)
-    vectors = base64.b64encode(file.getvalue()).decode()
-    return {"model": model, "prompt_embeds": vectors, "max_tokens": 1, "logprobs": best,
-            "temperature": 0, "return_tokens_as_token_ids": True}  # fmt: skip
-
-
-def _sglang(rows: Tensor, model: str, best: int) -> dict[str, Any]:
-    del model
-    return {"input_embeds": rows.float().tolist(), "return_logprob": True, "top_logprobs_num": best,
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0}}  # fmt: skip
-
-
-FORMS: Mapping[str, Form] = {
-    "vLLM": Form(
-        "/v1/completions", "Start it without --enable-prompt-embeds; --api-key.", _vllm,
-        lambda answer: list(answer["choices"][0]["logprobs"]["top_logprobs"][0].values()),
-    ),
-    "SGLang": Form(
-        "/generate", "--api-key, and a proxy in front that takes input_embeds out of requests.",
-        _sglang, lambda answer: [e[0] for e in answer["meta_info"]["output_top_logprobs"][0]],
-    ),
-}  # fmt: skip
-
-
-class VectorPrompts:
-    """The `best` largest log-probabilities after a sequence of vectors (n, d), with d = `dim`."""
-
-    may_change = True  # the server may load another model under the same address
-    precision = 2.0**-9  # relative; servers compute in bfloat16
-
-    def __init__(self, server: Server, dim: int, best: int = BEST, *, key: bool = True) -> None:
-        if server.kind not in FORMS:
-            known = " or ".join(FORMS)
-            raise InputError(f"this needs a server of {known}, not {server.kind or 'another kind'}")
-        self.server, self.dim, self.best = server, dim, best
-        self.form = FORMS[server.kind]
-        self._http = server.http(key=key)
-
-    @property
-    def identity(self) -> str:
-        return f"{self.server.url}{self.form.path} {self.server.model}, by vectors"
-
-    def close(self) -> None:
-        self._http.close()
-
-    def __call__(self, sequences: Tensor) -> Tensor:
-        check_sequences(sequences, self.dim)
-        return torch.stack([self._answer(rows) for rows in sequences])
-
-    def _answer(self, rows: Tensor) -> Tensor:
-        url = f"{self.server.url}{self.form.path}"
-        answer: Any = self._http.ask(
-            "POST", url, self.form.request(rows, self.server.model, self.best)
-        )
-        try:
-            values = sorted((float(value) for value in self.form.read(answer)), reverse=True)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-            values = []
-        if len(values) < self.best:
-            raise OracleError(f"{url} gave {len(values)} log-probabilities instead of {self.best}")
-        return torch.tensor(values[: self.best], dtype=torch.float64)

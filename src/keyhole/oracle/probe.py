@@ -23,6 +23,8 @@ _FEWER = (-1, SAFE, 20, 5)  # log-probabilities to ask for if more are refused; 
 # 0.5.23 crashes.
 _TAKES_MANY = ("llama.cpp", "vLLM")
 _KEY_REQUIRED = (401, 403)
+# Raised by reading an answer that has another form.
+WRONG_FORM = (KeyError, IndexError, TypeError, ValueError, AttributeError)
 # An answer may hold a log-probability for each of 256,000 tokens, with its text and its bytes.
 LIMITS = Limits(body=256 * 2**20, parts=16_000_000)
 
@@ -71,7 +73,7 @@ class Server:
         with closing(server.http(key=True)) as http:
             models: Any = _stated(http, f"{server.url}/v1/models")
             about: Any = None
-            with suppress(KeyError, IndexError, TypeError):
+            with suppress(*WRONG_FORM):
                 about = models["data"][0]
             about = about if isinstance(about, Mapping) else {}
             kinds = {"llamacpp": "llama.cpp", "vllm": "vLLM", "sglang": "SGLang"}
@@ -138,7 +140,7 @@ class Server:
             return Answered(None, 0, shown(error, 200))
         try:
             read = route.read(answer)
-        except (KeyError, IndexError, TypeError, ValueError):  # the answer has another form
+        except WRONG_FORM:
             read = None
         return Answered(read, reason="" if read is not None else f"no {route.gives} in the answer")
 
