@@ -10,13 +10,15 @@ selected token vectors then match the same head across different queries", with 
 
 2H values, k = 1 … 2H, are 2H linear equations for numerator and denominator; the roots of the
 denominator are the −t_h, and the residues are the a_h. So each of d² pairs (δ_i, x_j) gives a_h and
-δ_iᵀW_hx_j of every head, in some order (2Hd² queries). For all pairs but the first, a sum is
-measured as well, with 2H(d² − 1) queries: first (δ_1 + δ_i, x_1), whose a_h and forms are the sums
-of those of the same head, then (δ_i, x_1 + x_j). The last query is f([x_1]): at x_1 the a_h give
-all v_h, and with them vᵀx.
+the form δ_iᵀW_hx_j of every head, in some order (2Hd² queries). For all pairs but (δ_1, x_1), a sum
+is measured as well (2H(d² − 1) queries), which shows the order of heads. The queries are:
 
-multi_head.py is our method. This one is a baseline: the equations for 2H coefficients lose digits
-fast.
+    f([x_1])                       1 query, which is vᵀx_1
+    (δ_i, x_1)                     for all i
+    (δ_1 + δ_i, x_1)               for i > 1: a_h and forms add up; the a_h give v_h, and so vᵀx
+    (δ_i, x_j), (δ_i, x_1 + x_j)   for all i, one j > 1 after the other: forms add up
+
+multi_head.py is our method. This one is a baseline: its equations for 2H coefficients lose digits.
 """
 
 from __future__ import annotations
@@ -57,11 +59,10 @@ class MultiHeadAsPublished(Method):
         stream = torch.Generator().manual_seed(self.seed)
         # Forms δᵀWx are about 1 if W is of ordinary size.
         delta, x = torch.randn(2, d, d, generator=stream, dtype=torch.float64) / d**0.25
-        first = float(ask_scores(oracle, x[:1].unsqueeze(1)))
-        alone = torch.full((d,), first, dtype=torch.float64)
+        alone = ask_scores(oracle, x[:1].unsqueeze(1)).expand(d)
         own = self._separated(oracle, delta, x[:1].expand_as(x), alone)
         sums = self._separated(oracle, delta[:1] + delta[1:], x[:1].expand_as(x[1:]), alone[1:])
-        at_first = torch.stack([own[0], *map(_matched, own[:1].expand_as(sums), own[1:], sums)])
+        at_first = torch.stack([own[0], *map(_in_order, own[:1].expand_as(sums), own[1:], sums)])
         values = torch.linalg.solve(delta, at_first[:, :, 0]).mT  # (H, d)
         forms = torch.zeros(H, d, d, dtype=torch.float64)  # δ_iᵀ W_h x_j
         forms[:, :, 0] = at_first[:, :, 1].mT
@@ -72,12 +73,10 @@ class MultiHeadAsPublished(Method):
         v = values.sum(0)
         for j in range(1, d):
             last, both = x[j].expand_as(x), (x[0] + x[j]).expand_as(x)
-            each = self._separated(oracle, delta, last, last @ v)
+            own = self._separated(oracle, delta, last, last @ v)
             sums = self._separated(oracle, delta, both, both @ v)
-            # For one δ the values are those at x_1, and the forms add up.
-            ranks = sums[:, :, 0].argsort(1).argsort(1)
-            sums[:, :, 0] += at_first[:, :, 0].sort(1).values.gather(1, ranks)
-            forms[:, :, j] = torch.stack(list(map(_matched, at_first, each, sums)))[:, :, 1].mT
+            sums[:, :, 0] *= 2  # a_h depends on δ alone, so it is the same in both
+            forms[:, :, j] = torch.stack(list(map(_in_order, at_first, own, sums)))[:, :, 1].mT
         W = torch.linalg.solve(delta, forms) @ torch.linalg.inv(x.mT)
         self._require_finite(W)
         yield Step(planted.MultiHead(list(W), list(values)), unknowns, unknowns)
@@ -108,26 +107,31 @@ class MultiHeadAsPublished(Method):
         solution, failed = torch.linalg.solve_ex(system, top)
         solution[failed != 0] = math.nan
         P, Q = solution.squeeze(2).split(self.heads, 1)
-        return torch.stack([_poles(p, q) for p, q in zip(P, Q, strict=True)])
+        return torch.stack([_residues_and_forms(p, q) for p, q in zip(P, Q, strict=True)])
 
 
-def _poles(p: Tensor, q: Tensor) -> Tensor:
-    """Return a_h and −log t_h, (H, 2), of `P/Q` with Q monic, lowest coefficients first."""
+def _residues_and_forms(p: Tensor, q: Tensor) -> Tensor:
+    """Return a_h and −log t_h, (H, 2), of `P/Q` with Q monic, lowest coefficients first.
+
+    The residue at a pole −t_h is P there, divided by the distances from the other poles.
+    """
     if not bool((p.isfinite() & q.isfinite()).all()):
         return torch.full((len(q), 2), math.nan, dtype=torch.float64)
     companion = torch.diag(torch.ones(len(q) - 1, dtype=torch.float64), -1)
     companion[:, -1] = -q
-    roots = torch.linalg.eigvals(companion).real
-    powers = roots[:, None] ** torch.arange(len(q), dtype=torch.float64)
-    apart = roots[:, None] - roots + torch.eye(len(q), dtype=torch.float64)
-    return torch.stack([powers @ p / apart.prod(1), -(-roots).log()], 1)
+    poles = torch.linalg.eigvals(companion).real
+    powers = poles[:, None] ** torch.arange(len(q), dtype=torch.float64)
+    apart = poles[:, None] - poles + torch.eye(len(q), dtype=torch.float64)
+    return torch.stack([powers @ p / apart.prod(1), -(-poles).log()], 1)
 
 
-def _matched(anchor: Tensor, other: Tensor, sums: Tensor) -> Tensor:
-    """Return the rows of `other` in the order of `anchor`: each pair adds up to a row of `sums`."""
-    added = anchor[:, None] + other
+def _in_order(anchor: Tensor, other: Tensor, sums: Tensor) -> Tensor:
+    """Return the rows (a_h, form) of `other` in the order of `anchor`.
+
+    Rows of one head add up to a row of `sums`, in whatever place: the distance is a pair's cost.
+    """
+    added = anchor[:, None] + other  # (H, H, 2)
     size = added.abs().flatten(0, 1).amax(0).clamp(min=1e-300)
     off = ((added.unsqueeze(2) - sums) / size).abs().sum(-1).amin(2)
-    cost = off.nan_to_num(1e9).clamp(max=1e9)
-    _, order = linear_sum_assignment(cost.numpy())
+    _, order = linear_sum_assignment(off.nan_to_num(1e9).clamp(max=1e9).numpy())
     return other[torch.as_tensor(order)]

@@ -1,15 +1,18 @@
 """Theorem B.1 as published: one head from signs, by an average for v and bisection for W.
 
 *Provably Learning Attention with Queries* (arXiv 2601.16873), Appendix B. Known in advance: ‖W‖ ≤
-B, ‖v‖ = 1 (signs do not show its length) and every |v_i| ≥ η. With c = ∓1/B, so that c·v_i·v_j < 0,
-and the unit vectors,
+B, ‖v‖ = 1 (signs do not show its length) and every |v_i| ≥ η. First v is an average of m signs,
 
-    v̂ = mean of sign(vᵀx)·x / E|x_1|,  x uniform on the sphere                     m queries
-    f([λe_j + (c/λ)e_i ; λe_j]) changes its sign at  λ² = σ(z)·|v_i| / (B·|v_j|),  z = c·W_ij
+    v̂ = mean of sign(vᵀx)·x / E|x_1|,   x uniform on the sphere.
 
-and |z| ≤ 1 puts that λ between √(σ(−1)η/B) and √(σ(1)/(ηB)): bisect there, once for each entry.
-Then σ(ẑ) = clip(λ̂²·B·r̂) with r̂ = |v̂_j|/|v̂_i|, cut to [η, 1/η], and Ŵ_ij = logit(σ(ẑ))/c. With
-κ the slope of the logit between σ(±1), an error of ε_v in each entry of v̂ and of ε_λ in λ̂ leave
+Then each W_ij is bisected. With unit vectors e_i and e_j, and c = ∓1/B so that c·v̂_i·v̂_j < 0,
+
+    f([λe_j + (c/λ)e_i ; λe_j]) changes its sign at  λ² = σ(z)·|v_i| / (B·|v_j|),  z = c·W_ij,
+
+and |z| ≤ 1 puts that λ between λ_min = √(σ(−1)η/B) and λ_max = √(σ(1)/(ηB)). The middle of the last
+bracket is λ̂. Then σ(ẑ) = λ̂²·B·r̂, cut to [σ(−1), σ(1)], with r̂ = |v̂_j|/|v̂_i| cut to [η, 1/η], and
+Ŵ_ij = ẑ/c. With κ the largest slope of the logit between σ(±1), errors of ε_v in each entry of v̂
+and of ε_λ in λ̂ leave
 
     |Ŵ_ij − W_ij| ≤ Bκ·( (B/η)·2λ_max·ε_λ + σ(1)·2u/(1 − u) ),   u = ε_v/η.
 
@@ -17,10 +20,10 @@ Half of ε/d for each gives ε_λ and ε_v, and with them the number of queries:
 
     m + d²·⌈log₂((λ_max − λ_min)/2ε_λ)⌉,   m = 2·ln(2d/p) / (E|x_1|·ε_v)²   (Hoeffding),
 
-for ‖Ŵ − W‖_F ≤ ε and ‖v̂ − v‖ ≤ ε except with probability p. `stated` states that in advance, and
-`guarantee` follows from the brackets, entry by entry. The constants are those of the proof's own
-steps, for which the paper writes O(·). sign_only.py is our version, with no B, no η, no failure
-probability and far fewer queries.
+for ‖Ŵ − W‖_F ≤ ε and ‖v̂ − v‖ ≤ ε except with probability p. `stated` says that before the first
+query. `guarantee` bounds the errors of single entries of W by their last brackets. The constants
+are those of the proof's own steps, for which the paper writes O(·). sign_only.py is our version,
+with no B, no η, no failure probability and far fewer queries.
 """
 
 from __future__ import annotations
@@ -45,8 +48,10 @@ from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
 _LOW, _HIGH = (1 / (1 + math.exp(-z)) for z in (-1.0, 1.0))  # σ(±1)
 _SLOPE = 1 / (_LOW * _HIGH)  # κ, of the logit between them
-_EXACT = 1e-6  # error on fresh queries up to which a model counts as recovered
-_ASIDE = 1e-9  # share of λ: repeated queries are so far outside a bracket, for rounding
+# The error on fresh queries up to which a model counts as recovered. An `accuracy` that a budget
+# allows leaves a larger one, and the result is inexact, with the errors that are proved.
+_EXACT = 1e-6
+_ASIDE = 1e-9  # relative to λ: repeated queries are so far outside a bracket, for rounding
 CHANCE = 0.01  # the probability that an average of signs is further off than promised
 _MOST_SAMPLES = 10**10  # would take hours, even with a target in memory
 _SAMPLES_AT_ONCE = 1 << 14
@@ -91,12 +96,11 @@ class Plan:
     @classmethod
     def of(cls, accuracy: float, bound: float, margin: float, dim: int) -> Plan:
         """Compute the plan from the theorem's ε, B, η and d."""
-        entry = accuracy / dim
-        share = entry / (2 * bound * _SLOPE)
-        u = (share / _HIGH) / (2 + share / _HIGH)
+        half = accuracy / dim / 2 / (bound * _SLOPE)  # what either term of the bound may be
+        u = half / (2 * _HIGH + half)
         values_error = min(margin * u, accuracy / math.sqrt(dim))
         least, most = math.sqrt(_LOW * margin / bound), math.sqrt(_HIGH / (margin * bound))
-        scale_error = share * margin / (2 * bound * most)
+        scale_error = half * margin / (2 * bound * most)
         levels = max(0, math.ceil(math.log2((most - least) / (2 * scale_error))))
         samples = math.ceil(2 * math.log(2 * dim / CHANCE) / (mean_length(dim) * values_error) ** 2)
         return cls(values_error, scale_error, least, most, samples, levels)
@@ -161,8 +165,7 @@ class SignOnlyAsPublished(SignMethod):
         entries = _Entries(self, oracle, v, plan)
         yield self._step(entries)
         try:
-            for _ in entries.bisect():
-                pass
+            entries.narrow()
         except BudgetExhausted:
             yield self._step(entries)
             raise
@@ -209,9 +212,11 @@ class _Entries:
     def relative_width(self) -> Tensor:
         return (self._high - self._low) / (self.plan.most - self.plan.least)
 
-    def bisect(self) -> Iterator[int]:
+    def narrow(self) -> None:
+        """Bisect all brackets, in place, until their centres are within ε_λ."""
         width = 2 * self.plan.scale_error * (1 + 1e-12)
-        return bisect(self._low, self._high, lambda: width, centre, self._above)
+        for _ in bisect(self._low, self._high, lambda: width, centre, self._above):
+            pass  # after every level the brackets are narrower
 
     def _above(self, rows: Tensor, scales: Tensor) -> Tensor:
         """Return which entries change their sign at a larger λ."""
