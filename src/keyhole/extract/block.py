@@ -1,27 +1,32 @@
 """A Transformer block as it is: attention, feed-forward layer, biases, norms, residuals (ours).
 
-The target is `y` of oracle/block.py, whose symbols are used here; F(h) = C·f(N(h)) + c. Nothing
-else is assumed: whether there are norms and which, the activation, gates, widths, heads and every ε
-follow from the last token's vectors or scores. They are read in this order:
+The target, where N is a norm or the identity (oracle/block.py also has norms behind the sums):
+
+    h = x_n + Attention(N(x_1), …, N(x_n))_n            (oracle/sub_layer.py)
+    y = h + F(h),    F(h) = C·f(N(h)) + c               for scores w·h + F(h), one number
+    f_k(u) = φ(A_k·u + a_k)                             (times G_k·u + g_k if gated)
+
+Nothing else is assumed: whether there are norms and which, the activation, gates, widths, heads and
+every ε follow from the last token's vectors or scores. They are read in this order:
 
     single tokens          the softmax of one token is 1: y is a function of one vector
     blocks/curvature.py    the units of the feed-forward layer, from second derivatives of y;
     blocks/kinks.py        those of ReLU, from its kinks
     blocks/fit.py          all numbers of F, by least squares
-    M = Σ_h V_h O_h        with norms from tokens of ordinary length, without from pairs [p + x ; p]
-    blocks/peeled.py       h, for any tokens, as `y = h + F(h)` can be solved once F is known
+    M = Σ_j V_j O_j        over heads j: h is x + N(x)M + b for a single token x
+    blocks/peeled.py       h, for any tokens: y = h + F(h) is solved for h, which peels F off
     sub_layer.py           everything else of attention, from h
 
-Without norms, `y([v]) = (v + vM) + F(v + vM)`: a feed-forward layer of v plus a linear map. For any
-pair of tokens some single token v gives the same answer, since h = v(1 + M) can be solved for v. In
-[p + x ; p], a head attends to p + x with a weight σ(s), and in [p − x ; p] to p − x with σ(−s). As
-these add up to 1,
+With norms, M follows from single tokens of ordinary length. Without them, h = v(1 + M) for a single
+token v (b = 0, see below), and y is a feed-forward layer of v plus a linear map. Let v(pair) be the
+single token with the h, and the answer, of a pair of tokens. In [p + x ; p], a head attends to
+p + x with a weight σ(s), and in [p − x ; p] to p − x with σ(−s). As these add up to 1,
 
     v([p + x ; p]) − v([p − x ; p]) = x·M(1 + M)⁻¹
 
 which gives M closely enough to tell the units' signs; then 1 + M is the linear map. Several v may
-give one y, and the search for v begins at p. As s is a product of p and x, p is long and x short:
-then the right v is near p.
+give one y, and the search for v begins near p. So x is short, since the right v is then near p, and
+p is long, since few units bend near a long vector.
 
 Blocks with norms in front are read by blocks/pre_norm.py, from a width of 128 on by
 blocks/wide_pre_norm.py; those with norms behind the sums (BERT, PyTorch's layer) by
@@ -33,15 +38,16 @@ What can be known. Besides the symmetries of attention (sub_layer.py), these are
 - φ(z) or φ(−z), since φ(z) − φ(−z) = z for ReLU, GELU and SiLU: the units' signs are those for
   which the linear part is the residual alone;
 - without norms, b moves into the biases of the feed-forward layer, `F(h + b) + b`: here it is 0;
-- a norm's gain and bias are part of what follows; behind a LayerNorm the mean of rows is 0.
+- a norm's gain and bias are part of what follows; behind a LayerNorm rows of A and G, and columns
+  of Q, K and V, have mean 0, since the mean of what they are multiplied by is 0.
 
 Limits. Smooth units are told apart by their second derivatives, and their number is bounded by the
-width d: about d²/2, half as many with gates. ReLU units have no such bound.
+dimension d of tokens: about d²/2, half as many with gates. ReLU units have no such bound.
 
 Scores, `w·y`, are read if there are norms in front (docs/mathematics.md says why nothing but C and
 c is lost). Scores of long tokens show w. Units and M follow as above, with more queries, since an
-answer has one number. The heads are then units with gates themselves (blocks/heads.py). Scores
-without norms, or with positions, are refused.
+answer has one number. As a function of one other token, what a head adds is then itself a unit with
+a gate (blocks/heads.py). Scores without norms, or with positions, are refused.
 """
 
 from __future__ import annotations
@@ -76,16 +82,17 @@ from keyhole.oracle.protocol import NotFinite, Oracle, ask
 from keyhole.oracle.sub_layer import SubLayer
 
 _SCORES_LENGTH = 2.0**12  # of the last token, relative to √d, where heads are read from scores
-# Lengths of the last token, relative to the others', and what scores at that length are fitted by.
+# Lengths of the last token, relative to the others', at which scores are fitted, and what changes.
 _REFITTED = {16.0: ["O"], 1.0: ["Q", "q", "O"]}
 _RANK = 1e-6  # the least singular value that counts, relative to the largest one of a head's matrix
 _ANSWERS = 1.5  # answers for each unknown of a fit
-_MORE_ANSWERS = 4.0  # the same, if rounding of answers is what limits the fit
+_MORE_ANSWERS = 4.0  # the same, where more of them have to average their rounding out
 _ATTEMPTS = 3  # to find the units of a block without norms
-# Lengths of p and x in [p + x ; p], relative to √d, in turn. With rotary positions p must be 0.
+# Lengths of p and x in [p + x ; p], relative to √d, in turn. With rotary positions p must be 0: any
+# other p has different scores in the two places, and then the two weights do not add up to 1.
 _PAIRS = ((8.0, 0.125), (16.0, 0.0625), (4.0, 0.25), (0.0, 0.25), (0.0, 2.0**-6), (0.0, 2.0**-10))
-# The length of the last token relative to the others', without norms in front, in each attempt: the
-# longer it is, the more likely h is unique, at the cost of digits.
+# The length of the last token relative to the others' in each attempt to read attention, if no norm
+# is in front of it: the longer it is, the more likely y has only one h, at the cost of digits.
 REACHES = {
     "none": (64.0, 256.0, 16.0, 256.0, 64.0, 1024.0),
     "behind": (4.0, 8.0, 2.0, 16.0, 32.0, 4.0),
@@ -105,7 +112,7 @@ class TransformerBlock(Method):
     device: str = "cpu"  # where a wide block is solved for
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
-        yield from if_exact(oracle, self._steps(oracle))
+        yield from blaming_inexact_answers(oracle, self._steps(oracle))
 
     def _steps(self, oracle: Oracle) -> Iterator[Step]:
         stream, device = torch.Generator().manual_seed(self.seed), torch.device(self.device)
@@ -139,7 +146,7 @@ class TransformerBlock(Method):
                     model = peeled.block(peeled.polished(layer, stream))
                 off = (last(model, tokens) - answers).abs().max()
                 if float(off) <= _ROUGH * float(answers.abs().max()):
-                    return _polished(view, model, stream)
+                    return _fitted_together(view, model, stream)
             except (Unsuccessful, LinAlgError, NotFinite, LostSum) as error:
                 why = str(error)
         raise Unsuccessful(
@@ -149,7 +156,7 @@ class TransformerBlock(Method):
         )
 
 
-def if_exact(oracle: Oracle, steps: Iterator[Step]) -> Iterator[Step]:
+def blaming_inexact_answers(oracle: Oracle, steps: Iterator[Step]) -> Iterator[Step]:
     """Yield the steps; if they fail and the answers are not exact, raise that as the reason."""
     try:
         yield from steps
@@ -172,7 +179,7 @@ def _relative_error(oracle: Oracle) -> float:
     return error if decimals is None else 10.0**-decimals / float(y.abs().max().clamp(min=1e-300))
 
 
-def _polished(view: View, model: Block, stream: torch.Generator) -> Block:
+def _fitted_together(view: View, model: Block, stream: torch.Generator) -> Block:
     """Fit all numbers at once, by least squares: each solve that needs an earlier one costs digits.
 
     In a wide block only the numbers of attention are fitted, or none if even these are too many.
@@ -181,17 +188,19 @@ def _polished(view: View, model: Block, stream: torch.Generator) -> Block:
     def count(names: list[str]) -> int:
         return sum(getattr(model, name).numel() for name in names)
 
-    names, more = [name for name in model.NAMES if getattr(model, name).numel()], _ANSWERS
+    names = [name for name in model.NAMES if getattr(model, name).numel()]
+    answers_each = _ANSWERS
     if count(names) > _MOST_FITTED:
-        more = _MORE_ANSWERS
+        answers_each = _MORE_ANSWERS
         names = [name for name in names if name in SubLayer.NAMES]
     if count(names) > MANY:
         return model
     names = [name for name in names if name != "b" or model.norm != "none"]
-    sequences = math.ceil(more * count(names) / view.numbers) + 16
+    sequences = math.ceil(answers_each * count(names) / view.numbers) + 16
     tokens = torch.randn(sequences, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
     if model.norm == "behind":  # both ε have been read one by one so far
         names = [*names, "epsilon", "epsilon_behind"]
+        # The first ε counts most next to short tokens, so half of them are short.
         tokens[::2] *= torch.logspace(-3, 0, len(tokens[::2]), dtype=torch.float64)[:, None, None]
     y = ask(view.oracle, tokens)
     model = refined(model, names, [(tokens, y, torch.ones_like(y))])
@@ -200,10 +209,15 @@ def _polished(view: View, model: Block, stream: torch.Generator) -> Block:
 
 
 def _without_norm(view: View, seed: int, stream: torch.Generator) -> Peeled:
-    """Return the feed-forward layer and M of a block without norms, as explained at the top."""
+    """Return the feed-forward layer and M of a block without norms, as explained at the top.
+
+    Units and a linear map are fitted as functions of a single token v. As functions of h = v(1 + M)
+    they are A·Rᵀ and R·linear, R = (1 + M)⁻¹, and the linear map must be the identity, except for
+    what units with a wrong sign add to it: that decides the signs.
+    """
     d = view.dim
     identity = torch.eye(d, dtype=torch.float64)
-    smooth = not kinks.straight(view.ask, d, stream)
+    smooth = not kinks.straight(view.ask, d, stream)  # else the units are ReLU
 
     def start() -> tuple[Units, Tensor]:
         if smooth:
@@ -216,13 +230,14 @@ def _without_norm(view: View, seed: int, stream: torch.Generator) -> Peeled:
         expect_fitted(left)
         return units, linear
 
-    units, linear = attempted(start, _ATTEMPTS if smooth else 1)
+    units, linear = attempted(start, _ATTEMPTS if smooth else 1)  # (d + 1, d), the constant last
     single = Network(view, units, linear[-1], linear[:-1])
     for long, short in _PAIRS:
         p = long * math.sqrt(d) * random_orthogonal(d, stream)[0]
         basis = short * math.sqrt(d) * random_orthogonal(d, stream)
         both = torch.cat([basis, -basis])
         y = last(view.oracle, torch.stack([p + both, p.expand_as(both)], 1))
+        # If all weights are ½, v is p + x·M(1 + M)⁻¹/2, or p + x/4 for M = 1: a start near enough.
         forth, back = single.inverse(y, p + both / 4).chunk(2)
         R = identity - least_squares(basis, forth - back)  # 1 − M(1 + M)⁻¹ = (1 + M)⁻¹
         flips = replace(units, A=units.A @ R.mT).flips(R @ linear[:-1] - identity)
@@ -241,23 +256,27 @@ def _without_norm(view: View, seed: int, stream: torch.Generator) -> Peeled:
 def _from_scores(peeled: Peeled, stream: torch.Generator) -> Block:
     """Return a block that answers with scores.
 
-    If the last token is long, scores show Q_h K_hᵀ and M_h·w of each head (blocks/heads.py).
-    Shorter ones show all of M_h.
+    Next to a very long last token, a score minus that of the last token alone is what the heads
+    add: `read_heads` fits their Q_j K_jᵀ and M_j·w to it. To begin with, K_j = V_j = 1 (times
+    `grow`), so that Q_j holds all of Q_j K_jᵀ and O_j all of M_j. Then scores of long and ordinary
+    last tokens refit Q, q and O, and at the end the products are factored to their rank.
     """
     view, M = peeled.view, peeled.M
-    (d, e), w = view.axes.shape, view.residual
+    (d, e), w = view.axes.shape, view.residual  # e is d, or d − 1 behind a LayerNorm
 
     def value(t: Tensor, last_token: Tensor) -> Tensor:
-        left = 1 - t.square().sum(1, keepdim=True) / d
-        first_token = (peeled.epsilon / left).sqrt() * t  # so that its norm returns t
+        """Return what the heads add to scores if N of the first token is t."""
+        share = 1 - t.square().sum(1, keepdim=True) / d
+        # N(x) = x/√(|x|²/d + ε) is t if x = t·√(ε/share).
+        first_token = (peeled.epsilon / share).sqrt() * t
         tokens = torch.stack([first_token, _SCORES_LENGTH * last_token], 1) @ view.axes.mT
         return last(view.oracle, tokens) - peeled.network(peeled.added_alone(tokens[:, -1]))
 
     heads = read_heads(value, e, math.sqrt(d), stream)
     count = len(heads.v)
-    # M_h starts as an equal share of M, changed along w to have the M_h·w that was read.
-    own = heads.v - (M @ w)[:, 0] / count
-    O = M / count + own[..., None] * w[:, 0] / w.square().sum()  # noqa: E741
+    # M_j starts as an equal share of M, changed along w to have the M_j·w that was read.
+    missing = heads.v - (M @ w)[:, 0] / count
+    O = M / count + missing[..., None] * w[:, 0] / w.square().sum()  # noqa: E741
     grow = math.sqrt(d / e)  # an RMS norm of the e coordinates returns √e instead of √d
     identity = torch.eye(e, dtype=torch.float64).expand(count, e, e)
     layer = SubLayer(

@@ -48,7 +48,7 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.attention_layers import find_network, fit_network
-from keyhole.extract.block import factored, if_exact
+from keyhole.extract.block import blaming_inexact_answers, factored
 from keyhole.extract.blocks.heads import attempted
 from keyhole.extract.blocks.pre_norm import far_units
 from keyhole.extract.blocks.units import Units
@@ -82,7 +82,7 @@ class TransformerBlocks(Method):
     tolerance: float = 1e-8
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
-        yield from if_exact(oracle, self._steps(oracle))
+        yield from blaming_inexact_answers(oracle, self._steps(oracle))
 
     def _steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
