@@ -28,7 +28,7 @@ from torch import Tensor
 import show
 from keyhole import extract, oracle
 from keyhole.extract import Extraction, Status
-from keyhole.extract.token_answers import distance
+from keyhole.extract.output_layer import distance
 from keyhole.oracle import OneLayer
 from planted import fresh_error, normals, worst_error
 from show import Row

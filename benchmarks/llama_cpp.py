@@ -28,7 +28,7 @@ from torch import Tensor
 import show
 import subjects
 from keyhole.extract import OutputLayer
-from keyhole.extract.token_answers import compared, true_matrix
+from keyhole.extract.output_layer import compared, true_matrix
 from keyhole.models import Loaded, anatomy, load_model
 from keyhole.models.capture import eight_bit_activations
 from keyhole.oracle.completions import Completions

@@ -10,7 +10,7 @@ from planted_logits import WIDTH, WORDS, PlantedLogits
 from keyhole import extract, oracle
 from keyhole.core.errors import InputError
 from keyhole.extract import OutputLayer, Status
-from keyhole.extract.token_answers import distance
+from keyhole.extract.output_layer import distance
 from keyhole.models import load_model
 from keyhole.models.next_token import NextTokenLogits
 from keyhole.oracle.token_questions import ABSENT, Logits, parts_of

@@ -17,7 +17,7 @@ import tiny_gguf
 from keyhole import extract, oracle
 from keyhole.core.errors import InputError
 from keyhole.extract import OutputLayer, Status
-from keyhole.extract.token_answers import distance
+from keyhole.extract.output_layer import distance
 from keyhole.oracle.completions import Completions
 from keyhole.oracle.ledger import answers_in
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -46,6 +47,8 @@ from keyhole.extract.token_answers import (
     WholeVectors,
     is_normalised,
 )
+from keyhole.models.demo import open_model
+from keyhole.models.next_token import unembedding
 from keyhole.oracle.planted import OutputMatrix
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 from keyhole.oracle.token_questions import DIM, Logits, stated_by
@@ -445,3 +448,47 @@ class LayerExam(Exam):
             if share <= _ROUNDED:
                 return Status.INEXACT, f"{reason}, {share:.1e} of their size outside, by rounding"
         return status, reason
+
+
+# An extracted last layer compared with the true one, after the best linear map.
+#
+# The truth is W (v, d). The extraction gives an orthonormal basis B of its columns, for the chosen
+# tokens. Log-probabilities show W only up to a row c that is added to all rows; then B is
+# orthogonal to the column 1 of ones. The distance is that of the best map A and row c:
+#
+#     min ‖W − B A − 1 cᵀ‖_F      at  A = Bᵀ(W − 1 wᵀ),  w the mean row of W
+#
+# Only the judge and benchmarks know W.
+
+
+def true_matrix(reference: str | Path) -> tuple[Tensor, bool]:
+    """Return a model's matrix in float64, and whether it is also the table of inputs."""
+    model = open_model(str(reference), task="causal").model
+    W = unembedding(model).weight
+    return W.detach().double().cpu(), W is model.get_input_embeddings().weight
+
+
+def compared(result: Extraction, reference: str | Path) -> Extraction:
+    """Return the result with the distance of its matrix from that of the reference."""
+    layer, model = result.layer, result.model
+    if layer is None or not isinstance(model, OutputMatrix):
+        return result
+    W, tied = true_matrix(reference)
+    if len(W) < layer.vocabulary:
+        raise InputError(
+            f"the reference {reference} must have {layer.vocabulary:,} tokens: it has {len(W):,}"
+        )
+    rms, relative = distance(model, W, centred=layer.log_probabilities)
+    layer = replace(layer, rms=rms, relative=relative, tied=tied)
+    reason = result.reason.replace(str(result.layer), str(layer))  # the reason describes the layer
+    return replace(result, layer=layer, reason=reason)
+
+
+def distance(model: OutputMatrix, truth: Tensor, *, centred: bool) -> tuple[float, float]:
+    """Return the RMS of W − B A − 1 cᵀ for the best map, and relative to that of W."""
+    W = truth[model.tokens.long()]
+    if centred:
+        W = W - W.mean(0)
+    left = model.outside(W.mT)
+    rms = float(left.square().mean().sqrt())
+    return rms, rms / float(W.square().mean().sqrt().clamp(min=torch.finfo(W.dtype).tiny))

@@ -13,9 +13,8 @@ from keyhole.endpoints import open_endpoint, open_language_model
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import Method
 from keyhole.extract.orthogonal_heads import load_bases
-from keyhole.extract.output_layer import OutputLayer
+from keyhole.extract.output_layer import OutputLayer, compared
 from keyhole.extract.registry import METHODS
-from keyhole.extract.token_answers import compared
 from keyhole.oracle.ledger import Ledger, Notice, ignored, session
 from keyhole.oracle.protocol import Counted, Oracle
 from keyhole.target import LANGUAGE_MODELS, TargetKind, kind_of

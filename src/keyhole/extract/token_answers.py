@@ -7,34 +7,28 @@ bias raises above the rest of the vocabulary. Differences to the reference do no
 bias. If k = 1, the one raised token is sampled, and the server states its log-probability without
 the bias (oracle/completions.py). If k = 0 there are no log-probabilities. Then two tokens i and j
 are raised, with biases that differ by t. Which of them is sampled, at temperature 0, is the sign of
-ℓ_i − ℓ_j + t, and bisection of t measures the difference. Without a bias, sampled tokens give only
-inequalities ℓ_i ≥ ℓ_j, which any width satisfies, so they give no rank.
+ℓ_i − ℓ_j + t, and bisection of t measures the difference. Without a bias, a sampled token i shows
+only that ℓ_i ≥ ℓ_j for all j, and no rank: a layer of width 2, whose rows lie on a circle, can give
+any sampled tokens.
 
 The bias is added to a logit in float32, where every doubling of the sum costs a binary digit. So
 the smallest bias that raises the tokens is used, and a larger one for a token whose probability is
 still exactly zero. The reference has a larger one, so that it is the token that is sampled: if that
-were half a character, some servers would give nothing.
+were part of a character (incomplete UTF-8), some servers would give nothing.
 
 A row with a missing number, or with one so improbable that float32 has no digits of it, is paid for
-but not used. `compared`, at the end, measures an extracted layer against the true one.
+but not used.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.errors import InputError
 from keyhole.core.machine import expect_memory
-from keyhole.extract.extraction import Extraction
-from keyhole.models.demo import open_model
-from keyhole.models.next_token import unembedding
-from keyhole.oracle.planted import OutputMatrix
 from keyhole.oracle.protocol import Oracle, ask
 from keyhole.oracle.token_questions import ABSENT, question
 
@@ -42,7 +36,7 @@ _LEAST_LOG = -85.0  # the logarithm of the smallest number that float32 holds wi
 _MAX_UNUSABLE = 16  # unusable rows after which the attack gives up
 _ROWS_AT_ONCE = 64  # rows whose queries are sent at once: several servers may share them
 _BIASES = (16.0, 32.0, 64.0, 128.0)  # tried from the smallest
-_EXTRA_BIAS = 48.0  # for tokens of probability zero, too little to raise them above the reference
+_EXTRA_BIAS = 48.0  # for tokens of probability zero: over 85 below the reference, they stay below
 _REFERENCE_BIAS = 16.0  # added to the bias of the reference
 _PAIR_BIAS = 60.0  # raises two tokens to be compared; OpenAI allows biases up to 100
 _RANGE, _BITS = 32.0, 20  # differences within ±32 are bisected 20 times, to 6e-5
@@ -118,8 +112,9 @@ class WholeVectors:
 class ChosenTokens:
     """Answers about randomly chosen tokens, from a target that gives the best `top` tokens.
 
-    n rows are about n + `spare` tokens, and `tokens` at least. So if more rows are wanted, more
-    tokens are chosen, and the earlier rows are filled up.
+    n rows are about n + `spare` tokens, and `tokens` at least: a rank below n shows only if there
+    are more columns than that. If more rows are wanted, more tokens are chosen, and the earlier
+    rows are filled up.
     """
 
     def __init__(
@@ -188,7 +183,10 @@ class ChosenTokens:
                 self._row_prompts[place], self._rows[place] = self._new_row(self._prompts)
 
     def _choose_reference(self) -> None:
-        """Draw the first prompt, and find a reference token that the target gives for it."""
+        """Draw the first prompt, and find a reference token that the target gives for it.
+
+        Unless k = 1 it is raised next to another one, as in all later queries.
+        """
         prompt = self._prompts.draw(self.vocabulary)
         for tried, reference in enumerate(self._order):
             second = [] if self._top == 1 else [(reference + 1) % self.vocabulary]
@@ -200,9 +198,10 @@ class ChosenTokens:
                 return
             if tried == _MAX_UNUSABLE:
                 break
-        shown = "" if self._top == 1 else ", or does not show it: with top = 1 it need not"
+        shown = ", or its answers do not show it, as they need not for top = 1"
         raise Unsuccessful(
-            Status.NOT_APPLICABLE, f"raised tokens do not come back: it takes no bias{shown}"
+            Status.NOT_APPLICABLE,
+            "raised tokens do not come back: the target takes no bias" + shown * (self._top != 1),
         )
 
     def _choose(self, count: int) -> None:
@@ -220,7 +219,7 @@ class ChosenTokens:
     def _read(self, prompts: list[Tensor], tokens: list[list[int]]) -> list[Tensor]:
         """Return the logits of tokens of each prompt, up to a constant for each prompt.
 
-        Unless k = 1, that is the logit of the reference, and its own difference of 0 takes no
+        Unless k = 1, the constant is the logit of the reference, whose own number, 0, takes no
         query. Queries that raise equally many tokens are sent together, as one tensor.
         """
         reference, size = self._chosen[0], self._top - 1
@@ -249,9 +248,10 @@ class ChosenTokens:
         return [torch.cat(part) for part in parts]
 
     def _bisect(self, prompt: Tensor, reference: int, *others: int) -> Tensor:
-        """Return ℓ − ℓ_reference of other tokens, from which of the two is sampled.
+        """Return ℓ − ℓ_reference of other tokens, ABSENT outside of ±_RANGE, from what is sampled.
 
-        It is between `low` and `low + step`, or ABSENT if it is outside of ±_RANGE.
+        It is between `low` and `low + step`, and every question halves this range. An answer has a
+        number for the token that is sampled and ABSENT for the other, or a number for both.
         """
         low = torch.full((len(others),), -_RANGE, dtype=torch.float64)
         step, sampled = torch.full_like(low, 2 * _RANGE), torch.ones(len(others), dtype=torch.bool)
@@ -262,7 +262,7 @@ class ChosenTokens:
             middle = low + step  # the difference that is asked about
             biases = _PAIR_BIAS + torch.stack([middle.clamp(min=0), (-middle).clamp(min=0)], 1)
             values = ask(self._oracle, torch.cat([start, torch.stack([pairs, biases], 2)], 1))
-            raised = torch.where(values > ABSENT, values + biases, -torch.inf)
+            raised = torch.where(values > ABSENT, values + biases, -torch.inf)  # sampled: largest
             sampled &= raised.isfinite().any(1)
             low = torch.where(raised[:, 1] > raised[:, 0], middle, low)
         inside = sampled & (low > -_RANGE) & (low + step < _RANGE)
@@ -301,47 +301,3 @@ Answers = WholeVectors | ChosenTokens  # rows of answers, and the tokens that th
 def is_normalised(answers: Tensor) -> bool:
     """Return whether whole answers (b, v) are log-probabilities, which add up to one."""
     return bool((torch.logsumexp(answers, 1).abs() <= _NORMALISED).all())
-
-
-# An extracted last layer compared with the true one, after the best linear map.
-#
-# The truth is W (v, d). The extraction gives an orthonormal basis B of its columns, for the chosen
-# tokens. Log-probabilities show W only up to a row c that is added to all rows; then B is
-# orthogonal to the column 1 of ones. The distance is that of the best map A and row c:
-#
-#     min ‖W − B A − 1 cᵀ‖_F      at  A = Bᵀ(W − 1 wᵀ),  w the mean row of W
-#
-# Only the judge and benchmarks know W.
-
-
-def true_matrix(reference: str | Path) -> tuple[Tensor, bool]:
-    """Return a model's matrix in float64, and whether it is also the table of inputs."""
-    model = open_model(str(reference), task="causal").model
-    W = unembedding(model).weight
-    return W.detach().double().cpu(), W is model.get_input_embeddings().weight
-
-
-def compared(result: Extraction, reference: str | Path) -> Extraction:
-    """Return the result with the distance of its matrix from that of the reference."""
-    layer, model = result.layer, result.model
-    if layer is None or not isinstance(model, OutputMatrix):
-        return result
-    W, tied = true_matrix(reference)
-    if len(W) < layer.vocabulary:
-        raise InputError(
-            f"the reference {reference} must have {layer.vocabulary:,} tokens: it has {len(W):,}"
-        )
-    rms, relative = distance(model, W, centred=layer.log_probabilities)
-    layer = replace(layer, rms=rms, relative=relative, tied=tied)
-    reason = result.reason.replace(str(result.layer), str(layer))
-    return replace(result, layer=layer, reason=reason)
-
-
-def distance(model: OutputMatrix, truth: Tensor, *, centred: bool) -> tuple[float, float]:
-    """Return the RMS of W − B A − 1 cᵀ for the best map, and relative to that of W."""
-    W = truth[model.tokens.long()]
-    if centred:
-        W = W - W.mean(0)
-    left = model.outside(W.mT)
-    rms = float(left.square().mean().sqrt())
-    return rms, rms / float(W.square().mean().sqrt().clamp(min=torch.finfo(W.dtype).tiny))
