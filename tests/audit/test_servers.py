@@ -177,6 +177,9 @@ def test_a_key_closes_llama_cpp(weights, data, monkeypatch):
             assert given["text from POST /embeddings of llama.cpp"].status is Status.RECOVERED
             assert not given["token states: POST /embeddings of llama.cpp"].exposed
             monkeypatch.setenv("KEYHOLE_API_KEY", "another")
+        monkeypatch.delenv("KEYHOLE_API_KEY")  # a header is enough for the last layer too
+        layer = by_exposure(keyhole.audit(url, budget=16, endpoint=named))[LAST_LAYER]
+        assert layer.queries == 16
 
 
 def test_a_server_of_routes_has_no_tensors():

@@ -12,12 +12,12 @@ outputs is classified, because attacks are known for some kinds of outputs and n
 
 from __future__ import annotations
 
-import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch import Tensor
 from keyhole.audit.check import Check, Checked, Part, joined, one_finding, one_skip, skipped_check
 from keyhole.audit.texts import readings_of, seconds_of
 from keyhole.core import Skip, Status, Unsuccessful
-from keyhole.core.endpoint import KEY, EndpointOptions, without_password
+from keyhole.core.endpoint import EndpointOptions, without_password
 from keyhole.core.exposure import Exposure, is_chosen
 from keyhole.core.finding import Readings
 from keyhole.core.journal import digest
@@ -36,7 +36,7 @@ from keyhole.core.progress import Track
 from keyhole.extract.output_layer import OutputLayer
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import ARITHMETICS, EIGHT_BITS, capture
-from keyhole.models.capture import Exposure as Captured
+from keyhole.models.capture import Exposure as ModelExposure
 from keyhole.models.loading import Loaded, head_of
 from keyhole.oracle.completions import ROUTES as COMPLETIONS
 from keyhole.oracle.completions import Completions
@@ -47,7 +47,7 @@ from keyhole.oracle.probe import CACHE, LOGPROBS, STATES, VECTOR, Answered, Rout
 from keyhole.oracle.protocol import Counted, OracleError
 from keyhole.oracle.vector_prompts import FORMS, VectorPrompts
 from keyhole.recover import HiddenStates, Logits, recover_text
-from keyhole.recover.attack import Target as Attacked
+from keyhole.recover.attack import Target as TextTarget
 from keyhole.recover.embeddings.final_state import final_states
 from keyhole.recover.files.contents import as_served, served_noise, with_served_noise
 from keyhole.recover.leaks import Leak
@@ -63,8 +63,9 @@ _RULES = {
 # Texts to try a route with. If the next token would be half a character, llama.cpp gives no
 # log-probabilities, and the next text is tried.
 _PROBES = ("a secret", "a letter", "a name", "a number", "a word", "the end", "the door", "no")
-_ANSWER_SECONDS = 1.0  # the time of a request for log-probabilities
-_TEXT_PASSES, _STATE_PASSES = 65, 6  # the other time of checks, in passes of 512 tokens
+# Estimates for Check.weight: seconds of a request for log-probabilities, and the model's passes of
+# 512 tokens in a check of states and of the last state.
+_ANSWER_SECONDS, _TEXT_PASSES, _STATE_PASSES = 1.0, 65, 6
 _TOLERANCE = 1e-3  # of the state's length: rounding by float32 and by printing
 _SURPLUS = 2  # times as many chosen tokens as a state needs, so that rounding averages out
 _NO_HEAD = "the weights have no head for next tokens"
@@ -178,6 +179,7 @@ class ServerTarget(Part):
             return f"keyhole audit SAVED-SLOT --model {model}"
         if route.gives == LOGPROBS and not route.numbered and self.server.kind != "SGLang":
             return f"keyhole extract {url}/v1/completions --method output-layer"
+        # Also for SGLang, which `keyhole extract` refuses, since it would crash (Completions.at).
         return f"keyhole audit {url} --model {model}"
 
     def _ask(
@@ -193,7 +195,7 @@ class ServerTarget(Part):
             return answered, text
         count = _SURPLUS * needed
         size = count if self.loaded is None else len(anatomy(self.loaded.model).table)
-        tokens = range(0, size, max(1, size // count))
+        tokens = range(0, size, max(1, size // count))  # any will do: spread over the vocabulary
         chosen = self.server.ask_tokens(route, text, tokens, key=key)
         return (chosen if chosen.open else answered), text
 
@@ -211,9 +213,11 @@ class ServerTarget(Part):
             leak: Leak = HiddenStates(torch.tensor(answered.content), parts.layers)
             arithmetic = nullcontext()
             if route.arithmetic:
-                target = Attacked.of(loaded.model, loaded.tokenizer)
+                target = TextTarget.of(loaded.model, loaded.tokenizer)
+                # The leak states the server's rounding as noise, which the judge allows for. Where
+                # that was measured to help, our model also rounds in the same way.
                 (leak,) = with_served_noise(target, [leak], route.arithmetic)
-                if route.arithmetic == EIGHT_BITS:  # for bfloat16 its effect was not measured
+                if route.arithmetic == EIGHT_BITS:
                     arithmetic = as_served(target, leak.exposure, route.arithmetic)
             with arithmetic:
                 recoveries.append(recover_text(loaded.model, loaded.tokenizer, leak))
@@ -221,7 +225,7 @@ class ServerTarget(Part):
         originals = [Original.of(loaded.tokenizer, text, max_length) for text in self.texts]
         readings = readings_of(loaded.tokenizer, originals, recoveries)
         result = Readings("hidden", parts.layers, "as served", readings)
-        first = recoveries[0]
+        first = recoveries[0]  # unless all texts are exact, its status stands for all of them
         status = Status.RECOVERED if result.exact == len(readings) else first.status
         if status is Status.RECOVERED and result.exact < len(readings):
             status = Status.INEXACT
@@ -254,7 +258,9 @@ def _first_answer(
     answered, text = Answered(), ""
     for text in texts:
         answered = server.try_route(route, text, key=key)
-        if answered.open or answered.status != 200 or route.gives != LOGPROBS:
+        # Only an answer without log-probabilities may depend on the text (see _PROBES).
+        lacks_logprobs = route.gives == LOGPROBS and answered.status == 200 and not answered.open
+        if not lacks_logprobs:
             break
     return answered, text
 
@@ -277,7 +283,7 @@ def _verdict(route: Route, answered: Answered, loaded: Loaded | None) -> tuple[S
     """Return the status of a route tried without a key, and the reason; None if it is absent."""
     content = answered.content
     if answered.shut:
-        return Status.UNSOLVED, f"asks for a key ({answered.status})"
+        return Status.UNSOLVED, f"asks for a key ({answered.status})"  # nothing is given away
     if not answered.open:
         return None, answered.reason
     given = "answers without a key: "
@@ -315,8 +321,8 @@ def _compare_state(
         state = final_states(model, Logits(values, log_probabilities=True))[0]
     except Unsuccessful as end:
         return end.status, end.reason, None
-    target = Attacked.of(model, loaded.tokenizer)
-    top = Captured("hidden", target.parts.layers)
+    target = TextTarget.of(model, loaded.tokenizer)
+    top = ModelExposure("hidden", target.parts.layers)
     ids = torch.tensor([loaded.tokenizer(text)["input_ids"]], device=target.parts.device)
     with torch.no_grad():
         own = capture(model, top, ids=ids)["values"][0, -1].double().cpu()
@@ -337,10 +343,11 @@ def _compare_state(
 # Every answer with the whole vocabulary gives one vector in the span of the output matrix, until
 # they span all of it (extract/output_layer.py). That takes hundreds of answers, so the attack runs
 # only if its rule is chosen, with up to `QUERIES` of them, or with a budget. If the server states a
-# larger width, the attack takes a sample, and the reason says how to go on.
+# width for which these are too few, only a sample is sent, and the reason says how to go on.
 
 QUERIES, SAMPLE = 1_024, 64
-# The largest width as a share of the queries: the attack makes a twelfth more, and a few to check.
+# The largest width as a share of the queries: a width of d takes d answers, d/12 to make the cliff
+# clear, and a few to check.
 _MAX_WIDTH = 0.9
 REMEDY = (
     "Cap n_probs (20) in a proxy and take logit_bias and post_sampling_probs out of requests, with "
@@ -355,7 +362,7 @@ def last_layer(
 ) -> Checked:  # fmt: skip
     """Attack the last layer with at most `queries` answers; skip it if they are not complete."""
     started = time.perf_counter()
-    answered, _ = _first_answer(server, route, _PROBES, key=bool(os.environ.get(KEY)))
+    answered, _ = _first_answer(server, route, _PROBES, key=True)
     if not answered.open:
         return _not_given(exposure, "OutputLayer", answered)
     address = server.address or server.url
@@ -422,6 +429,7 @@ def takes_vectors(server: Server, loaded: Loaded, exposure: Exposure, track: Tra
         return one_skip(exposure, "probe", f"not taken: {error.status}")
     except OracleError as error:
         return one_skip(exposure, "probe", str(error), unchecked=True)
+    # Answers have no ids: the largest log-probabilities, in descending order, are compared.
     error = float((own.topk(len(answer)).values - answer).abs().max())
     allowed = _TOLERANCE + _rounding_error(loaded, len(answer))
     same = error <= allowed
@@ -443,11 +451,12 @@ def takes_vectors(server: Server, loaded: Loaded, exposure: Exposure, track: Tra
 
 # An endpoint of the Open Inference Protocol that takes texts.
 #
-# Attacks on weights need vectors as inputs, so none is tried. Each kind of answer is judged by what
-# is known: a vector for each token is as good as the text, and a vector for a whole text is read
-# like those of a store. No attack reads a few numbers or a label, which proves nothing.
+# Attacks on weights need vectors as inputs, so none is tried. Each kind of answer is judged by the
+# attacks that are known: from a vector for each token the text is read, and from one for a whole
+# text as from those of a store. That none reads a few numbers or a label does not prove them safe.
 
 _SUM_TOLERANCE = 1e-3  # of probabilities, which are rounded and should add up to 1
+_MOST_CLASSES = 32  # more numbers of any size are a vector, not a score for each class
 _ANY_IDS = ((5, 6, 7, 8, 9, 10), (11, 12, 13, 14), (20, 21, 22, 23, 24))  # if no model is given
 _STATES, _LABELS, _CLASSES, _VECTOR, _SCORE = (  # variants of KH-TEXT-ANSWERS
     "token-vectors", "labels", "classes", "vector", "score",
@@ -516,11 +525,11 @@ class AnswersTarget(Part):
 def _finding(exposure: Exposure, name: str, outputs: Sequence[Output], started: float) -> Checked:
     """Return the finding about one output of an endpoint."""
     kind, what = _kind(name, outputs)
-    reason, read = f"answers {len(outputs)} texts with {what}", kind in _COMMANDS
+    reason, readable = f"answers {len(outputs)} texts with {what}", kind in _COMMANDS
     return one_finding(
         replace(exposure, variant=kind, name=name), "asked",
-        Status.EXPOSED if read else Status.NOT_APPLICABLE,
-        reason if read else f"{reason}; no attack reads weights or texts from that",
+        Status.EXPOSED if readable else Status.NOT_APPLICABLE,
+        reason if readable else f"{reason}; no attack reads weights or texts from that",
         _REMEDIES[kind], started, queries=len(outputs),
         sought="token states" if kind == _STATES else "answers", command=_COMMANDS.get(kind, ""),
     )  # fmt: skip
@@ -542,18 +551,26 @@ def _kind(name: str, outputs: Sequence[Output]) -> tuple[str, str]:
     if count == 1:
         return _SCORE, "one number"
     numbers = _numbers(name, rows)
-    vector = numbers in ("of length one", "of any size") and "logit" not in name.lower()
-    if vector and (count > 32 or numbers == "of length one"):
-        return _VECTOR, f"{count:,} numbers, {numbers}"
-    return _CLASSES, f"{count:,} numbers, {numbers}"
+    long = numbers is _Numbers.ANY and count > _MOST_CLASSES
+    unit = numbers is _Numbers.UNIT and "logit" not in name.lower()
+    return (_VECTOR if long or unit else _CLASSES), f"{count:,} numbers, {numbers}"
 
 
-def _numbers(name: str, rows: Tensor) -> str:
-    """Describe the rows of an output: probabilities, vectors of length one, and so on."""
+class _Numbers(StrEnum):
+    """What the numbers of an output are, in words."""
+
+    PROBABILITIES = "probabilities"
+    LOG_PROBABILITIES = "log-probabilities"
+    UNIT = "of length one"
+    LOGITS = "logits"
+    ANY = "of any size"
+
+
+def _numbers(name: str, rows: Tensor) -> _Numbers:
     if bool((rows >= 0).all()) and bool(((rows.sum(1) - 1).abs() <= _SUM_TOLERANCE).all()):
-        return "probabilities"
+        return _Numbers.PROBABILITIES
     if bool((rows <= 0).all()) and bool((rows.logsumexp(1).abs() <= _SUM_TOLERANCE).all()):
-        return "log-probabilities"
+        return _Numbers.LOG_PROBABILITIES
     if rows.shape[1] > 2 and bool(((rows.norm(dim=1) - 1).abs() <= _SUM_TOLERANCE).all()):
-        return "of length one"
-    return "logits" if "logit" in name.lower() else "of any size"
+        return _Numbers.UNIT
+    return _Numbers.LOGITS if "logit" in name.lower() else _Numbers.ANY
