@@ -2,7 +2,8 @@
 
 Whoever controls a model's name, a stored text or a server's error message writes into files that
 other programs show. Control characters steer terminals, and direction marks make a line read
-differently from what it is. So whatever cannot be seen is spelled out.
+differently from what it is; other format characters hide text inside of text. So control and
+format characters are spelled out.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ def percent(share: float, decimals: int = 0) -> str:
     return written
 
 
+_FLAG = "\U0001f3f4[\U000e0030-\U000e0039\U000e0061-\U000e007a]{3,6}\U000e007f"  # as of Wales
 _INVISIBLE = re.compile(
+    f"{_FLAG}|"
     "[\0-\x08\x0b-\x1f\x7f-\x9f"  # control characters except newlines and tabs
-    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # direction marks
-    "\u2028\u2029\ufeff\ufff9-\ufffb"  # separators, byte order and annotation marks
+    "\u061c\u200e\u200f\u202a-\u202e\u2060-\u206f"  # direction marks, joiners, invisible operators
+    "\xad\u180e\u200b\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"  # breaks, shorthand, music
+    "\u2028\u2029\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"  # separators, marks, tags
     "\ud800-\udfff\ufffe\uffff]"  # code points that are no characters
 )
 
@@ -39,8 +43,13 @@ def visible(text: str) -> str:
 
 
 def legible(text: str) -> str:
-    """For a page: like `visible`, but keep zero-width joiners, which Persian and emoji need."""
-    return _INVISIBLE.sub(lambda match: _escaped(match.group()), text)
+    """For a page: like `visible`, but keep what Persian and emoji need.
+
+    These are zero-width joiners, and the tags of a flag: a code of up to six letters and digits.
+    """
+    return _INVISIBLE.sub(
+        lambda match: match.group() if len(match.group()) > 1 else _escaped(match.group()), text
+    )
 
 
 def _escaped(letter: str) -> str:
