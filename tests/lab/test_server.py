@@ -24,7 +24,7 @@ def test_a_served_target_degrades_its_answers(in_file, tmp_path):
     path = tmp_path / "t.safetensors"
     oracle.save(target, path, in_file)
     change = oracle.Degradation(decimals=1, sign_only=False)
-    parameters = ModelParameters(uri=str(path), extra=change.flags())
+    parameters = ModelParameters(uri=str(path), extra=change.to_flags())
     settings = ModelSettings(name="t", implementation=TargetRuntime, parameters=parameters)
     runtime = TargetRuntime(settings)
     assert asyncio.run(runtime.load())

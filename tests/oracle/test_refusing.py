@@ -70,7 +70,10 @@ def test_fresh_noise_differs_each_time_and_averages_out():
 
 def test_a_degradation_round_trips_through_flags():
     whole = Degradation(2.0, 0.1, 3, True, 7, 0.2, 3, 9, 1.5)
-    assert Degradation.of(whole.flags()) == whole
+    assert Degradation.of(whole.to_flags()) == whole
+    assert Degradation.of({}) == Degradation()
+    with pytest.raises(InputError, match="sign_only as True or False, got 'true'"):
+        Degradation.of({"sign_only": "true"})
     assert "3 tokens or more, 9 tokens at most, tokens of norm about 1.5" in str(whole)
     with pytest.raises(Refused):  # a refusal precedes all changes of answers
         whole.applied(TARGET)(draw(1, 2))

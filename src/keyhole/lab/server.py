@@ -81,7 +81,7 @@ def serve(
         implementation=TargetRuntime,
         parameters=ModelParameters(
             uri=str(Path(path).resolve()),
-            extra={**degradation.flags()},
+            extra={**degradation.to_flags()},
         ),
         inputs=[
             MetadataTensor(name="sequences", datatype=Datatype.FP64, shape=[-1, -1, target.dim])

@@ -2,7 +2,9 @@
 
 They refuse questions, clip tokens, round answers, add noise to them, or reduce them to signs. A
 refusal is an `http.Refused` with the status of a server's answer. One question that is refused
-refuses its whole batch.
+refuses its whole batch. The string that each passes to `Wrapper` is its part of the identity by
+which a ledger knows whose answers it holds. Theorems are those of *Provably Learning Attention with
+Queries* (arXiv 2601.16873).
 """
 
 from __future__ import annotations
@@ -196,6 +198,7 @@ class Degradation:
         expect_seed(self.seed)
 
     def __bool__(self) -> bool:
+        """Is anything refused or changed? A seed alone changes nothing."""
         return self != Degradation(seed=self.seed)
 
     def __str__(self) -> str:
@@ -230,16 +233,19 @@ class Degradation:
             oracle = LengthLimited(oracle, self.min_tokens, self.max_tokens)
         return oracle
 
-    def flags(self) -> dict[str, str]:
-        """Return the settings as a target's file stores them."""
+    def to_flags(self) -> dict[str, str]:
+        """Return the settings as a target's file stores them; `of` reads them."""
         if not self:
             return {}
         return {name: repr(value) for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def of(cls, flags: Mapping[str, str]) -> Degradation:
-        """Return the defences that `flags` wrote into a target's file, which is not trusted."""
-        values: dict[str, Any] = {"sign_only": flags.get("sign_only") == "True"}
+        """Return the defences that `to_flags` wrote into a target's file, which is not trusted."""
+        sign_only = flags.get("sign_only", "False")
+        if sign_only not in ("True", "False"):
+            raise InputError(f"expected sign_only as True or False, got {sign_only!r}")
+        values: dict[str, Any] = {"sign_only": sign_only == "True"}
         for name in flags.keys() & {field.name for field in fields(cls)} - {"sign_only"}:
             kind = int if name in ("decimals", "seed", "min_tokens", "max_tokens") else float
             try:

@@ -144,7 +144,7 @@ def save(
 
     With a `degradation`, `load` returns the target behind these defences.
     """
-    flags = {} if degradation is None else degradation.flags()
+    flags = {} if degradation is None else degradation.to_flags()
     write_tensors(path, target.tensors(), {**metadata_of(target), **flags})
 
 
