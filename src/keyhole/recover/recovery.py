@@ -17,12 +17,17 @@ from typing import Any, ClassVar
 from keyhole.core import Status, environment
 from keyhole.core.result import Result
 
-ODDS = 10.0  # log-odds against every alternative that make a token likely: e¹⁰ : 1
+LOG_ODDS = 10.0  # against every alternative that make a token likely: odds of e¹⁰ : 1
 
 
 def verifying_margin(vocabulary: int) -> float:
-    """Return the margin that verifies a token: twice the log of the odds V·e¹⁰ : 1."""
-    return 2 * (math.log(vocabulary) + ODDS)
+    """Return the margin that verifies a token.
+
+    A margin is by how much squared errors, in units of the leak's error, grow with another token:
+    twice the logarithm of the odds against it, if errors are normal. As there are V tokens, odds of
+    V·e¹⁰ : 1 against each are odds of e¹⁰ : 1 against all of them together.
+    """
+    return 2 * (math.log(vocabulary) + LOG_ODDS)
 
 
 class Mark(StrEnum):
@@ -66,9 +71,9 @@ Judge = Callable[[Any, Any, list[int]], Verdict]
 
 
 class Recovery(Result):
-    """The cost and advice of a recovery; `ADVICE` replaces the general advice of a status.
+    """What every kind of recovery states: a status, what to do about it, and the cost.
 
-    A pass runs the model once, forward or forward and backward.
+    `ADVICE` replaces a status's own advice. A pass runs the model forward, or also backward, once.
     """
 
     ADVICE: ClassVar[Mapping[Status, str]]
@@ -93,19 +98,19 @@ class Recovery(Result):
 class TextRecovery(Recovery):
     """A text that explains a leak, or the best that was found.
 
-    `verified` says that the judge verified every token of `ids`. The status is "recovered" only if
-    the characters of the text are complete too: a text with unknown tokens, or of the model's
-    maximum length, may be part of a longer one and is inexact. `pieces` are the tokens as text, one
-    for each mark; joined, they give the text.
+    `verified` is about tokens: the judge verified all of `ids`. `status` is about the text: it is
+    "recovered" only if its characters are complete too. A verified text with unknown tokens, or of
+    the model's maximum length, may be part of a longer one and is inexact. `pieces` are the tokens
+    as text, one for each mark; joined, they give the text.
 
     `residual` is the root mean square of the difference from the leak, and `precision` the leak's
     own error as stated or estimated, both relative to the leak's standard deviation. `similarity`
     is the cosine of the text's vector with the leaked one, if a single vector leaked.
 
     `passes` counts all passes for this text, `forwards` those without a backward pass, and
-    `judging` those of the judge. `fitting` counts forward passes that were spent once for the model
-    and layer. `tested` counts the tokens that a left-to-right search tried. `seconds` is the time
-    since the previous text was read, or since the start.
+    `judging` those of the judge. `fitting` counts further forward passes, which were spent once for
+    the model and layer. `tested` counts the tokens that a left-to-right search tried. `seconds` is
+    the time since the previous text was read, or since the start.
     """
 
     status: Status

@@ -42,7 +42,7 @@ from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import NONE, Alternatives, Vectors, alternatives_to
 from keyhole.recover.layers.precision import FLOAT32, rounding_of
 from keyhole.recover.leaks import Pooled
-from keyhole.recover.recovery import ODDS, Mark, Verdict, verifying_margin
+from keyhole.recover.recovery import LOG_ODDS, Mark, Verdict, verifying_margin
 
 _NOISE = 0.15  # of the spread: a larger distance is not explained by noise
 
@@ -65,16 +65,16 @@ def judge_vector(
     if plausible:
         alternatives = alternatives_to(vectors, text, stored.nearest(own), leak.tokens is not None)
     margin = _margins(stored, own, alternatives, fits)
-    odds = verifying_margin(target.vocabulary)
+    verifying = verifying_margin(target.vocabulary)
     needed = _bits_needed(target, len(text))
     resolved = stored.resolves(own, alternatives.vectors)
-    verified = fits and resolved and stored.bits >= needed and bool((margin > odds).all())
+    verified = fits and resolved and stored.bits >= needed and bool((margin > verifying).all())
     # Special tokens are as certain as the text.
     whole = Mark.VERIFIED if verified else Mark.LIKELY if plausible else Mark.UNKNOWN
     inside = [whole] * len(text)
     if plausible and text and not verified:
         each = margin[:, None].where(alternatives.touched, torch.inf).amin(0)
-        inside = [Mark.LIKELY if m > 2 * ODDS else Mark.UNKNOWN for m in each.tolist()]
+        inside = [Mark.LIKELY if m > 2 * LOG_ODDS else Mark.UNKNOWN for m in each.tolist()]
     marks = (*[whole] * len(vectors.before), *inside, *[whole] * len(vectors.after))
     status = _status(inside, verified, fits, residual)
     reason = (
@@ -101,7 +101,7 @@ def may_be(target: Target, leak: Pooled, ids: list[int], vectors: Vectors | None
 
 def _bits_needed(target: Target, tokens: int) -> float:
     """Return the bits that distinguish a text of so many tokens from all others (condition 3)."""
-    return tokens * math.log2(target.vocabulary) + ODDS / math.log(2)
+    return tokens * math.log2(target.vocabulary) + LOG_ODDS / math.log(2)
 
 
 def _margins(stored: Stored, own: Tensor, alternatives: Alternatives, fits: bool) -> Tensor:

@@ -557,17 +557,17 @@ class _Proofs:
 
     def holds(self, number: int, coarse: bool) -> tuple[bool, int]:
         """Return whether the update excludes every other text, and the passes that this took."""
-        odds = verifying_margin(self.target.vocabulary)
+        verifying = verifying_margin(self.target.vocabulary)
         own = self._part(self.batch[number], number)
         nothing = {name: torch.zeros_like(each) for name, each in own.items()}
-        if self._worse(own, nothing) < odds:
+        if self._worse(own, nothing) < verifying:
             return False, 1
         text = self.batch.texts[number]
         passes = 1
         for place in range(len(text)) if coarse else ():
             for other in self._others(number, place):
                 passes += 1
-                if self._worse(own, self._part(other, number)) < odds:
+                if self._worse(own, self._part(other, number)) < verifying:
                     return False, passes
         return True, passes
 

@@ -37,7 +37,7 @@ from keyhole.recover.layers.block_spans import (
     lost_with,
     squares,
 )
-from keyhole.recover.recovery import ODDS, verifying_margin
+from keyhole.recover.recovery import LOG_ODDS, verifying_margin
 
 SHORTLIST = 4  # candidates of a block, as a multiple of its tokens
 _ROUNDS = 6  # of finding tokens and solving for the maps again
@@ -300,7 +300,7 @@ class Order:
         if self.free < shorter.free:  # it takes the place of a direction that was no token's
             return self.cost < _FILLED * self.expected
         by_chance = shorter.expected - self.expected
-        least = by_chance + DEVIATIONS * (2 * by_chance) ** 0.5 + 2 * ODDS
+        least = by_chance + DEVIATIONS * (2 * by_chance) ** 0.5 + 2 * LOG_ODDS
         return shorter.cost - self.cost > least
 
 

@@ -59,7 +59,7 @@ from keyhole.recover.layers.precision import (
 )
 from keyhole.recover.layers.unordered import assigned
 from keyhole.recover.leaks import HiddenStates, Leak, Logits
-from keyhole.recover.recovery import ODDS, Mark, Verdict, verifying_margin
+from keyhole.recover.recovery import LOG_ODDS, Mark, Verdict, verifying_margin
 
 _NOISY = 0.05  # an error above this share of the leak's spread needs more alternatives
 _FINE = 5e-3  # an error below this share of the leak's spread lets every other token show
@@ -188,7 +188,7 @@ def _marks(fit: Fit, margin: Tensor, hidden: Tensor, verifying: float) -> tuple[
     certain = (margin > verifying) & shown & fit.whole
     if fit.level > _FINE and float((~certain).float().mean()) > _OPEN:
         certain = torch.zeros_like(certain)
-    likely = shown & (margin > 2 * ODDS) & (fit.residual <= NOISE)
+    likely = shown & (margin > 2 * LOG_ODDS) & (fit.residual <= NOISE)
     return tuple(
         Mark.VERIFIED if sure else Mark.LIKELY if nearly else Mark.UNKNOWN
         for sure, nearly in zip(certain.tolist(), likely.tolist(), strict=True)

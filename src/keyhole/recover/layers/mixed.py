@@ -87,7 +87,7 @@ from keyhole.recover.layers.block_spans import (
 )
 from keyhole.recover.layers.inverse_map import most_similar, random_texts
 from keyhole.recover.leaks import KeyValues, Leak, MixedCache
-from keyhole.recover.recovery import ODDS, Mark, Verdict, verifying_margin
+from keyhole.recover.recovery import LOG_ODDS, Mark, Verdict, verifying_margin
 
 _SIZES = (8, 16, 32, 64)  # of blocks: if two sizes fit, one a multiple, the smaller is right
 _FAN = 256  # tokens tried at once after a prefix
@@ -281,7 +281,7 @@ def _verdict(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[i
     whole = left <= LEFT and all(fitting) and level <= _CLAIMED and ends
     marks = tuple(
         Mark.VERIFIED if whole and margin > verifying
-        else Mark.LIKELY if fits and margin > 2 * ODDS and level <= _CLAIMED
+        else Mark.LIKELY if fits and margin > 2 * LOG_ODDS and level <= _CLAIMED
         else Mark.UNKNOWN
         for fits, margin in zip(fitting, margins, strict=True)
     )  # fmt: skip
