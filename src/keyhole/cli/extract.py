@@ -10,7 +10,7 @@ import typer
 from keyhole.cli import options as opt
 from keyhole.cli.app import command, interruptible
 from keyhole.cli.bars import bars
-from keyhole.cli.outputs import and_tensors, answer, expect_new, say
+from keyhole.cli.outputs import answer, expect_new, say, with_tensor_file
 from keyhole.core import exit_code
 from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.options import CHECKS, ENDPOINT, option
@@ -61,7 +61,7 @@ def extract(
     from keyhole.extract.registry import METHODS
     from keyhole.extract.run import run
 
-    expect_new(*and_tensors(out), force=force)
+    expect_new(*with_tensor_file(out), force=force)
     expect_device(device)
     with interruptible(lambda: _kept(ledger)):
         options = opt.method_options(METHODS, method or "auto", hyperparameters)

@@ -10,7 +10,7 @@ import typer
 from keyhole.cli import options as opt
 from keyhole.cli.app import INTERRUPTED, command, interruptible
 from keyhole.cli.bars import bars
-from keyhole.cli.outputs import and_tensors, answer, expect_new, say
+from keyhole.cli.outputs import answer, expect_new, say, with_tensor_file
 from keyhole.core import Status, exit_code
 from keyhole.core.options import CHECKS, option
 
@@ -28,12 +28,16 @@ def invert(
     hyperparameters: opt.MethodOptions = None,
     start: Path | None = option(
         None,
-        "Start from the tensor X of this .safetensors file, one input or several, with a "
-        "method that searches from starts.",
+        "Begin the search at the tensor X of this .safetensors file, one input (n×d) or several "
+        "(k×n×d); only for methods that search from starts.",
         CHECKS,
         metavar="FILE",
     ),
-    certify: bool = option(False, "Prove how close an exact input is to the one found.", CHECKS),
+    certify: bool = option(
+        False,
+        "Prove that exactly one input with this very output lies near the one found, and how near.",
+        CHECKS,
+    ),
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
     out: opt.Out = None,
@@ -49,9 +53,9 @@ def invert(
     from keyhole.invert.registry import METHODS
     from keyhole.invert.run import run
 
-    expect_new(*and_tensors(out), force=force)
-    name = method or "auto"
-    options = opt.method_options(METHODS, name, hyperparameters)
+    expect_new(*with_tensor_file(out), force=force)
+    method = method or "auto"
+    options = opt.method_options(METHODS, method, hyperparameters)
     with interruptible(), bars("invert", each=False) as track:
         asked = Problem.load(problem)
 
@@ -62,7 +66,7 @@ def invert(
             return track(name, total)
 
         result = run(
-            asked, name, **options, device=device, seed=seed, start=start, certify=certify,
+            asked, method, **options, device=device, seed=seed, start=start, certify=certify,
             track=begun,
         )  # fmt: skip
         if out is not None:

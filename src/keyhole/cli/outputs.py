@@ -79,7 +79,7 @@ def expect_new(*files: Path | None, force: bool) -> None:
             raise InputError(f"{file} exists: give --force to replace it")
 
 
-def and_tensors(out: Path | None) -> tuple[Path, ...]:
+def with_tensor_file(out: Path | None) -> tuple[Path, ...]:
     """Return a result's JSON file, and the file of tensors next to it."""
     return () if out is None else (out, out.with_suffix(".safetensors"))
 

@@ -1,16 +1,16 @@
 """One head, exactly, with d² + d queries.
 
 Theorem 4.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873): for v ≠ 0 the
-parameters of `f(X) = Σ_i softmax_i(x_iᵀ W x_N)·vᵀx_i` are learnable from value queries:
+parameters of `f(X) = Σ_i softmax_i(x_iᵀ W x_N)·vᵀx_i`, for tokens x_1 … x_N, are learnable from
+value queries:
 
     v_i = f([e_i])                                                    d queries
     δᵀWx = logit((f([x+δ ; x]) − vᵀx) / vᵀδ)  for d probes δ, d tokens x   d² queries
 
 where the d probes δ, as rows of Δ, and the d tokens x, as rows of X, are bases. These numbers are
-`Z = Δ W Xᵀ`, which is solved for W. Departures: both bases are rotated at random, and v/‖v‖ is
-added to the probes (bilinear.py says why); in exact arithmetic the theorem's unit vectors would do.
-d² + d is also the number of unknowns, so no attack on scores can need fewer queries without knowing
-more.
+`Z = Δ W Xᵀ`, which is solved for W. The theorem takes unit vectors. For precision (bilinear.py) we
+rotate both bases at random, and add v/‖v‖ to each probe. d² + d is also the number of unknowns, so
+no attack on scores can need fewer queries without knowing more.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class SingleHead(Method):
         Zt = torch.full((d, d), math.nan, dtype=torch.float64)  # Zᵀ: row j is Δ W x_j
 
         def step_after(columns: int) -> Step:
-            # X is orthogonal, so that W is Δ⁻¹ZX, and zero on tokens that were not asked about.
+            # X is orthogonal, so W = Δ⁻¹ZX. Of fewer columns of Z and rows of X this is W for the
+            # tokens x_j that were asked about, and zero for the others.
             W = probes.solve(Zt[:columns].mT) @ X[:columns]
             return Step(Head(W, v), known=d + columns * d, unknowns=d * d + d)
 
@@ -60,6 +61,6 @@ class SingleHead(Method):
             for start, stop in itertools.pairwise([0, *powers, d]):
                 forms.grid(probes.deltas, X[start:stop], Zt[start:stop])
                 yield step_after(stop)
-        except BudgetExhausted:
+        except BudgetExhausted:  # the columns that are complete still count
             yield step_after(int((~Zt.isnan().any(1)).sum()))
             raise

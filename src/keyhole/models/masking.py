@@ -43,8 +43,8 @@ from keyhole.core.errors import InputError
 from keyhole.models.hooks import AttentionImplementation, Wanted, hooks
 from keyhole.models.loading import transformers
 
-NAME = "keyhole"  # of the implementation; must contain none of "eager", "sdpa", "flash", "paged"
-_CLOSED = 50.0  # a key masked this far below the row's largest is closed (Swin: −100; e⁻⁵⁰ ≈ 0)
+NAME = "keyhole"  # transformers looks for words in names, such as "flash" and "sdpa": none is here
+_CLOSED = 50.0  # a key masked this far below the row's largest is closed: e⁻⁵⁰ ≈ 0, Swin adds −100
 _CROSS = ("cross", "encoder_attn", "encdec")  # in names of cross-attention modules
 
 
@@ -65,8 +65,8 @@ class Untouched:
     """The base class of all rewrites, which changes nothing: override what you need.
 
     `shape` is (batch, heads, queries, keys), and tensors broadcast to it. Vision models with
-    windows (Swin) have the windows in the batch axis. With `empties`, a row that a cut empties
-    becomes zero, instead of staying as it was.
+    windows (Swin) have the windows in the batch axis. The order is cut, softmax, seen, gate, bump.
+    With `empties`, a row that a cut empties becomes zero, instead of staying as it was.
     """
 
     empties: bool = False
@@ -87,7 +87,10 @@ class Untouched:
         del site, shape
 
     def bump(self, site: Site, shape: torch.Size) -> Tensor | None:
-        """Return a summand: attacks rank units by the gradient of a zero summand."""
+        """Return what is added to the probabilities: zeros, if only the gradient is wanted.
+
+        Attacks rank units by that gradient.
+        """
         del site, shape
 
     def seen(self, site: Site, probabilities: Tensor) -> None:
@@ -196,7 +199,7 @@ class _Watch:
         """Return the site of the attention call that is going on in `module`."""
         count = self._counts.get(module, 0)
         if self._depth == 0:  # gradient checkpointing runs the layer again
-            if count != 1:
+            if count != 1:  # which of its calls is run again cannot be told
                 raise InputError(
                     f"{self.names[module]} was called outside of the model's forward pass "
                     f"(gradient checkpointing of a module called {count} times?)"

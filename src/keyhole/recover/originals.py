@@ -40,21 +40,21 @@ class Original:
     @classmethod
     def of(cls, tokenizer: Any, text: str, max_length: int) -> Original:
         """Return the text as the model takes it, cut off after `max_length` tokens."""
-        whole_text, text = text, opening(text, max_length)
-        ids = list(tokenizer(text, truncation=True, max_length=max_length)["input_ids"])
-        whole = list(tokenizer(text, verbose=False)["input_ids"])
-        notes = [_unknown_words(tokenizer, text, whole)]
-        if len(whole) > len(ids) or len(text) < len(whole_text):
-            more = "more than " if len(text) < len(whole_text) else ""
-            notes.append(f"cut off after {max_length} of {more}{len(whole)} tokens")
-        round_trip = decoded(tokenizer, whole)
-        if not any(notes) and _characters(tokenizer, round_trip) != _characters(tokenizer, text):
+        start = opening(text, max_length)
+        ids = list(tokenizer(start, truncation=True, max_length=max_length)["input_ids"])
+        uncut = list(tokenizer(start, verbose=False)["input_ids"])
+        notes = [_unknown_words(tokenizer, start, uncut)]
+        if len(uncut) > len(ids) or len(start) < len(text):
+            more = "more than " if len(start) < len(text) else ""
+            notes.append(f"cut off after {max_length} of {more}{len(uncut)} tokens")
+        round_trip = decoded(tokenizer, uncut)
+        if not any(notes) and _characters(tokenizer, round_trip) != _characters(tokenizer, start):
             notes.append("the tokenizer does not keep all of its characters")
-        return cls(text, ids, round_trip, tuple(note for note in notes if note))
+        return cls(start, ids, round_trip, tuple(note for note in notes if note))
 
     def is_exactly(self, tokenizer: Any, ids: Sequence[int]) -> bool:
         """Return whether these ids give every character of the text."""
-        if self.notes:
+        if self.notes:  # each says that the text's own ids lose a part of it
             return False
         return _trimmed(decoded(tokenizer, list(ids))) == _trimmed(self.round_trip)
 
