@@ -122,6 +122,10 @@ TEXT_FILES = {
     "lines": ("t.txt", 'one "text"\n\n two \n', ['one "text"', "two"]),
     "tsv": ("t.tsv", 'sentence\tlabel\na "quoted" one\t1\ntwo\t0\n', ['a "quoted" one', "two"]),
     "csv": ("t.csv", 'text,label\n"a, b",1\nc,0\n', ["a, b", "c"]),
+    "csv, other line ends": ("t.csv", "text\na\u2028b\nc\x85d\n", ["a\u2028b", "c\x85d"]),
+    "csv, unnamed index": ("t.csv", ",text\nrow 7,a\nrow 8,b\n", ["a", "b"]),
+    "csv, mark of Excel": ("t.csv", "\ufefftext\na\n", ["a"]),
+    "lines, mark of Excel": ("t.txt", "\ufeffa\n", ["a"]),
     "strings": ("t.jsonl", '"a"\n', ["a"]),
     "jsonl": ("t.jsonl", '{"text": "a"}\n\n{"text": "b"}\n', ["a", "b"]),
 }
@@ -129,7 +133,7 @@ TEXT_FILES = {
 
 @pytest.mark.parametrize(("name", "content", "texts"), TEXT_FILES.values(), ids=TEXT_FILES)
 def test_texts_are_read(tmp_path, name, content, texts):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text(content, "utf-8")
     assert read_texts(tmp_path / name) == texts
     assert read_texts(tmp_path / name, limit=1) == texts[:1]
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import io
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -97,7 +98,7 @@ class _Columns:
             raise InputError(f"{where} has no text in a column {wanted}, only {', '.join(row)}")
         texts = [_field(row, name, str, where) for name in text]
         label = NO_LABEL
-        if self.labelled or self.label in row:
+        if self.labelled or (self.label and self.label in row):
             label = self._class(_field(row, self.label, object, where), where)
         return Example(where, label, *texts)
 
@@ -157,10 +158,10 @@ def _from_file(path: Path, columns: _Columns) -> Iterator[Example]:
 def _table(text: str, path: Path, columns: _Columns) -> Iterator[Example]:
     """Read a table; a quotation mark has a meaning in CSV, and is part of the text in TSV."""
     if path.suffix == ".tsv":
-        # Not `splitlines`, which also splits at other characters, as texts may hold.
+        # `splitlines` would also split at other characters, as texts may hold.
         reader = csv.reader(text.split("\n"), delimiter="\t", quoting=csv.QUOTE_NONE)
     else:
-        reader = csv.reader(text.splitlines(keepends=True))
+        reader = csv.reader(io.StringIO(text, newline=""))
     try:
         header = next(reader, [])
         twice = [name for name in header if header.count(name) > 1]

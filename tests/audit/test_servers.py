@@ -260,6 +260,30 @@ def test_states_of_a_stand_in_for_vllm(tmp_path):
     assert "does not guard this route" in given["token states: POST /pooling of vLLM"].remedy
 
 
+@pytest.mark.parametrize("texts", ["w1 w20 w3 w4\nw9 w9 w8\nw7\n", "w9 w9 w8\nw7\nw1 w20 w3 w4\n"])
+def test_a_text_that_is_read_counts_whatever_happens_to_others(texts, tmp_path):
+    """One text is read, one is answered with random numbers, one is refused: in any order."""
+    tiny.save("bert", tmp_path / "model")
+    box = keyhole.models.load_model(tmp_path / "model")
+    (tmp_path / "texts.txt").write_text(texts)
+
+    def pooling(content):
+        if content["input"] == "w7":
+            return 400
+        rows = states_of(box, content["input"])
+        if content["input"].startswith("w9"):
+            rows = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
+        rows = torch.nn.functional.normalize(rows, dim=-1)
+        return {"data": [{"index": 0, "object": "pooling", "data": rows.tolist()}]}
+
+    with standing_in({"/pooling": pooling}, "vllm") as url:
+        audit = keyhole.audit(url, model=str(tmp_path / "model"), data=tmp_path / "texts.txt")
+    found = by_exposure(audit)["text from POST /pooling of vLLM"]
+    assert found.status is Status.INEXACT
+    assert found.reason.startswith("1 of 2 texts exact and verified")
+    assert "refused for 1 other text" in found.reason
+
+
 def test_chosen_tokens_of_a_stand_in_for_vllm(tmp_path):
     """As vLLM answers: 20 of the likeliest at most, and any tokens that a request names."""
     tiny.save("llama", tmp_path / "model", head="AutoModelForCausalLM")

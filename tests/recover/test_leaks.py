@@ -171,6 +171,15 @@ def test_a_cut_vector_was_normalised_again_if_its_length_is_one():
     assert Pooled(values, width=6).exposure.unit
     assert not Pooled(values / 2, width=6).exposure.unit
     assert Pooled(values).exposure == Pooled(values / 2).exposure
+    nearly = torch.nn.functional.normalize(normal(400), dim=0)[:380]
+    assert not Pooled(nearly, width=380).exposure.unit  # cut, and still 0.97 long
+    step = nearly.abs().max() / 7
+    assert Pooled((nearly / step).round() * step, width=380).exposure.unit
+
+
+def test_a_vector_with_holes_is_refused():
+    with pytest.raises(InputError, match="must be finite"):
+        Pooled(torch.tensor([0.1, torch.nan, 0.2]))
 
 
 def test_what_is_said_of_rows_has_to_agree_with_them():

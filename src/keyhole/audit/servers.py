@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from keyhole.audit.check import Check, Checked, Part, joined, one_finding, one_skip, skipped_check
-from keyhole.audit.texts import readings_of, seconds_of
+from keyhole.audit.texts import readings_of, seconds_of, unread, verdict
 from keyhole.core import Skip, Status, Unsuccessful
 from keyhole.core.endpoint import EndpointOptions, without_password
 from keyhole.core.exposure import Exposure, is_chosen
@@ -206,10 +206,14 @@ class ServerTarget(Part):
         max_length = min(MAX_LENGTH, parts.max_length)
         progress = track(words.exposure(exposure), len(self.texts))
         recoveries: list[TextRecovery] = []
+        refused: list[Answered] = []
+        originals: list[Original] = []
         for number, text in enumerate(self.texts):
             answered = self.server.try_route(route, text, key=True)
             if not answered.open:
-                return _not_given(exposure, "none", answered)
+                refused.append(answered)
+                continue
+            originals.append(Original.of(loaded.tokenizer, text, max_length))
             leak: Leak = HiddenStates(torch.tensor(answered.content), parts.layers)
             arithmetic = nullcontext()
             if route.arithmetic:
@@ -222,17 +226,19 @@ class ServerTarget(Part):
             with arithmetic:
                 recoveries.append(recover_text(loaded.model, loaded.tokenizer, leak))
             progress(number + 1)
-        originals = [Original.of(loaded.tokenizer, text, max_length) for text in self.texts]
+        if not recoveries:
+            return _not_given(exposure, "none", refused[0])
         readings = readings_of(loaded.tokenizer, originals, recoveries)
         result = Readings("hidden", parts.layers, "as served", readings)
-        first = recoveries[0]  # unless all texts are exact, its status stands for all of them
-        status = Status.RECOVERED if result.exact == len(readings) else first.status
-        if status is Status.RECOVERED and result.exact < len(readings):
-            status = Status.INEXACT
-        reason = f"{result.exact} of {len(readings)} texts exact and verified; {first.reason}"
+        status, reason = verdict([result], recoveries[0].reason)
+        if status is Status.UNSOLVED:
+            status, reason = unread(recoveries, reason)
+        if refused:
+            others = words.number(len(refused), "other text", "other texts")
+            reason += f"; refused for {others}: {refused[0].reason}"
         return one_finding(
-            exposure, first.method, status, reason, route.remedy, started, queries=len(readings),
-            known=result.known, sought="text", texts=(result,),
+            exposure, recoveries[0].method, status, reason, route.remedy, started,
+            queries=len(self.texts), known=result.known, sought="text", texts=(result,),
         )  # fmt: skip
 
     def _state(self, loaded: Loaded, route: Route, exposure: Exposure, track: Track) -> Checked:

@@ -240,7 +240,7 @@ def _check(
         results.append(Readings(row.kind, layer, precision, readings, chance))
     status, reason = verdict(results, attack.note if isinstance(attack, CountedReader) else "")
     if status is Status.UNSOLVED:
-        status, reason = _unread(first, reason)
+        status, reason = unread(first, reason)
     if row.short and target.notes:
         reason = f"{reason}; {len(target.notes)} of the texts are short ones, chosen to show it"
     return one_finding(
@@ -250,7 +250,7 @@ def _check(
     )  # fmt: skip
 
 
-def _unread(recoveries: Sequence[TextRecovery], reason: str) -> tuple[Status, str]:
+def unread(recoveries: Sequence[TextRecovery], reason: str) -> tuple[Status, str]:
     """Return the status and reason of texts that were not read, as the attack states them."""
     unfinished = [r for r in recoveries if OUTCOMES[r.status] is Outcome.UNCHECKED]
     if unfinished:  # a search that did not end does not show that the text is safe

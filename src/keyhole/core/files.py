@@ -112,11 +112,11 @@ def expect_writable(path: Path) -> None:
 
 
 def read_text(path: str | Path, what: str) -> str:
-    """Return the text of a plain file in UTF-8."""
+    """Return the text of a plain file in UTF-8, without the mark that Excel puts in front."""
     expect_file(path, what)
     try:
         expect_memory(_MEMORY_PER_BYTE * Path(path).stat().st_size, f"the file {path}")
-        return Path(path).read_text("utf-8")
+        return Path(path).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise unreadable(what, path, error) from error
 

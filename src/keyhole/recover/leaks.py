@@ -24,7 +24,8 @@ from keyhole.models.capture import Exposure
 PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4", "binary")
 FORMAT = "1"
 _UNIT_TOLERANCE = 0.01  # by which rounding may change the length of a row of unit length
-_CUT_UNIT_TOLERANCE = 0.1  # the same for a vector cut to its first numbers, rounded to 4 bits
+_COARSE_UNIT_TOLERANCE = 0.1  # the same for a vector that is rounded to 4 bits
+_LEVELS_OF_4_BITS = 16
 
 
 def rows_of(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -323,6 +324,8 @@ class Pooled(BaseLeak):
         super().__post_init__()
         if not isinstance(self.normalised, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError("normalised must be true or false")
+        if not bool(self.values.isfinite().all()):
+            raise InputError("a pooled vector must be finite: it holds NaN or infinity")
         self._check_quantisation()
 
     def _check_quantisation(self) -> None:
@@ -354,7 +357,9 @@ class Pooled(BaseLeak):
         unit = self.unit
         if unit is None:
             length = float(self.values.norm())
-            unit = self.width is not None and abs(length - 1) <= _CUT_UNIT_TOLERANCE
+            coarse = self.codebook is not None or len(self.values.unique()) <= _LEVELS_OF_4_BITS
+            tolerance = _COARSE_UNIT_TOLERANCE if coarse else _UNIT_TOLERANCE
+            unit = self.width is not None and abs(length - 1) <= tolerance
         return Exposure(self.kind, 0, self.pooling, self.normalised, self.width, unit=unit)
 
     @property

@@ -155,6 +155,8 @@ def _reshaped(leak: Leak, forms: dict[str, int | None], stream: torch.Generator)
         if width > values.shape[-1]:
             raise InputError(f"truncated:{width} exceeds the {values.shape[-1]} numbers of a row")
         values, about = values[..., :width], {"width": width}
+        if isinstance(leak, Pooled):
+            about["unit"] = "normalised" in forms
     if "normalised" in forms:
         values = torch.nn.functional.normalize(values, dim=-1)
         about["normalised"] = True
