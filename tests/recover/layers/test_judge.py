@@ -20,6 +20,8 @@ from keyhole.recover.attack import Target
 from keyhole.recover.files.sources import WrittenIds
 from keyhole.recover.layers.judge import Compared, alternatives, judge_rows
 from keyhole.recover.layers.precision import precision_of
+from keyhole.recover.simulate import degrade
+from keyhole.recover.simulate import leak_of as simulated
 
 FULL = bool(os.environ.get("KEYHOLE_FULL"))
 
@@ -327,3 +329,41 @@ def test_noise_does_not_hide_the_right_token_among_many_alternatives():
         missed += margin(noisy=False) > odds
         assert margin(noisy=True) < odds
     assert missed  # fewer alternatives would have verified the wrong token
+
+
+def test_a_row_of_one_number_verifies_no_wrong_token():
+    """Its error is a small share of the spread, but among 5000 tokens many fit."""
+    model, tokenizer = tiny.model("gpt2", vocab_size=5000), tiny.tokenizer(causal=True)
+    ids = torch.randint(5, 5000, (3,), generator=torch.Generator().manual_seed(0)).tolist()
+    leak = simulated(model, tokenizer, ids, "hidden:1")
+    narrow = degrade(leak, "bfloat16", forms=["truncated:1"])
+    result = invert.recover_text(model, tokenizer, narrow)
+    assert result.ids != ids
+    assert Mark.VERIFIED not in result.marks
+    wide = invert.recover_text(model, tokenizer, degrade(leak, "bfloat16"))
+    assert wide.verified
+    assert wide.forwards == 2  # no alternatives
+
+
+@pytest.mark.parametrize("exposure", ["hidden:0", "kv:0"])
+def test_a_text_for_which_the_model_gives_nan_does_not_fit(exposure):
+    model, tokenizer = tiny.model("llama"), tiny.tokenizer(causal=True)
+    ids = tiny.ids(texts=1, length=8, causal=True)[0].tolist()
+    leak = simulated(model, tokenizer, ids, exposure)
+    wrong = next(token for token in range(5, 200) if token not in ids)
+    model.embed_tokens.weight[wrong] = torch.nan
+    target = Target.of(model, tokenizer)
+    verdict = judge_rows(target, leak, [*ids[:7], wrong])
+    assert not verdict.verified
+    assert verdict.status is not Status.RECOVERED
+
+
+def test_a_large_constant_makes_no_leak_fine():
+    """The constant is nearly all of the spread, so the noise hides all other numbers."""
+    model, tokenizer = tiny.model("gpt2"), tiny.tokenizer(causal=True)
+    model.wpe.weight[:, 0] += 300
+    ids = tiny.ids(texts=1, length=8, causal=True)[0].tolist()
+    leak = degrade(simulated(model, tokenizer, ids, "hidden:1"), noise=0.004).with_noise(0.004)
+    result = invert.recover_text(model, tokenizer, leak)
+    assert result.ids != ids
+    assert Mark.VERIFIED not in result.marks

@@ -5,9 +5,11 @@ precision (precision.py). Each position is tested: a wrong token fails at its ow
 model or layer at all of them.
 
 **Alternatives.** A fit is not enough if the leak is coarse or a position did not leak, because
-another token might fit as well. So others are put in its place, one at a time. With E(text) the
-misfit of a text in units of the leak's error, an alternative's margin is the increase of E: twice
-the logarithm of the odds against it. The margin of a token is the least of its alternatives'.
+another token might fit as well. A leak is fine if its error is small and each row has enough bits
+to tell every token from the others (`_is_fine`). Otherwise others are put in a token's place, one
+at a time. With E(text) the misfit of a text in units of the leak's error, an alternative's margin
+is the increase of E: twice the logarithm of the odds against it. The margin of a token is the least
+of its alternatives'.
 
 A token is **verified** if the text fits as a whole and the odds against each alternative are at
 least V·e¹⁰ : 1 for a vocabulary of V tokens. In a coarse leak several wrong tokens may make up for
@@ -61,8 +63,10 @@ from keyhole.recover.layers.unordered import assigned
 from keyhole.recover.leaks import HiddenStates, Leak, Logits
 from keyhole.recover.recovery import LOG_ODDS, Mark, Verdict, verifying_margin
 
+_MIDDLE_HALF = 1.35  # standard deviations between the quartiles of normal numbers
 _NOISY = 0.05  # an error above this share of the leak's spread needs more alternatives
-_FINE = 5e-3  # an error below this share of the leak's spread lets every other token show
+_FINE = 5e-3  # an error above this share of the leak's spread may hide another token
+_MORE_BITS = 10  # bits of a fine leak's row beyond those that the odds need: some tokens are alike
 _OPEN = 0.05  # the share of open tokens of a coarse leak above which none is verified
 _ALIKE = 1e-2  # the relative distance of embeddings below which tokens may pass for each other
 _ALONE = 64  # alternatives tried one by one; more are tried several in a pass
@@ -136,12 +140,13 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
         return Verdict.without_fit(Status.NOT_APPLICABLE, reason, len(ids))
     hidden = leaked.isnan().any(-1) & ~padding if own else torch.ones_like(padding)
     compared = Compared(target, leak, text, leaked, given, hidden, _misfits(fit, leaked, given))
-    margin, forwards, doubt = _margin(compared, fit, padding, unordered)
+    fine = _is_fine(fit, own, compared)
+    margin, forwards, doubt = _margin(compared, fit, fine, padding, unordered)
     if not fit.settled and not target.parts.causal:  # a causal model is read token by token
         rows = _row_map(compared)
         if rows is not None and rows.explained < _EXPLAINED:  # the right token was not tried
             margin = torch.zeros_like(margin)
-    marks = _marks(fit, margin, hidden, compared.verifying)
+    marks = _marks(fit, fine, margin, hidden, compared.verifying)
     # The tokenizer's own special tokens, and padding, are no part of the text.
     status, words = _status(fit, marks, (target.framed(len(text)) == text) | padding)
     reason = f"residual {fit.residual:.1e} of the leak's spread, its precision {fit.level:.1e}"
@@ -151,19 +156,42 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     )  # fmt: skip
 
 
+def _is_fine(fit: Fit, own: bool, compared: Compared) -> bool:
+    """Return whether every other token would show in a leak with errors like those of `fit`.
+
+    The error must be a small share of the leak's spread. If each token has its `own` row, each row
+    must also have the bits that tell a token from all others: a number of spread s and error σ has
+    ½ log₂(1 + s²/σ²). So a row of few numbers is not fine, nor one whose numbers differ much from
+    each other but little between positions.
+    """
+    seen = ~compared.leaked.isnan().any(-1)
+    if fit.level > _FINE or not own or not bool(seen.any()):
+        return fit.level <= _FINE
+    rows, sigma = compared.leaked[seen], fit.sigma.expand_as(compared.leaked)[seen]
+    # A single row has only the spread of its own numbers. Of several, the middle half counts: a
+    # model's first position often has far larger numbers.
+    ordered = (rows.T if len(rows) == 1 else rows).sort(0).values
+    cut = len(ordered) // 4
+    spread = (ordered[len(ordered) - 1 - cut] - ordered[cut]) / _MIDDLE_HALF
+    bits = (1 + (spread / sigma).square()).log2().sum(-1) / 2
+    return float(bits.min()) >= compared.verifying / 2 / math.log(2) + _MORE_BITS
+
+
 def _margin(
-    compared: Compared, fit: Fit, padding: Tensor, unordered: bool
+    compared: Compared, fit: Fit, fine: bool, padding: Tensor, unordered: bool
 ) -> tuple[Tensor, int, str]:
     """Return the margin (n,) of each token, the passes that took, and doubts in words."""
     target, leak, text = compared.target, compared.leak, compared.text
     margin, forwards, doubt = torch.full(text.shape, torch.inf, device=text.device), 1, ""
-    coarse = not fit.whole or fit.level > _FINE or bool(compared.hidden.any())
-    # With saturated attention, a token may show in no attention output, not even its own.
-    blind = leak.kind == "attention" and target.parts.causal and fit.whole
+    coarse = not fit.whole or not fine or bool(compared.hidden.any())
+    # With saturated attention, a token may show in no attention output, not even its own. If rows
+    # have too few bits, many tokens fit by chance, and no map finds them.
+    vague = fit.level <= _FINE and not fine
+    blind = (leak.kind == "attention" or vague) and target.parts.causal and fit.whole
     table = target.parts.table
     duplicates = target.remembered("duplicates", None, lambda: _duplicates(table.float()))
     if coarse or blind or bool(duplicates[text].any()):
-        others = alternatives(compared, noisy=fit.level > _NOISY)
+        others = alternatives(compared, noisy=vague or fit.level > _NOISY)
         if blind:
             others = torch.cat([others, _fitting_as_well(compared, fit, others[0])])
         margin, more = _over_alternatives(compared, others)
@@ -182,11 +210,13 @@ def _margin(
     return margin, forwards, doubt
 
 
-def _marks(fit: Fit, margin: Tensor, hidden: Tensor, verifying: float) -> tuple[Mark, ...]:
+def _marks(
+    fit: Fit, fine: bool, margin: Tensor, hidden: Tensor, verifying: float
+) -> tuple[Mark, ...]:
     """Return the mark of each token, as defined at the top of this file and in Mark."""
-    shown = ~hidden | (fit.whole and fit.level <= _FINE)
+    shown = ~hidden | (fit.whole and fine)
     certain = (margin > verifying) & shown & fit.whole
-    if fit.level > _FINE and float((~certain).float().mean()) > _OPEN:
+    if not fine and float((~certain).float().mean()) > _OPEN:
         certain = torch.zeros_like(certain)
     likely = shown & (margin > 2 * LOG_ODDS) & (fit.residual <= NOISE)
     return tuple(
