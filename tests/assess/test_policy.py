@@ -223,6 +223,38 @@ def test_an_environment_replaces_what_fails_and_adds_to_the_rest(tmp_path):
         read_policy(tmp_path / "keyhole.toml", "staging")
 
 
+RATED = '[[{}rule]]\nowasp = "LLM08:2025"\nseverity = "{}"\n'  # KH-TEXT-EMBEDDING is under it
+
+
+@pytest.mark.parametrize(
+    ("base", "production", "expected"),
+    [
+        (RATED.format("", "low"), RATED.format("environment.production.", "critical"), "critical"),
+        (
+            '[severity]\nKH-TEXT-EMBEDDING = "low"\n',
+            RATED.format("environment.production.", "critical"),
+            "critical",
+        ),
+        (
+            '[severity]\nKH-TEXT-EMBEDDING = "low"\n',
+            '[environment.production.severity]\nKH-TEXT-EMBEDDING = "medium"\n'
+            + RATED.format("environment.production.", "critical"),
+            "medium",
+        ),
+        ('[severity]\n"text-embedding*" = "low"\n',
+         '[environment.production.severity]\nKH-TEXT-OTHER = "high"\n', "low"),
+    ],
+)  # fmt: skip
+def test_severities_of_an_environment_win_however_they_are_set(
+    tmp_path, base, production, expected
+):
+    written(tmp_path, base + production)
+    policy = read_policy(tmp_path / "keyhole.toml", "production")
+    embedding = finding("text", exposure=called("pooled embedding"))
+    (item,) = assess(of(embedding), policy.severity).items
+    assert item.severity == expected
+
+
 def test_a_policy_is_found_in_its_folder(tmp_path):
     assert find_policy(tmp_path) is None
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")

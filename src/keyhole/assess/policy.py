@@ -128,17 +128,21 @@ def _tool(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer(policy: Policy, table: Mapping[str, Any], path: Path) -> Policy:
-    """Return a policy with the settings of a table added or replaced."""
+    """Return a policy with the settings of a table added or replaced.
+
+    Its severities come before those of the policy: first [severity], then each [[rule]].
+    """
     expect_keys(table, _KEYS, str(path))
-    changes = {
+    changes = {"severities": {}} | {
         _KEYS[key]: _value(key, value, policy, path)
         for key, value in table.items()
         if key != "rule"
     }
+    inherited = policy.severities
     policy = replace(policy, **cast("Any", changes))
     for entry in _tables(table.get("rule", []), "rule", path):
         policy = _with_rules(policy, entry, path)
-    return policy
+    return replace(policy, severities=_before(policy.severities, inherited))
 
 
 def _value(key: str, value: Any, policy: Policy, path: Path) -> object:
@@ -153,7 +157,7 @@ def _value(key: str, value: Any, policy: Policy, path: Path) -> object:
         case "fail-on":
             return tuple(condition(words) for words in _words(value, key, path))
         case "severity":
-            return _severities(policy, value, path)
+            return _severities(value, path)
         case "ignore":
             entries = _tables(value, "ignore", path)
             return (*policy.ignores, *(_ignore(entry, path) for entry in entries))
@@ -166,13 +170,12 @@ def _value(key: str, value: Any, policy: Policy, path: Path) -> object:
             raise InputError(f"expected {key} in {path} as {kind}, got {value!r:.40}")
 
 
-def _severities(
-    policy: Policy, value: Any, path: Path, *, keep: bool = False
-) -> dict[str, Severity]:
-    """Add a table's severities to a policy's; the table's win, or the policy's with `keep`.
+def _before(first: Mapping[str, Severity], then: Mapping[str, Severity]) -> Mapping[str, Severity]:
+    """Put severities before others: the first pattern that matches a finding decides."""
+    return {**first, **then, **first}
 
-    The first pattern that matches a finding decides, so the winning ones come first.
-    """
+
+def _severities(value: Any, path: Path) -> dict[str, Severity]:
     given: dict[str, Severity] = {}
     for name, word in _table(value, "severity", path).items():
         if word not in list(Severity) or word == Severity.UNKNOWN:
@@ -181,8 +184,7 @@ def _severities(
                 f"the severity of {name[:60]} in {path} must be one of {names}, not {word!r:.40}"
             )
         given[name] = Severity(word)
-    first, then = (policy.severities, given) if keep else (given, policy.severities)
-    return {**first, **then, **first}
+    return given
 
 
 def _with_rules(policy: Policy, table: Mapping[str, Any], path: Path) -> Policy:
@@ -198,7 +200,8 @@ def _with_rules(policy: Policy, table: Mapping[str, Any], path: Path) -> Policy:
     under = {rule for word in ids for rule in expect_standard(keys[0], word, known)}
     if "severity" in table:
         given = dict.fromkeys(sorted(under), table["severity"])
-        policy = replace(policy, severities=_severities(policy, given, path, keep=True))
+        severities = _before(policy.severities, _severities(given, path))
+        policy = replace(policy, severities=severities)
     if table.get("fail", True) is not True:
         raise InputError(f"fail in [[rule]] of {path} can only be true; [[ignore]] excuses")
     if "fail" in table:
