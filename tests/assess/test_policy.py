@@ -7,11 +7,12 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-from test_severity import finding
+from test_severity import cell, finding
 
 from exposures import called
 from keyhole.assess import Policy, State, assess, compared, decided, find_policy, read_policy
 from keyhole.assess.assessment import SLACK, state
+from keyhole.assess.policy import condition
 from keyhole.core import Audit, Finding, Skip, Status
 from keyhole.core.errors import InputError
 
@@ -368,3 +369,30 @@ def test_only_what_is_new_or_worse_than_a_baseline_fails():
     worst = both.families[0].worst
     assert worst is not None
     assert worst.state is not None
+
+
+TEXT = finding(
+    "text", exposure=called("pooled embedding"), status=Status.INEXACT, known=0.9,
+    texts=(cell(*[True] + [False] * 19),),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fails", "old", "new", "expected"),
+    [
+        ("text.exact > 0.1", TEXT, replace(TEXT, texts=(cell(True, False),)), "fails"),
+        ("text.exact > 0.01", TEXT, replace(TEXT, texts=(cell(True, False),)), "known"),
+        ("weights.queries < 1000", replace(WEIGHTS, queries=9000), replace(WEIGHTS, queries=50),
+         "fails"),
+        ("weights.queries < 10000", replace(WEIGHTS, queries=9000), replace(WEIGHTS, queries=50),
+         "known"),
+        ("text.share > 0.1", replace(TEXT, status=Status.UNSOLVED, known=0.0, texts=()),
+         replace(TEXT, status=Status.BUDGET, known=0.6, texts=()), "fails"),
+        ("text.share > 0.1", TEXT, replace(TEXT, status=Status.BUDGET, known=0.6), "fails"),
+    ],
+)  # fmt: skip
+def test_a_baseline_excuses_only_what_failed_by_it(fails, old, new, expected):
+    policy = Policy(fail_on=(condition(fails),))
+    judged = decided(compared(assess(of(new)), assess(of(old))), policy, TODAY)
+    assert judged.items[0].state is State.SAME
+    assert [ruled.ruling.value for ruled in judged.decision.rulings] == [expected]

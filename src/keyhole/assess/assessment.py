@@ -49,7 +49,7 @@ class Item:
 
     `id` follows from what the finding is about, so the next audit of the same target gives it the
     same id. `score` is 0 to 10, and `why` explains it. `state` is set if there is a baseline,
-    `ignored` if a policy ignores the finding.
+    `before` if that has the finding, and `ignored` if a policy ignores it.
     """
 
     id: str
@@ -59,6 +59,7 @@ class Item:
     score: int
     why: str
     state: State | None = None
+    before: Item | None = None
     ignored: Ignore | None = None
 
     @property
@@ -119,7 +120,7 @@ class Ruling(StrEnum):
 
     FAILS = "fails"
     IGNORED = "ignored"
-    KNOWN = "known"  # in the baseline, and no worse
+    KNOWN = "known"  # in the baseline, which it would fail, too, and no worse
     UNCHECKED = "could not check"
     PASSES = "passes"
 
@@ -461,7 +462,8 @@ def compared(new: Assessment, old: Assessment) -> Assessment:
     has_parts = max(map(len, parts)) > 1
     keys, old_keys = _keys(new.audit, has_parts), _keys(old.audit, has_parts)
     before = {old_keys[item.id]: item for item in old.items}
-    items = tuple(replace(item, state=state(item, before.get(keys[item.id]))) for item in new.items)
+    pairs = [(item, before.get(keys[item.id])) for item in new.items]
+    items = tuple(replace(item, state=state(item, old), before=old) for item, old in pairs)
     skipped = (skip.exposure for skip in new.audit.skips if skip.absent)
     absent = {_key(exposure, has_parts).id for exposure in skipped}  # the target has them no more
     missing = {

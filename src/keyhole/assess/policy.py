@@ -390,9 +390,8 @@ def _ruled(item: Item, policy: Policy, today: date) -> Ruled:
     expired = _expired(item, policy, today)
     if item.ignored is not None:
         return Ruled(item.id, Ruling.IGNORED, _because(item.ignored))
-    conditions = (*policy.fail_on, *policy.standards)
-    met = next((condition for condition in conditions if condition.met(item)), None)
-    if met is not None and item.state in (State.SAME, State.BETTER):
+    met = _met(item, policy)
+    if met is not None and _is_known(item, policy):
         return Ruled(item.id, Ruling.KNOWN, f"{item.state} as in the baseline")
     if met is not None:
         return Ruled(item.id, Ruling.FAILS, f"fail-on {met}{expired}")
@@ -400,6 +399,19 @@ def _ruled(item: Item, policy: Policy, today: date) -> Ruled:
         return Ruled(item.id, Ruling.UNCHECKED, item.finding.status.value)
     why = "meets no condition of fail-on" if item.finding.exposed else "nothing was given away"
     return Ruled(item.id, Ruling.PASSES, why)
+
+
+def _met(item: Item, policy: Policy) -> Condition | None:
+    """Return the first condition that a finding meets, if any."""
+    conditions = (*policy.fail_on, *policy.standards)
+    return next((condition for condition in conditions if condition.met(item)), None)
+
+
+def _is_known(item: Item, policy: Policy) -> bool:
+    """Return whether the baseline has a finding that meets a condition, and it is no worse now."""
+    if item.finding.outcome is Outcome.UNCHECKED or item.before is None:
+        return False
+    return item.state in (State.SAME, State.BETTER) and _met(item.before, policy) is not None
 
 
 def _skipped(skip: Skip, policy: Policy, today: date) -> Ruled:
