@@ -171,6 +171,13 @@ def test_exit_codes_are_those_of_the_table_and_of_a_second_count(tmp_path, words
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["KH-*", "*-SCORES", "KH-NOT-CHECKED", "text-hidden-*", "*"])
+def test_ids_of_findings_and_patterns_of_rules_are_accepted(tmp_path, name):
+    words = f'fail-on = ["{name}"]\n' if "-" in name else ""
+    words += f'[severity]\n"{name}" = "low"\n{IGNORE.format(name, "2027-01-31")}'
+    assert dict(written(tmp_path, words).severities) == {name: "low"}
+
+
 def test_an_ignore_says_why_and_until_when(tmp_path):
     policy = written(tmp_path, IGNORE.format("weights-scores-full", "2027-01-31"))
     judged = decided(assess(AUDITS["weights"]), policy, TODAY)
@@ -294,6 +301,9 @@ def test_a_policy_is_found_in_its_folder(tmp_path):
         ('[severity]\nKH-X = "unknown"', "one of none, low"),
         ('[severity]\nKH-X = ["low"]', "one of none, low"),
         ("[severity]\nKH-X = {a = 1}", "one of none, low"),
+        ('fail-on = ["KH-TEXT-HIDEN-STATES"]', "fail-on names KH-TEXT-HIDEN-STATES, which matches"),
+        ('[severity]\n"KH-TXT-*" = "low"', r"\[severity\] of .* names KH-TXT-\*"),
+        (IGNORE.format("KH-TEXT", "2027-01-01"), r"\[\[ignore\]\] of .* names KH-TEXT, which"),
         ("ignore = 1", r"\[\[ignore\]\]"),
         ("ignore = [1]", "a table"),
         ('[[ignore]]\nfinding = "x"', "finding, reason and until"),

@@ -57,7 +57,7 @@ from keyhole.assess.assessment import (
 from keyhole.assess.severity import Severity
 from keyhole.core import Outcome, Skip
 from keyhole.core.errors import InputError, expect_keys
-from keyhole.core.exposure import RULES, Family, Rule, expect_exposures, expect_returns
+from keyhole.core.exposure import NOT_CHECKED, RULES, Family, Rule, expect_exposures, expect_returns
 from keyhole.core.files import exists, read_toml
 from keyhole.core.standards import FRAMEWORKS, expect_standard
 
@@ -183,6 +183,7 @@ def _severities(value: Any, path: Path) -> dict[str, Severity]:
             raise InputError(
                 f"the severity of {name[:60]} in {path} must be one of {names}, not {word!r:.40}"
             )
+        _expect_rule(name, f"[severity] of {path}")
         given[name] = Severity(word)
     return given
 
@@ -226,7 +227,17 @@ def _ignore(table: Mapping[str, Any], path: Path) -> Ignore:
         raise InputError(
             f"until in [[ignore]] of {path} must be a date such as 2027-06-30, not {until!r:.40}"
         )
+    _expect_rule(finding, f"[[ignore]] of {path}")
     return Ignore(finding, reason, until)
+
+
+def _expect_rule(word: str, where: str) -> None:
+    """Raise an InputError if a word begins like the id of a rule and matches none."""
+    known = (*(rule.id for rule in RULES), NOT_CHECKED)
+    if word.startswith("KH-") and not any(fnmatchcase(rule, word) for rule in known):
+        raise InputError(
+            f"{where} names {word[:60]}, which matches no rule (such as {RULES[0].id} or KH-TEXT-*)"
+        )
 
 
 _STANDARDS = tuple(dict.fromkeys(framework.key for framework in FRAMEWORKS))
@@ -309,6 +320,7 @@ def condition(words: str) -> Condition:
     if comparison:
         return Condition(words, _comparing(words, *comparison.groups()))
     if _NAME.fullmatch(words) and "-" in words:
+        _expect_rule(words, "fail-on")
         return Condition(words, lambda item: item.finding.exposed and matches(words, item))
     raise InputError(
         f"fail-on does not know {words[:60]!r}: give a severity ({', '.join(_FAILING)}), a family "
