@@ -188,6 +188,16 @@ def test_an_ignore_says_why_and_until_when(tmp_path):
     assert judged.decision.rule == "no finding fails (1 ignored)"
 
 
+def test_ignoring_one_of_the_checks_without_a_result_makes_no_result(tmp_path):
+    for ignored in ("inputs-layer-output", "text-other"):
+        words = f"allow-unchecked = true\n{IGNORE.format(ignored, '2027-01-31')}"
+        judged = decided(assess(of(UNKNOWN, skips=(MISSING,))), written(tmp_path, words), TODAY)
+        rulings = {ruled.ruling.value for ruled in judged.decision.rulings}
+        assert rulings == {"ignored", "could not check"}
+        assert judged.decision.exit_code == 3
+        assert "no check came to a result" in judged.decision.rule
+
+
 def test_what_was_skipped_is_ignored_by_the_id_of_its_exposure(tmp_path):
     policy = written(tmp_path, IGNORE.format("text-other", "2027-01-31"))
     judged = decided(assess(AUDITS["skipped"]), policy, TODAY)

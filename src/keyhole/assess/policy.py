@@ -382,7 +382,7 @@ def _decision(
         code, rule = UNCHECKED, "nothing was checked"
     elif unchecked and not policy.allow_unchecked:
         code, rule = UNCHECKED, f"{unchecked} could not be checked, and that is not clean"
-    elif unchecked and unchecked == len(rulings):
+    elif unchecked and assessment.unchecked == len(rulings):  # those ignored included
         code, rule = UNCHECKED, "no check came to a result, which allow-unchecked does not excuse"
     else:
         parts = [f"{count[ruling]} {words}" for ruling, words in _EXCUSED.items() if count[ruling]]
