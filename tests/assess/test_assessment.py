@@ -8,9 +8,9 @@ from test_severity import finding
 
 from exposures import called
 from keyhole import disrupt, extract, invert, recover
-from keyhole.assess import RULES, Family, Level, Severity, assess
+from keyhole.assess import RULES, Family, Level, Severity, assess, assess_fleet
 from keyhole.assess.assessment import ids
-from keyhole.core import Audit, Finding, Skip, Status
+from keyhole.core import Audit, Finding, Fleet, Skip, Status
 from keyhole.core.exposure import NOT_CHECKED
 from keyhole.report import words
 
@@ -115,6 +115,14 @@ def test_the_verdict_is_one_line():
     assert assess(audit(skips=(missing,))).verdict.startswith("Could not check")
     assert assess(audit()).verdict.startswith("Nothing was checked")
     assert "1 of 2 checks had no result" in assess(audit(finding(), skips=(missing,))).verdict
+
+
+def test_the_verdict_of_a_fleet_counts_no_hypothetical_findings():
+    given, kept = audit(finding()), audit(finding(status=Status.UNSOLVED))
+    plain = assess_fleet(Fleet({"a": given, "b": kept})).verdict
+    assert plain == "Of 2 targets 1 gives something away, 1 gives nothing away."
+    fleet = Fleet({"a": replace(given, returns=("embeddings",))})
+    assert assess_fleet(fleet).verdict == "Of 1 target 1 could not be checked."
 
 
 def test_the_severity_is_never_none_where_something_could_not_be_checked():

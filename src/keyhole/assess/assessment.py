@@ -410,7 +410,9 @@ def _exposes_less(other: Item, item: Item) -> bool:
 # The audits of many targets.
 
 _COUNTED = {
-    FAILED: "give something away", UNCHECKED: "could not be checked", PASSED: "give nothing away",
+    FAILED: ("gives something away", "give something away"),
+    UNCHECKED: ("could not be checked", "could not be checked"),
+    PASSED: ("gives nothing away", "give nothing away"),
 }  # fmt: skip
 
 
@@ -424,8 +426,13 @@ class FleetAssessment:
     @property
     def verdict(self) -> str:
         """One sentence about what is given away, whatever a policy says."""
-        counts = Counter(audit.exit_code for audit in self.fleet.audits.values())
-        parts = [f"{counts[code]} {words}" for code, words in _COUNTED.items() if counts[code]]
+        made = self.targets.values()
+        counts = Counter(replace(assessment, decision=None).exit_code for assessment in made)
+        parts = [
+            f"{counts[code]} {one if counts[code] == 1 else more}"
+            for code, (one, more) in _COUNTED.items()
+            if counts[code]
+        ]
         total = len(self.targets)
         return f"Of {total} {'target' if total == 1 else 'targets'} {', '.join(parts)}."
 
