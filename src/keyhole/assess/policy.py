@@ -427,10 +427,11 @@ def _is_known(item: Item, policy: Policy) -> bool:
 
 
 def _skipped(skip: Skip, policy: Policy, today: date) -> Ruled:
-    """Rule on a check that could not be made, which is ignored by the id of its exposure."""
-    name = skip.exposure.id
+    """Rule on a check that could not be made, ignored by the id of its exposure or rule."""
+    name, rule = skip.exposure.id, skip.exposure.rule
     for ignore in policy.ignores:
-        if ignore.until >= today and fnmatchcase(name, ignore.finding):
+        named = fnmatchcase(name, ignore.finding) or fnmatchcase(rule, ignore.finding)
+        if ignore.until >= today and named:
             return Ruled(name, Ruling.IGNORED, _because(ignore))
     return Ruled(name, Ruling.UNCHECKED, skip.reason)
 
