@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -93,20 +92,52 @@ def _docker_run(words: list[Word]) -> Command | None:
     if texts[0].rpartition("/")[2] not in ("docker", "podman", "nerdctl") or "run" not in texts:
         return None
     env, ports, mounts = dict[str, Word](), list[Word](), list[str]()
-    for option, value in itertools.pairwise(words):
-        if option.text in ("-e", "--env"):
+    host = list[Word]()
+    for option, value in _run_options(words[texts.index("run") + 1 :]):
+        if option in ("-e", "--env"):
             env |= assignments([value]) or {value.text: Word("$" + value.text, value.line)}
-        elif option.text in ("-p", "--publish"):
+        elif option in ("-p", "--publish"):
             ports.append(Word(f"-p {value.text}", value.line))
-        elif option.text in ("-v", "--volume", "--mount"):
+        elif option in ("-v", "--volume", "--mount"):
             mounts.append(value.text)
-    host = [word for word in words if word.text in ("--net=host", "--network=host")]
-    local = on_loopback(port.text.removeprefix("-p ") for port in ports)
+        elif option in ("--net", "--network") and value.text == "host":
+            host.append(Word(f"{option}=host", value.line))
+    # With the network of the machine, the ports that are published do not matter.
+    local = not host and on_loopback(port.text.removeprefix("-p ") for port in ports)
     return Command(
         tuple(words), env, local=local, mounts=tuple(mounts), container=True,
         published=next(iter([] if local else [*ports, *host]), None),
         external_env=any(text.startswith("--env-file") for text in texts),
     )  # fmt: skip
+
+
+_RUN_FLAGS = {  # the options of `docker run` and `podman run` that take no value
+    "--detach", "--disable-content-trust", "--env-host", "--help", "--http-proxy", "--init",
+    "--interactive", "--no-healthcheck", "--no-hostname", "--no-hosts", "--oom-kill-disable",
+    "--passwd", "--privileged", "--publish-all", "--quiet", "--read-only", "--read-only-tmpfs",
+    "--replace", "--rm", "--rmi", "--rootfs", "--sig-proxy", "--tls-verify", "--tty",
+    "--unsetenv-all", "--use-api-socket",
+}  # fmt: skip
+
+
+def _run_options(words: Iterable[Word]) -> Iterator[tuple[str, Word]]:
+    """Yield the options before the image that have a value: `--x y`, `--x=y`, `-x y`, `-dxy`."""
+    rest = iter(words)
+    for word in rest:
+        if word.text.startswith(("$", "{{")):  # more options, or the image
+            continue
+        if not word.text.startswith("-"):  # the image
+            return
+        name, attached, value = word.text.partition("=")
+        if not name.startswith("--"):  # flags of one letter, and perhaps one that takes a value
+            letters = word.text.lstrip("-").lstrip("ditPq")
+            name, attached = f"-{letters[:1]}", letters[1:]
+            value = attached.removeprefix("=")
+        if name in _RUN_FLAGS or name in ("-", "-="):
+            continue
+        given = Word(value, word.line) if attached else next(rest, None)
+        if given is not None:
+            yield name, given
 
 
 # Words of shell text. Nothing is expanded: variables remain as they are written. `shlex` of the
@@ -157,7 +188,12 @@ def quoted_items(text: str, line: int) -> list[Word]:
 # The programs that commands start, and the options they start them with
 
 # These words may stand for any number of options, so no option can be called missing.
-_OPAQUE = re.compile(r"\{\{|\$[@*]|\[[@*]\]|\$\{?\w*(ARG|OPT|FLAG|EXTRA|PARAM)", re.IGNORECASE)
+# A variable says so in a part of its name: $VLLM_ARGS and $extraArgs, but not $LARGE_MODEL.
+_OPAQUE = re.compile(
+    r"\{\{|\$[@*]|\[[@*]\]|\$\{?((\w*_)?(ARG|ARGUMENT|OPT|OPTION|FLAG|EXTRA|PARAM|PARAMETER)S?|"
+    r"\w*(ARGS|OPTS|FLAGS|PARAMS))(?![A-Z])",
+    re.IGNORECASE,
+)
 _LOOPBACK = re.compile(r"localhost$|127\.|::1$|\[::1\]$|.*\.sock$|/")
 # Words that can precede a program that is run. After other words it is prose, or is installed or
 # stopped.
@@ -180,9 +216,10 @@ class Options:
     def option(self, *names: str, env: str = "") -> Word | None:
         """Return the value of the last such option, or of the variable that replaces it.
 
-        An option without a value gives an empty text.
+        An option without a value gives an empty text. An empty variable counts as not set.
         """
         given = self.command.env.get(env)
+        given = given if given is not None and given.text else None
         for place, word in enumerate(self.words):
             name, equals, value = word.text.partition("=")
             if name.replace("_", "-") not in names or not name.startswith("-"):
@@ -192,6 +229,11 @@ class Options:
                 value = following if not following.startswith("--") else ""
             given = Word(value, word.line)
         return given
+
+    def key(self, *names: str, env: str = "") -> Word | None:
+        """Return the key that an option or a variable gives; an empty text is no key."""
+        given = (self.option(*names), self.command.env.get(env))
+        return next((word for word in given if word is not None and word.text), None)
 
     def has(self, *names: str, env: str = "") -> Word | None:
         """Return the last such flag, or the variable that sets it and does not say no."""

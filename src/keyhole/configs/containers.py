@@ -188,19 +188,21 @@ def environment(
     """Return the environment of a container.
 
     Compose has a mapping or NAME=value words, Kubernetes and ECS have lists of names and values. A
-    value that the file does not hold, such as a secret, is given as "$".
+    value that the file does not hold, such as a secret or what Compose takes from its own
+    environment (null), is given as "$".
     """
     env = dict[str, Word]()
     for name in names:
         for key, value in node.scalars(name).items():
-            env[key] = Word(value.text or "$", value.line)
+            env[key] = Word("$" if value.null else value.text, value.line)
         items = [] if node.mapping(name) else node.listed(name)
         for item in items:
             if isinstance(item, Scalar):
                 env |= assignments([item]) or {item.text: Word("$", item.line)}
             elif isinstance(item, Mapping) and (key := item.scalar("name")):
                 value = item.scalar("value")
-                env[key.text] = Word("$" if value is None else value.text, key.line)
+                text = "$" if value is None else "" if value.null else value.text
+                env[key.text] = Word(text, key.line)
     return env
 
 

@@ -142,8 +142,8 @@ LLAMA_CPP = Program(
             "keyhole extract http://HOST:8080 --method output-layer", standards.SERVER_OPEN,
             _open(
                 "no --api-key",
-                lambda options: options.option("--api-key", env="LLAMA_API_KEY")
-                or options.option("--api-key-file", env="LLAMA_ARG_API_KEY_FILE"),
+                lambda options: options.key("--api-key", env="LLAMA_API_KEY")
+                or options.key("--api-key-file", env="LLAMA_ARG_API_KEY_FILE"),
                 env="LLAMA_ARG_HOST", default="127.0.0.1", in_own_image=_ANYWHERE,
             ),
         ),
@@ -213,7 +213,7 @@ def _vllm_connector(*, hidden_states: bool) -> Look:
 
 
 def _vllm_key(options: Options) -> Word | None:
-    return options.option("--api-key", env="VLLM_API_KEY")
+    return options.key("--api-key", env="VLLM_API_KEY")
 
 
 def _vllm_partial_key(options: Options) -> Iterator[Word]:
@@ -321,7 +321,7 @@ SGLANG = Program(
             "anyone can ask /generate for log-probabilities, by texts or vectors (input_embeds)",
             "set --api-key, or listen at 127.0.0.1 behind a proxy that checks requests",
             _SGLANG_AUDIT, standards.SERVER_OPEN,
-            _open("no --api-key", lambda given: given.option("--api-key"), default="127.0.0.1"),
+            _open("no --api-key", lambda given: given.key("--api-key"), default="127.0.0.1"),
         ),
     ),
 )  # fmt: skip
@@ -347,7 +347,7 @@ def _ollama_open(options: Options) -> Iterator[Word]:
     if command.local or in_cluster or _is_ollama_client(options):
         return
     address = None if host is None else _ADDRESS.fullmatch(host.text)
-    if host and address and reached_from_outside(address["host"] or _ANYWHERE):
+    if host and host.text and address and reached_from_outside(address["host"] or _ANYWHERE):
         yield Word(f"OLLAMA_HOST={host.text}", host.line)
     elif host is None and command.published and options.own_image:  # the image listens at 0.0.0.0
         reach = command.published
@@ -387,7 +387,7 @@ OLLAMA = Program(
 # text-embeddings-inference and TGI
 
 _HUGGING_FACE_OPEN = _open(
-    "no --api-key", lambda options: options.option("--api-key", env="API_KEY"),
+    "no --api-key", lambda options: options.key("--api-key", env="API_KEY"),
     host="--hostname", env="HOSTNAME", listens=_LISTENS,
 )  # fmt: skip
 TEI = Program(
@@ -490,7 +490,7 @@ QDRANT_OPEN = OptionRule(
     _open(
         "no QDRANT__SERVICE__API_KEY",
         # A configuration file may hold the key, and is checked by itself.
-        lambda options: "QDRANT__SERVICE__API_KEY" in options.command.env
+        lambda options: options.key(env="QDRANT__SERVICE__API_KEY")
         or options.option("--config-path") or options.mounts("/qdrant/config"),
         host="", env="QDRANT__SERVICE__HOST",
     ),
@@ -522,7 +522,8 @@ CHROMA = Program(
             _open(
                 "no authentication",
                 lambda options: any(
-                    name.startswith("CHROMA_SERVER_AUTH") for name in options.command.env
+                    name.startswith("CHROMA_SERVER_AUTH") and word.text
+                    for name, word in options.command.env.items()
                 ),
                 default="localhost", in_own_image=_ANYWHERE,
             ),

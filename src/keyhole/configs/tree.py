@@ -17,6 +17,7 @@ import yaml
 from keyhole.configs.command import Word
 
 MAX_DEPTH = 64
+_NULL = "tag:yaml.org,2002:null"
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +25,7 @@ class Scalar(Word):
     """A text that is not a collection; a block (`|` or `>`) has the line of its first content."""
 
     folded: bool = False  # whether YAML joined the lines of the file, so that theirs are not known
+    null: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +99,9 @@ def _node(source: Any, known: dict[int, Node]) -> Node:
     line = source.start_mark.line + 1
     if isinstance(source, yaml.ScalarNode):
         first = line + 1 if source.style in ("|", ">") else line
-        known[id(source)] = Scalar(source.value, first, folded=source.style != "|")
+        known[id(source)] = Scalar(
+            source.value, first, folded=source.style != "|", null=source.tag == _NULL
+        )
     elif isinstance(source, yaml.SequenceNode):
         known[id(source)] = items = Items(line)
         items.items.extend(_node(item, known) for item in source.value)

@@ -1,0 +1,78 @@
+"""Forms of open servers that configurations have: each is found, and its closed twin is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from keyhole import configs
+
+
+def exit_code(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return configs.check([path]).exit_code()
+
+
+def compose(image, *lines):
+    settings = "".join(f"    {line}\n" for line in (f"image: {image}", *lines))
+    return f"services:\n  s:\n{settings}"
+
+
+VLLM = ("vllm/vllm-openai", "ports: ['8000:8000']")
+OPEN = [
+    # Names of variables that only contain "arg" or "opt"
+    ("run.sh", "vllm serve $LARGE_MODEL --host 0.0.0.0"),
+    ("run.sh", "vllm serve ${TARGET} --host 0.0.0.0"),
+    ("run.sh", "vllm serve $CARGO_HOME --host 0.0.0.0"),
+    ("run.sh", "vllm serve $OPTIMIZED_MODEL --host 0.0.0.0"),
+    # Empty keys
+    ("run.sh", 'vllm serve m --api-key ""'),
+    ("run.sh", "vllm serve m --api-key="),
+    ("run.sh", "vllm serve m --api-key --max-model-len 10"),
+    ("run.sh", "VLLM_API_KEY= vllm serve m"),
+    ("run.sh", "sglang serve --host 0.0.0.0 --api-key ''"),
+    ("run.sh", "docker run -e VLLM_API_KEY= -p 8000:8000 vllm/vllm-openai --model m"),
+    ("run.sh", "docker run -e QDRANT__SERVICE__API_KEY= qdrant/qdrant"),
+    ("compose.yml", compose(*VLLM, 'environment: {VLLM_API_KEY: ""}')),
+    ("compose.yml", compose(*VLLM, "environment: [VLLM_API_KEY=]")),
+    (
+        "compose.yml",
+        compose(
+            "qdrant/qdrant", "ports: ['6333:6333']", 'environment: {QDRANT__SERVICE__API_KEY: ""}'
+        ),
+    ),
+    # Options of `docker run`
+    ("run.sh", "docker run --network host ollama/ollama"),
+    ("run.sh", "docker run -d --net host ollama/ollama"),
+    ("run.sh", "docker run --publish=11434:11434 ollama/ollama"),
+    ("run.sh", "docker run -dp 11434:11434 ollama/ollama"),
+    ("run.sh", "docker run -itp11434:11434 ollama/ollama"),
+    ("run.sh", "docker run --env=OLLAMA_HOST=0.0.0.0 ollama/ollama"),
+    ("run.sh", "docker run --rm -p 127.0.0.1:8000:8000 --network host vllm/vllm-openai --model m"),
+]
+CLOSED = [
+    ("run.sh", "vllm serve m $EXTRA_ARGS"),
+    ("run.sh", "vllm serve m ${extraArgs}"),
+    ("run.sh", "vllm serve m $VLLM_OPTS_2"),
+    ("run.sh", "vllm serve m --api-key $KEY"),
+    ("run.sh", "VLLM_API_KEY=k vllm serve m --api-key ''"),
+    ("run.sh", "docker run --env=VLLM_API_KEY=k -p 8000:8000 vllm/vllm-openai --model m"),
+    ("run.sh", "docker run -de VLLM_API_KEY=k vllm/vllm-openai --model m"),
+    ("run.sh", "docker run --publish=127.0.0.1:11434:11434 ollama/ollama"),
+    ("run.sh", "docker run -dp 127.0.0.1:11434:11434 ollama/ollama"),
+    ("run.sh", "docker run --volume=./q:/qdrant/config qdrant/qdrant"),
+    ("run.sh", "docker run --network net -p 127.0.0.1:8000:8000 vllm/vllm-openai -tp 4"),
+    ("compose.yml", compose(*VLLM, "environment: {VLLM_API_KEY: }")),
+    ("compose.yml", compose(*VLLM, "environment: [VLLM_API_KEY]")),
+    ("compose.yml", compose("ollama/ollama", 'environment: {OLLAMA_HOST: ""}', "ports: ['1:1']")),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), OPEN)
+def test_an_open_server_is_found(tmp_path, name, text):
+    assert exit_code(tmp_path, name, text) == 1
+
+
+@pytest.mark.parametrize(("name", "text"), CLOSED)
+def test_a_closed_server_is_not_reported(tmp_path, name, text):
+    assert exit_code(tmp_path, name, text) == 0
