@@ -18,6 +18,37 @@ def compose(image, *lines):
     return f"services:\n  s:\n{settings}"
 
 
+POD = """apiVersion: v1
+kind: Pod
+metadata: {name: vllm, labels: {app: vllm}}
+spec: {containers: [{image: vllm/vllm-openai, args: [--model, m]}]}
+"""
+SERVICE = """apiVersion: v1
+kind: Service
+metadata: {name: vllm}
+spec: {type: LoadBalancer, selector: {app: vllm}}
+"""
+
+
+def policy(spec):
+    return f"""---
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata: {{name: policy}}
+spec: {spec}
+"""
+
+
+def listed(*objects):
+    items = "".join("- " + each.strip().replace("\n", "\n  ") + "\n" for each in objects)
+    return f"apiVersion: v1\nkind: List\nitems:\n{items}"
+
+
+BASE = "x-base: &base {image: ollama/ollama}\nx-ports: &ports {ports: ['11434:11434']}\n"
+SHARED = """services:
+  vpn: {image: vpn, ports: ['%s:8000']}
+  vllm: {image: vllm/vllm-openai, command: --model m, network_mode: 'service:vpn'}
+"""
 VLLM = ("vllm/vllm-openai", "ports: ['8000:8000']")
 OPEN = [
     # Names of variables that only contain "arg" or "opt"
@@ -49,6 +80,22 @@ OPEN = [
     ("run.sh", "docker run -itp11434:11434 ollama/ollama"),
     ("run.sh", "docker run --env=OLLAMA_HOST=0.0.0.0 ollama/ollama"),
     ("run.sh", "docker run --rm -p 127.0.0.1:8000:8000 --network host vllm/vllm-openai --model m"),
+    # Compose
+    ("compose.yml", f"{BASE}services:\n  s:\n    <<: [*base, *ports]\n"),
+    ("compose.yml", SHARED % "8000"),
+    ("compose.yml", compose(*VLLM).encode("utf-16")),
+    ("compose.yml", b"\xfe\xff" + compose(*VLLM).encode("utf-16-be")),
+    # Kubernetes
+    ("pod.yaml", POD + policy("{podSelector: {matchLabels: {app: db}}}")),
+    ("pod.yaml", POD + policy("{podSelector: {}, policyTypes: [Egress]}")),
+    (
+        "pod.yaml",
+        POD + policy("{podSelector: {matchExpressions: [{key: app, operator: DoesNotExist}]}}"),
+    ),
+    ("pod.yaml", listed(POD.replace("vllm/vllm-openai", "ollama/ollama"), SERVICE)),
+    # Units
+    ("a.service", "[Service]\nExecStart = /usr/bin/vllm serve m --host 0.0.0.0\n"),
+    ("a.container", "[Container]\nImage = ollama/ollama\nPublishPort = 11434:11434\n"),
 ]
 CLOSED = [
     ("run.sh", "vllm serve m $EXTRA_ARGS"),
@@ -65,6 +112,23 @@ CLOSED = [
     ("compose.yml", compose(*VLLM, "environment: {VLLM_API_KEY: }")),
     ("compose.yml", compose(*VLLM, "environment: [VLLM_API_KEY]")),
     ("compose.yml", compose("ollama/ollama", 'environment: {OLLAMA_HOST: ""}', "ports: ['1:1']")),
+    ("compose.yml", f"{BASE}services:\n  s:\n    <<: [*base, *base]\n"),
+    (
+        "compose.yml",
+        "services:\n  s:\n    <<: [{image: a}, {image: qdrant/qdrant}]\n    ports: [1]",
+    ),
+    ("compose.yml", SHARED % "127.0.0.1:8000"),
+    ("compose.yml", "services: {a: {image: vllm/vllm-openai, network_mode: 'service:a'}}"),
+    ("pod.yaml", POD + policy("{podSelector: {}}")),
+    ("pod.yaml", POD + policy("{podSelector: {matchLabels: {app: vllm}}, policyTypes: [Ingress]}")),
+    (
+        "pod.yaml",
+        POD
+        + policy("{podSelector: {matchExpressions: [{key: app, operator: In, values: [vllm]}]}}"),
+    ),
+    ("pod.yaml", listed(POD, policy("{podSelector: {}}").removeprefix("---\n"))),
+    ("pod.yaml", "&a {apiVersion: v1, kind: List, items: [*a, vllm]}"),
+    ("a.container", "[Container]\nImage = ollama/ollama\nPublishPort = 127.0.0.1:1:1\n"),
 ]
 
 
@@ -76,3 +140,7 @@ def test_an_open_server_is_found(tmp_path, name, text):
 @pytest.mark.parametrize(("name", "text"), CLOSED)
 def test_a_closed_server_is_not_reported(tmp_path, name, text):
     assert exit_code(tmp_path, name, text) == 0
+
+
+def test_text_of_16_bits_without_a_mark_is_not_passed_over(tmp_path):
+    assert exit_code(tmp_path, "compose.yml", compose(*VLLM).encode("utf-16-le")) == 3

@@ -36,16 +36,17 @@ def in_yaml(roots: list[Node], folder: Path) -> Iterator[Command]:
 
     Files of variables are looked for in `folder`.
     """
-    guarded = any(_kind(root) == "NetworkPolicy" for root in roots)
+    roots = [each for root in roots for each in _objects(root)]
     for root in roots:
         cluster = _kind(root) != ""
+        guarded = isinstance(root, Mapping) and any(_guards(policy, root) for policy in roots)
         published = _published(root, roots) if isinstance(root, Mapping) and cluster else None
         services = root.mapping("services") if isinstance(root, Mapping) and not cluster else None
         composed = set[int]() if services is None else set(map(id, services.pairs.values()))
         used = set[int]()
         for node in walk(root):
             if isinstance(node, Mapping) and (node.scalar("image") or "command" in node.pairs):
-                command = _container(node, folder)
+                command = _container(node, folder, services)
                 if id(node) in composed:  # others reach the published ports alone
                     command = replace(command, local=command.published is None)
                 if cluster:
@@ -55,6 +56,11 @@ def in_yaml(roots: list[Node], folder: Path) -> Iterator[Command]:
                 used |= {id(part) for key in _COMMANDS for part in node.listed(key)}
             elif isinstance(node, Scalar) and id(node) not in used and " " in node.text:
                 yield from _script(node)
+
+
+def _objects(root: Node) -> list[Node]:
+    """Return the objects of a `kind: List`, or anything else as it is."""
+    return root.listed("items") if isinstance(root, Mapping) and _kind(root) == "List" else [root]
 
 
 # Kubernetes: which setting lets clients outside the cluster reach a container
@@ -72,11 +78,47 @@ def _text(root: Mapping, *path: str) -> str:
     return "" if node is None else node.text
 
 
+def _labels(root: Mapping) -> dict[str, Scalar]:
+    """Return the labels of the pods of an object."""
+    labels = root.scalars("spec", "template", "metadata", "labels")
+    return labels or root.scalars("metadata", "labels")
+
+
+def _guards(policy: Node, root: Mapping) -> bool:
+    """Return whether an object is a policy that limits who reaches the pods of another one.
+
+    If pods have no labels in the file, as where an operator makes them, any policy may select them.
+    """
+    if not isinstance(policy, Mapping) or _kind(policy) != "NetworkPolicy":
+        return False
+    spec = policy.mapping("spec") or Mapping(policy.line)
+    types = [part.text for part in spec.listed("policyTypes") if isinstance(part, Scalar)]
+    labels = {key: value.text for key, value in _labels(root).items()}
+    wanted = spec.scalars("podSelector", "matchLabels").items()
+    selector = spec.mapping("podSelector") or Mapping(policy.line)
+    if types and "Ingress" not in types:
+        return False
+    if not labels and _kind(root) != "Pod":
+        return True
+    return all(labels.get(key) == value.text for key, value in wanted) and all(
+        _matches(each, labels) for each in selector.listed("matchExpressions")
+    )
+
+
+def _matches(expression: Node, labels: dict[str, str]) -> bool:
+    """Return whether labels meet an expression: a key that is or is not there, or its values."""
+    if not isinstance(expression, Mapping):
+        return False
+    label, operator = labels.get(_text(expression, "key")), _text(expression, "operator")
+    values = [part.text for part in expression.listed("values") if isinstance(part, Scalar)]
+    if operator.endswith("In"):
+        return (label in values) == (operator == "In")
+    return (label is not None) == (operator == "Exists")
+
+
 def _published(root: Mapping, roots: list[Node]) -> Word | None:
     """Return the type of a service that selects the object, or what leads to such a service."""
-    labels = root.scalars("spec", "template", "metadata", "labels")
-    labels = labels or root.scalars("metadata", "labels")
-    name = _text(root, "metadata", "name")
+    labels, name = _labels(root), _text(root, "metadata", "name")
     for service in roots:
         if not isinstance(service, Mapping) or _kind(service) != "Service":
             continue
@@ -117,13 +159,10 @@ def _host_port(node: Mapping) -> Word | None:
 # Containers: what they run, with which variables and published ports
 
 
-def _container(node: Mapping, folder: Path) -> Command:
+def _container(node: Mapping, folder: Path, services: Mapping | None) -> Command:
     words = [word for key in _COMMANDS for word in words_of(node.pairs.get(key))]
-    ports = list(_ports(node))
+    ports = _reach(node, services)
     mounts = [part.text for part in node.listed("volumes") if isinstance(part, Scalar)]
-    network = node.scalar("network_mode")
-    if network and network.text == "host":
-        ports = [Word("network_mode: host", network.line)]
     local = on_loopback(port.text for port in ports)
     env, external_env = environment(node), "envFrom" in node.pairs
     for part in node.listed("env_file"):
@@ -135,6 +174,21 @@ def _container(node: Mapping, folder: Path) -> Command:
         tuple(words), env, node.scalar("image"), local, tuple(mounts),
         published=None if local or not ports else ports[0], external_env=external_env,
     )  # fmt: skip
+
+
+def _reach(node: Mapping, services: Mapping | None) -> list[Word]:
+    """Return the published ports, or the setting that gives a container the machine's network.
+
+    Of a container in the network of another one (of Compose's `services`), these are the other's.
+    """
+    network, seen = node.scalar("network_mode"), set[str]()
+    while services and network and network.text.startswith("service:") and network.text not in seen:
+        seen.add(network.text)
+        node = services.mapping(network.text.removeprefix("service:")) or node
+        network = node.scalar("network_mode")
+    if network and network.text == "host":
+        return [Word("network_mode: host", network.line)]
+    return list(_ports(node))
 
 
 def _ports(node: Mapping) -> Iterator[Word]:
@@ -288,6 +342,6 @@ def _unit_environment(text: str) -> tuple[dict[str, Word], bool]:
 
 def _settings(text: str, name: str) -> Iterator[Word]:
     """Yield each value of a setting of a unit, with continued lines."""
-    pattern = rf"^{name}=((?:[^\n\\]|\\.|\\\n)*)"
+    pattern = rf"^{name}[ \t]*=[ \t]*((?:[^\n\\]|\\.|\\\n)*)"
     for match in re.finditer(pattern, text, re.MULTILINE):
         yield Word(match[1], text.count("\n", 0, match.start()) + 1)

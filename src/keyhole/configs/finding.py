@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
@@ -158,10 +159,14 @@ def read(path: Path, words: Sequence[str]) -> Source | None:
             data = file.read(MAX_SEARCHED + 1)
     except OSError as error:
         raise Unreadable(error.strerror or str(error)) from error
-    lower = data.lower()
-    if len(data) <= MAX_SEARCHED and not any(word.lower().encode() in lower for word in words):
+    size = len(data)
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as PowerShell writes
+        data = data.decode("utf-16", "replace").encode()
+    # Without the bytes between the letters in text of 16 or 32 bits, whose encoding is unknown.
+    lower = data.lower().replace(b"\0", b"")
+    if size <= MAX_SEARCHED and not any(word.lower().encode() in lower for word in words):
         return None
-    if len(data) > MAX_PARSED:
+    if size > MAX_PARSED:
         raise Unreadable(f"more than {MAX_PARSED:,} bytes of configuration")
     if b"\0" in data:
         raise Unreadable("not text: it holds a NUL byte")

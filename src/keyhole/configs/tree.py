@@ -109,9 +109,12 @@ def _node(source: Any, known: dict[int, Node]) -> Node:
         known[id(source)] = mapping = Mapping(line)
         for key, item in source.value:
             name, value = getattr(key, "value", ""), _node(item, known)
-            if name == "<<" and isinstance(value, Mapping):  # own keys take precedence
-                for inner, inherited in value.pairs.items():
-                    mapping.pairs.setdefault(inner, inherited)
+            merged = value.items if isinstance(value, Items) else [value]
+            merged = [part for part in dict.fromkeys(merged) if isinstance(part, Mapping)]
+            if name == "<<" and merged:  # own keys take precedence, then those of the first
+                for part in merged:
+                    for inner, inherited in part.pairs.items():
+                        mapping.pairs.setdefault(inner, inherited)
             else:  # a collection as a key is legal YAML, and no program here reads one
                 mapping.pairs[name if isinstance(name, str) else ""] = value
     return known[id(source)]
