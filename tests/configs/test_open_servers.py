@@ -96,6 +96,17 @@ OPEN = [
     # Units
     ("a.service", "[Service]\nExecStart = /usr/bin/vllm serve m --host 0.0.0.0\n"),
     ("a.container", "[Container]\nImage = ollama/ollama\nPublishPort = 11434:11434\n"),
+    # Dockerfiles
+    ("Dockerfile", "FROM python\nCMD cd /app && vllm serve m --host 0.0.0.0\n"),
+    ("Dockerfile", "FROM python\nENTRYPOINT HF_HOME=/m exec vllm serve m\n"),
+    ("Dockerfile", 'FROM vllm/vllm-openai AS base\nFROM base\nCMD ["--model", "m"]\n'),
+    ("Dockerfile", 'FROM vllm/vllm-openai as Base\nCMD ["--model", "m"]\nFROM x\nFROM base\n'),
+    # Prefixes of commands
+    ("run.sh", "sudo -E vllm serve m --host 0.0.0.0"),
+    ("run.sh", "sudo -Eu ml HF_HOME=/m vllm serve m"),
+    ("run.sh", "sudo -u ml /opt/bin/llama-server --host 0.0.0.0"),
+    ("run.sh", "sudo bash -lc 'sudo --user ml -E vllm serve m'"),
+    ("run.sh", "env -u VLLM_API_KEY vllm serve m"),
 ]
 CLOSED = [
     ("run.sh", "vllm serve m $EXTRA_ARGS"),
@@ -129,6 +140,11 @@ CLOSED = [
     ("pod.yaml", listed(POD, policy("{podSelector: {}}").removeprefix("---\n"))),
     ("pod.yaml", "&a {apiVersion: v1, kind: List, items: [*a, vllm]}"),
     ("a.container", "[Container]\nImage = ollama/ollama\nPublishPort = 127.0.0.1:1:1\n"),
+    ("Dockerfile", "FROM python\nCMD cd /app && vllm serve m --api-key $KEY\n"),
+    ("Dockerfile", "FROM python\nENV VLLM_API_KEY=k\nCMD cd /app && vllm serve m\n"),
+    ("Dockerfile", 'FROM vllm/vllm-openai AS a\nENV VLLM_API_KEY=k\nFROM a\nCMD ["--model", "m"]'),
+    ("Dockerfile", 'FROM vllm/vllm-openai AS a\nCMD ["m"]\nFROM python\nCOPY --from=a /x /x\n'),
+    ("run.sh", "sudo -u vllm serve m"),
 ]
 
 

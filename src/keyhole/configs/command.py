@@ -38,6 +38,12 @@ class Command:
 # Commands in shell text
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+_PREFIXES = {  # what may precede a command, with its options that take the next word
+    "export": "", "nohup": "", "env": r"-\w*[uC]|--unset|--chdir", "exec": r"-\w*a",
+    "time": r"-\w*[fo]",
+    "sudo": r"-[ABbEHiKknPS]*[CDghpRrTtUu]|--(user|group|host|prompt|chdir|close-from|role|type|"
+    r"chroot|other-user|command-timeout)",
+}  # fmt: skip
 _SHELLS = re.compile(r"(.*/)?(ba|da|z|k|a)?sh$")
 
 
@@ -45,11 +51,15 @@ def from_shell(text: str, line: int = 1) -> list[Command]:
     """Return the commands of a script; every assignment in it is in the environment of all."""
     commands, env = list[list[Word]](), dict[str, Word]()
     for words in simple_commands(text, line):
-        start = 0
-        while start < len(words) and (
-            words[start].text in ("export", "env", "exec", "sudo", "nohup", "time")
-            or _ASSIGNMENT.fullmatch(words[start].text)
-        ):
+        start, prefix = 0, ""
+        while start < len(words):
+            text = words[start].text
+            if text in _PREFIXES:
+                prefix = text
+            elif prefix and text.startswith("-"):
+                start += bool(re.fullmatch(_PREFIXES[prefix], text))  # its value
+            elif not _ASSIGNMENT.fullmatch(text):
+                break
             start += 1
         env |= assignments(words[:start])
         if start < len(words):

@@ -266,11 +266,16 @@ def environment(
 def in_dockerfile(text: str) -> Iterator[Command]:
     """Yield what the last stage of a Dockerfile starts."""
     image: Word | None = None
-    env, given = dict[str, Word](), dict[str, list[Word]]()
+    env, given = dict[str, Word](), dict[str, list[Command]]()
+    stages = dict[str, tuple[Word, dict[str, Word], dict[str, list[Command]]]]()  # by their names
     for line, name, rest in _instructions(text):
         if name == "FROM":
             words = [word for word in rest.split() if not word.startswith("--")]
-            image, env, given = Word(words[0] if words else "", line), {}, {}
+            start = words[0] if words else ""
+            image, env, given = stages.get(start.lower(), (Word(start, line), {}, {}))
+            env, given = {**env}, {**given}
+            if len(words) == 3 and words[1].lower() == "as":
+                stages[words[2].lower()] = (image, env, given)
         elif name == "ENV":
             words = all_words(rest, line)
             env |= assignments(words)
@@ -278,8 +283,18 @@ def in_dockerfile(text: str) -> Iterator[Command]:
                 env[words[0].text] = words[1]
         elif name in ("ENTRYPOINT", "CMD"):
             listed = rest.lstrip().startswith("[")
-            given[name] = quoted_items(rest, line) if listed else all_words(rest, line)
-    words = (*given.get("ENTRYPOINT", ()), *given.get("CMD", ()))
+            given[name] = (
+                [Command(tuple(quoted_items(rest, line)))] if listed else from_shell(rest, line)
+            )
+    script = given.get("ENTRYPOINT") or given.get("CMD", [])
+    if len(script) > 1:  # a line of a shell
+        for each in script:
+            command = replace(each, env={**env, **each.env}, image=image, inner=True)
+            yield from inner_scripts(command)
+        return
+    started = [each for name in ("ENTRYPOINT", "CMD") for each in given.get(name, ())]
+    words = tuple(word for each in started for word in each.words)
+    env = {**env, **{name: word for each in started for name, word in each.env.items()}}
     # An image without a command of its own gets its options from whoever starts it.
     yield from inner_scripts(Command(words, env, image, external_env=not words))
 
