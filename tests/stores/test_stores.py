@@ -211,3 +211,27 @@ def test_a_missing_library_names_its_extra(module, target, tmp_path, monkeypatch
 
 def test_every_form_of_a_target_has_a_store_that_opens_it():
     assert [kind.form for kind in KINDS] == list(STORES)
+
+
+def test_an_archive_of_arrays_is_no_array(tmp_path):
+    with (tmp_path / "x.npy").open("wb") as file:
+        np.savez(file, a=VECTORS)
+    with pytest.raises(InputError, match="npz"):
+        opening(tmp_path / "x.npy")
+
+
+@pytest.mark.parametrize("option", ["", "?text=text", "?text=words"])
+def test_a_row_without_a_text_does_not_hide_the_texts_of_others(tmp_path, option):
+    name = option.partition("=")[2] or "text"
+    rows = [{name: None, "v": [1.0, 2.0]}, {"id": "b", name: "second", "v": [1.0, 3.0]}]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with open_store(f"{tmp_path / 'x.jsonl'}{option}") as store:
+        assert store.texts is not None
+        assert store.texts([0, 1]) == [None, "second"]
+
+
+def test_a_byte_order_mark_before_json_lines_is_no_error(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a", "v": [1.0, 2.0]}\n')
+    with open_store(str(tmp_path / "x.jsonl")) as store:
+        assert store.texts is not None
+        assert store.texts([0]) == ["a"]

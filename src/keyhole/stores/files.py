@@ -17,7 +17,7 @@ from torch import Tensor
 from keyhole.core.errors import InputError, first_line
 from keyhole.core.files import expect_file, parse, unreadable
 from keyhole.core.machine import expect_memory
-from keyhole.stores.store import Place, Store, column_store, library
+from keyhole.stores.store import TEXT_NAMES, Place, Store, column_store, library
 
 # One NumPy array (.npy).
 #
@@ -33,6 +33,9 @@ def open_npy(place: Place) -> Generator[Store]:
         array: Any = np.load(place.path, allow_pickle=False, mmap_mode="r")
     except (OSError, ValueError, EOFError) as error:
         raise unreadable(what, place.path, error) from error
+    if not isinstance(array, np.ndarray):  # an .npz, whatever its name
+        array.close()
+        raise InputError(f"expected one array in {place.path}, got an archive of arrays (.npz)")
     if array.ndim != 2 or array.dtype not in (np.float16, np.float32, np.float64):
         raise InputError(
             f"expected an array of floating-point vectors (texts, numbers) in {place.path}, got "
@@ -52,6 +55,7 @@ def open_npy(place: Place) -> Generator[Store]:
 # The file is read once to find the beginnings of its lines. Rows are then read from there.
 
 _UNNAMED = "the line itself"  # the name of the column if lines are lists
+_ROWS_FOR_NAMES = 300  # in which a field of texts is looked for
 
 
 @contextmanager
@@ -62,12 +66,29 @@ def open_json_lines(place: Place) -> Generator[Store]:
         first = _row(file, starts, 0, place.path) if starts else {}
         names = [name for name, value in first.items() if _is_vector(value)]
         column = place.choice("column", names, "field that holds a vector")
-        text = place.text_column([name for name, value in first.items() if isinstance(value, str)])
+        text = place.text_column(_text_fields(file, starts, place))
 
         def read(column: str, rows: Sequence[int]) -> list[Any]:
             return [_row(file, starts, row, place.path).get(column) for row in rows]
 
         yield column_store(place.path, len(starts), read, column, text)
+
+
+def _text_fields(file: IO[bytes], starts: array[int], place: Place) -> list[str]:
+    """Return the fields of the first row that hold texts.
+
+    If what is wanted is not among them, the fields of the next rows follow: some rows may lack it.
+    """
+    names, wanted = dict[str, None](), {place.options.get("text")} - {None} or set(TEXT_NAMES)
+    for row in range(min(len(starts), _ROWS_FOR_NAMES)):
+        try:
+            fields = _row(file, starts, row, place.path)
+        except InputError:  # it is reported when the row is read
+            continue
+        names |= {name: None for name, value in fields.items() if isinstance(value, str)}
+        if not wanted.isdisjoint(names):
+            break
+    return list(names)
 
 
 def _line_starts(file: IO[bytes]) -> array[int]:
@@ -84,7 +105,8 @@ def _row(file: IO[bytes], starts: array[int], row: int, path: str) -> dict[str, 
     file.seek(starts[row])
     line = file.readline()
     try:
-        value: object = parse(line.decode("utf-8"))
+        # Only a file may begin with a byte order mark.
+        value: object = parse(line.decode("utf-8" if starts[row] else "utf-8-sig"))
     except ValueError as error:
         raise InputError(f"row {row} of {path} is not JSON: {error}") from error
     if isinstance(value, list):
