@@ -3,7 +3,8 @@
 An input is "recovered" if it passes two tests. Its residual, recomputed from the original problem
 instead of the reduced problem that a solver works on, must be at rounding level, or within the
 stated tolerance of B. And the equations must determine X at least locally: where their Jacobian is
-singular, a family of inputs has the same output.
+singular, a family of inputs has the same output. A Jacobian that is too large to factorise is not
+examined: then the equations are only counted, and the reason says so.
 """
 
 from __future__ import annotations
@@ -59,25 +60,55 @@ def judge(problem: Problem, X: Tensor, *, unique: bool = False) -> Verdict:
     condition, missing = (None, 0) if unique else _condition(problem, X)
     if not exact:
         reason += f", within the tolerance {problem.tolerance:.1e} of the output"
-    if missing:
-        reason += f"; {missing} directions at X leave the output as it is: X is one of a family"
+    if missing is None:
+        reason += f"; uniqueness not checked: {_unknowns(problem):,} unknowns are too many"
+    elif missing:
+        count = f"at least {missing:,}" if _too_large(problem) else missing
+        reason += f"; {count} directions at X leave the output as it is: X is one of a family"
         return Verdict(Status.NOT_IDENTIFIABLE, reason, residual, condition)
     return Verdict(Status.RECOVERED, reason, residual, condition)
 
 
-def _condition(problem: Problem, X: Tensor) -> tuple[float | None, int]:
-    """Return the condition of the equations at X and the number of directions X may move in."""
-    if problem.length * problem.dim > DENSE:
-        return None, 0
+def _condition(problem: Problem, X: Tensor) -> tuple[float | None, int | None]:
+    """Return the condition of the equations at X and the number of directions X may move in.
+
+    If the Jacobian is too large, the number is how many more unknowns than equations there are,
+    which is the least that it can be. It is None if there are as many equations: then nothing is
+    known about it.
+    """
+    unknowns = _unknowns(problem)
+    if unknowns == 0:
+        return 1.0, 0
+    if _too_large(problem):
+        missing = unknowns - problem.length * _independent(problem)
+        return None, missing if missing > 0 else None
     J = Equations.of(problem, X.device).jacobian(X.unsqueeze(0))[0]
     if problem.known is not None:
         J = J[:, problem.known.isnan().flatten()]
-    if J.shape[1] == 0:
-        return 1.0, 0
     sizes = torch.linalg.svdvals(J)
     rank = int((sizes > _SINGULAR * sizes[0]).sum())
-    missing = J.shape[1] - rank
+    missing = unknowns - rank
     return (None if missing else float(sizes[0] / sizes[-1])), missing
+
+
+def _too_large(problem: Problem) -> bool:
+    """Return whether the Jacobian is too large to be factorised."""
+    return problem.length * problem.dim > DENSE
+
+
+def _unknowns(problem: Problem) -> int:
+    """Return how many entries of X are not known."""
+    if problem.known is None:
+        return problem.length * problem.dim
+    return int(problem.known.isnan().sum())
+
+
+def _independent(problem: Problem) -> int:
+    """Return how many entries of a token's output are independent: the rank of all values."""
+    if problem.residual:
+        return problem.outputs
+    values = problem.V.reshape(-1, problem.outputs)
+    return int(torch.linalg.matrix_rank(values, rtol=_SINGULAR))
 
 
 def distinct(inputs: list[Tensor]) -> list[Tensor]:

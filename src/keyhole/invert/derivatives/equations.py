@@ -31,7 +31,7 @@ from keyhole.invert.problem import Problem
 
 # The number of unknowns up to which an nd×nd matrix is factorised: 72 MB, and about a second.
 # Larger problems get only products with the Jacobian: no dense steps, no polishing by Newton's
-# method, and no check of whether the equations determine X.
+# method, and no check of whether the equations determine X beyond counting them.
 DENSE = 3000
 
 
