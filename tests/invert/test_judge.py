@@ -44,3 +44,17 @@ def test_a_large_problem_says_that_uniqueness_was_not_checked():
     assert verdict.reason.endswith("; uniqueness not checked: 3,600 unknowns are too many")
     small, X = invert.plant(4, 4)
     assert "checked" not in judge(small, X).reason
+
+
+def test_an_input_that_contradicts_the_known_entries_is_not_recovered():
+    problem, X = invert.plant(4, 4, seed=2)
+    known = torch.full_like(X, torch.nan)
+    known[0, 0] = X[0, 0]
+    assert judge(replace(problem, known=known), X).status is Status.RECOVERED
+    for maps_prove_it in (False, True):
+        verdict = judge(replace(problem, known=known + 5), X, unique=maps_prove_it)
+        assert verdict.status is Status.UNSOLVED
+        assert "X contradicts the known entries, by up to 5.0e+00" in verdict.reason
+    assert judge(replace(problem, known=known + 1e-8), X).status is Status.INEXACT
+    assert judge(replace(problem, known=known + 1e-15), X).status is Status.RECOVERED
+    assert judge(replace(problem, known=known), X * torch.nan).status is Status.UNSOLVED

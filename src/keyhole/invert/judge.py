@@ -1,10 +1,11 @@
 """The judge of inversions: solvers propose inputs, and shared code checks them.
 
-An input is "recovered" if it passes two tests. Its residual, recomputed from the original problem
+An input is "recovered" if it passes three tests. Its residual, recomputed from the original problem
 instead of the reduced problem that a solver works on, must be at rounding level, or within the
-stated tolerance of B. And the equations must determine X at least locally: where their Jacobian is
-singular, a family of inputs has the same output. A Jacobian that is too large to factorise is not
-examined: then the equations are only counted, and the reason says so.
+stated tolerance of B. It must have the known entries. And the equations must determine X at least
+locally: where their Jacobian is singular, a family of inputs has the same output. A Jacobian that
+is too large to factorise is not examined: then the equations are only counted, and the reason says
+so.
 """
 
 from __future__ import annotations
@@ -54,8 +55,12 @@ def judge(problem: Problem, X: Tensor, *, unique: bool = False) -> Verdict:
     off = float((problem.output(X) - problem.B).abs().max())
     exact = residual <= ROUNDING
     reason = f"residual {residual:.1e}"
-    if not exact and not off <= problem.tolerance:
-        status = Status.INEXACT if residual <= NEARLY else Status.UNSOLVED
+    against, size = _against_known(problem, X), float(X.abs().max())
+    if contradicts := against > ROUNDING * size:
+        reason += f"; X contradicts the known entries, by up to {against:.1e}"
+    if contradicts or (not exact and not off <= problem.tolerance):
+        nearly = residual <= NEARLY and not against > NEARLY * size
+        status = Status.INEXACT if nearly else Status.UNSOLVED
         return Verdict(status, reason, residual, None)
     condition, missing = (None, 0) if unique else _condition(problem, X)
     if not exact:
@@ -67,6 +72,14 @@ def judge(problem: Problem, X: Tensor, *, unique: bool = False) -> Verdict:
         reason += f"; {count} directions at X leave the output as it is: X is one of a family"
         return Verdict(Status.NOT_IDENTIFIABLE, reason, residual, condition)
     return Verdict(Status.RECOVERED, reason, residual, condition)
+
+
+def _against_known(problem: Problem, X: Tensor) -> float:
+    """Return the largest difference between X and the known entries."""
+    if problem.known is None:
+        return 0.0
+    off = (X.to(problem.known) - problem.known).abs()
+    return float(off.masked_fill(problem.known.isnan(), 0.0).max())
 
 
 def _condition(problem: Problem, X: Tensor) -> tuple[float | None, int | None]:
