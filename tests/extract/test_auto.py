@@ -56,6 +56,13 @@ def test_tau_is_read_off_the_decimals():
     assert choose(oracle.Rounded(HEAD, 4)).method.tolerance == pytest.approx(5e-5)
 
 
+@pytest.mark.parametrize("size", [1e-8, 1e-20])
+def test_small_answers_are_not_rounded_ones(size):
+    result = Auto()(oracle.Head(HEAD.W, size * HEAD.v))
+    assert result.status is Status.RECOVERED, result.reason
+    assert result.reason.startswith("LowRank, since ")
+
+
 @pytest.mark.parametrize("budget", [0, 5, 12, 30])
 def test_a_budget_is_a_result(budget):
     result = Auto()(oracle.Counted(HEAD, budget=budget))

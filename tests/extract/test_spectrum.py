@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keyhole.extract.output_layer import cliff, decimals_of
+from keyhole.extract.output_layer import cliff, decimals_of, exact_decimals
 
 
 def answers(n, m, rank, noise=0.0, seed=0, decay=1.0):
@@ -66,3 +66,13 @@ def test_digits_are_counted():
         assert decimals_of(values.round(decimals=decimals)) == decimals
     for decimals in range(4):  # written as float32
         assert decimals_of(values.round(decimals=decimals).float().double()) == decimals
+
+
+def test_small_answers_are_not_rounded_ones():
+    values = torch.tensor([3.1e-9, -2e-8], dtype=torch.float64)
+    assert exact_decimals(values) is None
+    assert exact_decimals(1e-300 * values) is None
+    mixed = torch.tensor([0.0, 0.3, 0.3 - 0.1 - 0.2, -1.25], dtype=torch.float64)
+    assert exact_decimals(mixed) == 2
+    assert exact_decimals(1e5 * mixed) == 0
+    assert exact_decimals(0 * mixed) == 0

@@ -245,6 +245,8 @@ _BEYOND = 1.1  # times the largest singular value that rounding can have
 _BLOCK = 32
 _DECIMALS = 6
 _FLOAT32 = 2.0**-23
+_WHOLE = 1e-6  # distance of a whole number
+_ZERO = 1e-14  # distance of 0, relative to the largest number
 
 
 @dataclass(frozen=True)
@@ -334,10 +336,16 @@ def decimals_of(answers: Tensor) -> int | None:
 
 
 def exact_decimals(answers: Tensor, least: int = 0, most: int = _DECIMALS) -> int | None:
-    """Return the fewest decimals that all numbers in float64 have, from `least` to `most`."""
+    """Return the fewest decimals that all numbers in float64 have, from `least` to `most`.
+
+    A number that rounds to 0 must be 0, up to rounding errors of the largest: small numbers are not
+    rounded ones.
+    """
     for decimals in range(least, most + 1):
         shifted = answers * 10.0**decimals
-        if bool(((shifted - shifted.round()).abs() <= 1e-6).all()):
+        whole = shifted.round()
+        zero = (_ZERO * shifted.abs().max()).clamp(max=_WHOLE)
+        if bool(((shifted - whole).abs() <= torch.where(whole == 0, zero, _WHOLE)).all()):
             return decimals
     return None
 
