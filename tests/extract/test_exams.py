@@ -8,8 +8,11 @@ import reference_noise as reference
 import torch
 
 from keyhole import oracle
-from keyhole.extract.exams import SignExam
+from keyhole.extract import Status
+from keyhole.extract.exams import SignExam, SignMethod
 from keyhole.extract.extraction import Step
+from keyhole.extract.judge import settle
+from keyhole.extract.tolerant import Tolerant
 
 HEAD = oracle.plant(dim=5, seed=0)
 
@@ -35,3 +38,36 @@ def test_the_exam_puts_its_questions_where_the_model_says_so():
         ratio = np.array(values[:-1]) / np.array(values[1:])
         assert np.allclose(ratio, 10, rtol=1e-6)
         assert torch.equal(answers, (HEAD(questions) > 0).double())
+
+
+OVERFLOWING = oracle.Head(1e308 * torch.ones_like(HEAD.W), HEAD.v)
+
+
+def proposing(method, *models):
+    """Return a method of this kind that proposes these models without a query."""
+
+    class Proposing(method):
+        def steps(self, target):
+            for model in models:
+                yield Step(model, 1, 1, guarantee=1e-9, guarantee_v=1e-9)
+
+    return Proposing
+
+
+def test_a_model_that_overflows_is_a_mismatch():
+    tolerant = proposing(Tolerant, OVERFLOWING)(1e-3)
+    result = settle(tolerant, oracle.Rounded(HEAD, 3))
+    assert (result.status, result.check.worst) == (Status.MISMATCH, 1e99)
+    by_signs = proposing(SignMethod, OVERFLOWING)()
+    by_signs.accuracy = 1e-6
+    result = settle(by_signs, oracle.SignOnly(HEAD))
+    assert result.status is Status.MISMATCH
+    assert result.reason.startswith("the weights found cannot answer: NaN or infinity in ")
+
+
+def test_an_early_model_that_overflows_does_not_end_the_exam():
+    by_signs = proposing(SignMethod, OVERFLOWING, HEAD)()
+    by_signs.accuracy = 1e-6
+    result = settle(by_signs, oracle.SignOnly(HEAD))
+    assert result.status is Status.RECOVERED, result.reason
+    assert [error for _, error in result.trace] == [1.0, by_signs.finest]

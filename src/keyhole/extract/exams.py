@@ -16,16 +16,16 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from keyhole.core import Status
+from keyhole.core import Status, Unsuccessful
 from keyhole.extract.bilinear import batch_rows, scalar
 from keyhole.extract.domain import Domain
 from keyhole.extract.extraction import Check, Step
 from keyhole.extract.gauss_newton import Pairs, SingleTokens
 from keyhole.extract.halfspace import signs
-from keyhole.extract.judge import LENGTHS, NEARLY, PER_KIND, Exam, Method, verdict
+from keyhole.extract.judge import LENGTHS, NEARLY, PER_KIND, Exam, Method, differences, verdict
 from keyhole.oracle.defences import SignOnly
 from keyhole.oracle.planted import Head
-from keyhole.oracle.protocol import Oracle, ask
+from keyhole.oracle.protocol import Oracle, OracleError, ask
 
 _STREAM = 0x4558414D  # so that the exam has other queries than any attack
 _COARSEST = 0.1  # the first level: a model whose signs are wrong there is refuted
@@ -62,7 +62,11 @@ class SignExam(Exam):
         for length in LENGTHS:
             shape = (length, _CHOICE * PER_KIND, oracle.dim)
             lines = [(_draw(size, *shape, stream), _draw(size, *shape, stream)) for size in sizes]
-            questions = _near_zero(step.model, lines, levels, stream).flatten(0, 1)
+            try:
+                questions = _near_zero(step.model, lines, levels, stream).flatten(0, 1)
+            except OracleError as error:  # of the model: the oracle is asked below
+                reason = f"the weights found cannot answer: {error}"
+                raise Unsuccessful(Status.MISMATCH, reason) from error
             sets.append((questions, ask(oracle, questions)))
         return cls(tuple(sets), levels=levels)
 
@@ -72,7 +76,8 @@ class SignExam(Exam):
         bounds = torch.tensor((1.0, *self.levels), dtype=torch.float64)
         errors: list[Tensor] = []
         for questions, answers in self.sets:
-            right = (ask(sign, questions) == answers).unflatten(0, (len(self.levels), -1))
+            right = differences(sign, questions, answers) == 0
+            right = right.unflatten(0, (len(self.levels), -1))
             agreeing = right.long().cumprod(0).sum(0)  # levels before the first wrong sign
             errors.append(bounds[agreeing])
         return self.check(errors)
@@ -196,7 +201,7 @@ class AmplifiedExam(Exam):
         for number, (sequences, answers) in enumerate(self.sets):
             scale = answers.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
             excused = self.tolerance if number % 2 == 0 else 0.0
-            wrong = (ask(model, sequences) - answers).abs().reshape(-1) - excused
+            wrong = differences(model, sequences, answers).reshape(-1) - excused
             errors.append(wrong.clamp(min=0) / scale)
         return self.check(errors)
 
@@ -240,7 +245,7 @@ class AmplifiedExam(Exam):
         moved = 2 * values * torch.tanh(scores / 2)
         allowed = self.tolerance + error_v * sizes.amax(-1) + moved
         small = NEARLY * answers.abs().max()
-        return bool(((ask(model, sequences) - answers).abs() <= allowed + small).all())
+        return bool((differences(model, sequences, answers) <= allowed + small).all())
 
 
 _COPIES = (2, 3)  # copies of a sequence: each token keeps its attention

@@ -142,7 +142,7 @@ class Exam:
 
     def check(self, errors: list[Tensor]) -> Check:
         """Summarise errors, one for each query."""
-        every = torch.cat(errors)
+        every = torch.cat(errors).clamp(max=_INFINITE)
         queries = sum(len(answers) for _, answers in self.sets)
         return Check(float(every.max()), float(every.mean()), queries)
 
@@ -150,8 +150,8 @@ class Exam:
         """Measure errors relative to the largest answer of the same length and norm."""
         errors: list[Tensor] = []
         for (sequences, answers), scale in zip(self.sets, self.scales, strict=True):
-            wrong = _differences(model, sequences, answers).unflatten(0, (2, -1)).flatten(1)
-            errors.append((wrong / scale[:, None]).clamp(max=_INFINITE).flatten())
+            wrong = differences(model, sequences, answers).unflatten(0, (2, -1)).flatten(1)
+            errors.append((wrong / scale[:, None]).flatten())
         return self.check(errors)
 
     def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
@@ -171,7 +171,7 @@ class Exam:
         shares, owns, explained = list[Tensor](), list[Tensor](), True
         for (sequences, answers), scale, own in zip(self.sets, self.scales, self.own, strict=True):
             scale = scale.repeat_interleave(len(own) // 2)
-            wrong = _differences(step.model, sequences, answers).reshape(len(own), -1).amax(1)
+            wrong = differences(step.model, sequences, answers).reshape(len(own), -1).amax(1)
             model = own if step.uncertainty is None else step.uncertainty(sequences)
             explained &= bool((wrong <= accepted * scale + ALLOWED * own + _SURE * model).all())
             shares.append((model / scale)[: len(own) // 2])  # tokens of norm about 1
@@ -200,7 +200,7 @@ def verdict(check: Check, accepted: float, excused: float = NEARLY) -> tuple[Sta
     return Status.INEXACT if check.worst <= excused else Status.MISMATCH, measured
 
 
-def _differences(model: Oracle, sequences: Tensor, answers: Tensor) -> Tensor:
+def differences(model: Oracle, sequences: Tensor, answers: Tensor) -> Tensor:
     """Return the model's errors: infinite if it overflows or answers in another shape."""
     try:
         given = ask(model, sequences)
