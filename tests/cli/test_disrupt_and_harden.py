@@ -90,6 +90,23 @@ def test_smoothing_by_the_command(keyhole, place, tmp_path, kind):
     assert "unchanged by any cut of 2 units" in keyhole(*view, cwd=place).stdout
 
 
+@pytest.mark.parametrize("kind", ["random", "partition"])
+def test_a_model_that_answers_nan_is_refused(keyhole, tmp_path, kind):
+    """The argmax of NaN is class 0, so every mask would vote 0, and no cut would flip it."""
+    classifier(tmp_path, 12)
+    broken = tiny_classifiers.model(labels=2)
+    torch.nn.init.constant_(broken.classifier.bias, torch.nan)
+    broken.save_pretrained(tmp_path / "my-classifier")
+    (tmp_path / "zeros.tsv").write_text("sentence\tlabel\nw1 w2 w3\t0\nw4 w5 w6\t0\n")
+    view = ("my-classifier", "--data", "zeros.tsv")
+    certify = ("lab", "certify", view[0], 1, *view[1:], "-o", f"kind={kind}", "-o", "keep=0.1")
+    for command in (("disrupt", *view), certify):
+        done = keyhole(*command)
+        assert done.returncode == 2, done.stdout
+        assert "the model gives NaN or infinity" in done.stderr
+        assert "classifier.bias" in done.stderr
+
+
 def test_harden_proves_what_no_cut_can_do(keyhole, place, tmp_path, lightly):
     view = (
         "harden", place / "my-classifier", "--data", place / "train.tsv", "--dev",

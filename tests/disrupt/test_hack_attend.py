@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import reference_disrupt as reference
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny_architectures
 import tiny_heads
+from keyhole.core import Status
 from keyhole.core.errors import InputError
-from keyhole.disrupt import RANKINGS, Disruption, Greedy, HackAttend, Rerank
+from keyhole.disrupt import RANKINGS, Control, Disruption, Greedy, HackAttend, Rerank
 from keyhole.models.masking import Untouched, rewriting
 
 QUICK = {"schedule": Rerank(rounds=3, prefixes=4, refine=2), "batch": 32}
@@ -491,3 +494,46 @@ def test_the_judge_rejects_masks_that_break_the_rules():
     assert not judge(model, question, units, cut, tight, 8).flipped.any()
     cut[:, 0] = True  # [CLS] to [CLS]
     assert not judge(model, question, units, cut, limits, 8).flipped.any()
+
+
+def test_what_answers_nan_only_under_a_cut_has_kept_nothing(monkeypatch):
+    model, batch = tiny_heads.model("bert", "classes"), tiny_heads.texts(2)
+    labels = tiny_heads.own_labels(model, batch)
+    softmax = torch.softmax
+
+    def breaking(scores, *args, **options):
+        cut = (scores == torch.finfo(scores.dtype).min).any()
+        return softmax(scores, *args, **options) * (torch.nan if cut else 1)
+
+    monkeypatch.setattr(torch, "softmax", breaking)
+    batch = {name: value[:1] for name, value in batch.items()}  # the longest text: no padding
+    with pytest.raises(InputError, match="NaN or infinity: its numbers overflow"):
+        HackAttend(share=0.2, **QUICK)(model, batch, labels[:1])
+
+
+def test_a_control_that_is_nan_stays_nan():
+    for parts in ([0.0, math.nan], [math.nan, 0.0]):
+        first, second = (Control(part, part, 0) for part in parts)
+        found = first.joined(second)
+        assert math.isnan(found.change)
+        assert math.isnan(found.own)
+
+
+def test_flips_mean_nothing_if_rewriting_alone_changes_answers():
+    """The model has an attention function of its own, which `rewriting` replaces by another."""
+
+    def backwards(module, query, key, value, attention_mask, **_):
+        weights = torch.softmax(-(query @ key.mT), -1)
+        return (weights @ -value * 9).transpose(1, 2).contiguous(), weights
+
+    transformers.AttentionInterface.register("backwards", backwards)
+    model, batch = tiny_heads.model("bert", "classes", seed=1), tiny_heads.texts(8, seed=1)
+    model.set_attn_implementation("backwards")
+    labels = tiny_heads.own_labels(model, batch)
+    found = HackAttend(share=0.2, **QUICK)(model, batch, labels)
+    assert found.control.flips
+    assert found.attacked
+    assert found.status is Status.NOT_APPLICABLE
+    first = found.summary().splitlines()[0]
+    assert first.startswith("could not check: the attack's own attention function changes")
+    assert "of all units" not in first

@@ -76,10 +76,11 @@ def _check(
     examples: Callable[[], Sequence[Example]], track: Track,
 ) -> Checked:  # fmt: skip
     """Run one attacker on the model, and on its hardened version if there is one."""
-    loaded, hardened, labelled = target.loaded, target.hardened, examples()
+    loaded, hardened = target.loaded, target.hardened
     started = time.perf_counter()
 
     def attack(model: Loaded, name: str) -> Disruption:
+        labelled = examples()
         return _batches(model, labelled, track(name, len(labelled))).attack(attacker)
 
     name, remedied = words.exposure(exposure), tuple[Remedied, ...]()
@@ -89,20 +90,27 @@ def _check(
         if hardened is not None:
             other = attack(hardened, f"{name}, {hardened.name}")
             flipped = f"{other.flips} of {len(other.attacked)}"
-            reason += f"; of {hardened.name}: {flipped} ({percent(other.success)})"
-            left = f"{flipped} right answers flipped"
-            remedied = (Remedied(f"keyhole harden: {hardened.name}", other.success, left),)
-    except InputError as error:  # the model's attention cannot be cut
+            shown = f"{flipped} ({percent(other.success)})"
+            if other.control.flips:
+                shown = f"could not check: {other.obstacle}"
+            else:
+                left = f"{flipped} right answers flipped"
+                remedied = (Remedied(f"keyhole harden: {hardened.name}", other.success, left),)
+            reason += f"; of {hardened.name}: {shown}"
+    except InputError as error:  # the model's attention cannot be cut, or it answers NaN
         return one_skip(_EXPOSURE, type(attacker).__name__, str(error))
     if target.about:
         reason += f"; {target.about}"
-    control = bool(disruption.method["control"])
+    control, known, cuts = bool(disruption.method["control"]), 0.0, tuple[Cut, ...]()
+    if not disruption.obstacle:
+        known = disruption.success
+        cuts = _cuts(loaded.tokenizer, loaded.model.config, disruption)
     return one_finding(
         exposure, disruption.method["attack"], status, reason,
         _CONTROL_REMEDY if control else _REMEDY, started,
-        queries=sum(outcome.queries for outcome in disruption.attacked), known=disruption.success,
+        queries=sum(outcome.queries for outcome in disruption.attacked), known=known,
         tried=len(disruption.attacked), sought="prediction",
-        cuts=_cuts(loaded.tokenizer, loaded.model.config, disruption),
+        cuts=cuts,
         control=control, remedied=remedied,
     )  # fmt: skip
 

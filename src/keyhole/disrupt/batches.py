@@ -17,7 +17,7 @@ from keyhole.core.errors import InputError
 from keyhole.core.progress import Progress, silent
 from keyhole.data import Batch, Example, encode
 from keyhole.disrupt.disruption import Attacker, Disruption, described, joined
-from keyhole.models.anatomy import fitting
+from keyhole.models.anatomy import expect_numbers, fitting
 from keyhole.models.loading import GENERATES, head_of
 
 
@@ -66,7 +66,9 @@ class Batches:
     def predicted(self, batch: Batch) -> Tensor:
         inputs = {name: value for name, value in batch.items() if name != "special_tokens_mask"}
         with torch.no_grad():
-            return self.model(**inputs).logits.argmax(-1)
+            logits = self.model(**inputs).logits
+        expect_numbers(self.model, [logits])
+        return logits.argmax(-1)
 
     def accuracy(self) -> float:
         right = sum(int((self.predicted(batch) == labels).sum()) for _, batch, labels in self)

@@ -7,6 +7,7 @@ the model on that input, `worst_head` to the units of the head that lost the lar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import Any, ClassVar, Protocol
@@ -66,8 +67,14 @@ class Control:
 
     def joined(self, other: Control) -> Control:
         return Control(
-            max(self.change, other.change), max(self.own, other.own), self.flips + other.flips
-        )
+            _largest(self.change, other.change), _largest(self.own, other.own),
+            self.flips + other.flips,
+        )  # fmt: skip
+
+
+def _largest(*numbers: float) -> float:
+    """Return the largest number, or NaN if there is one: `max` may drop it."""
+    return math.nan if any(map(math.isnan, numbers)) else max(numbers)
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,7 +118,12 @@ class Disruption(Result):
 
     @property
     def status(self) -> Status:
-        """Whether all, some or none of the right answers flipped, or there were none."""
+        """Whether all, some or none of the right answers flipped, or there were none.
+
+        If the control changes answers, flips are not those of the model as loaded.
+        """
+        if self.control.flips:
+            return Status.NOT_APPLICABLE
         cut = sum(outcome.masked for outcome in self.attacked)
         if not self.attacked or not (self.flips or cut):
             return Status.NOT_APPLICABLE
@@ -121,9 +133,12 @@ class Disruption(Result):
 
     @property
     def obstacle(self) -> str:
-        """Why there was nothing to attack, or ""."""
+        """Why there was nothing to attack, or why flips mean nothing, or ""."""
         if self.status is not Status.NOT_APPLICABLE:
             return ""
+        if self.control.flips:
+            what = "an answer" if self.control.flips == 1 else f"{self.control.flips} answers"
+            return f"the attack's own attention function changes {what}, though nothing is cut"
         if not self.outcomes:
             return "no example has an outcome"
         if not self.attacked:
@@ -155,7 +170,7 @@ class Disruption(Result):
         lines = [f"{self.flips} of {right} right answers flipped ({percent(self.success, 1)})"]
         if self.obstacle:
             lines = [f"could not check: {self.obstacle}"]
-        if self.flips:
+        elif self.flips:
             lines[0] += f", by {percent(self.share, 2)} of all units on average"
         before = (
             f"accuracy before: {percent(self.accuracy, 1)} ({self.skipped} of "

@@ -142,7 +142,10 @@ def key_of(example: Example) -> str:
 
 @dataclass(frozen=True)
 class _Record:
-    """The record of one example in the journal. The first of a batch has the batch's seconds."""
+    """The record of one example in the journal.
+
+    The first of a batch has the batch's seconds, and the flips of its control.
+    """
 
     outcome: Outcome
     control: Control
@@ -168,8 +171,9 @@ class _Outcomes:
         self.known |= outcomes
         self.control = self.control.joined(result.control)
         self.seconds += result.seconds
-        records = [_Record(outcome, result.control, 0.0) for outcome in outcomes.values()]
-        records[0] = replace(records[0], seconds=result.seconds)
+        control = replace(result.control, flips=0)
+        records = [_Record(outcome, control, 0.0) for outcome in outcomes.values()]
+        records[0] = replace(records[0], control=result.control, seconds=result.seconds)
         self._journal.add(dict(zip(outcomes, map(asdict, records), strict=True)))
 
 

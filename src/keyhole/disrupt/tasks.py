@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from keyhole.core.errors import InputError
 from keyhole.data import NO_LABEL, Batch
-from keyhole.models.anatomy import positions
+from keyhole.models.anatomy import expect_numbers, positions
 from keyhole.models.loading import Task, head_of
 
 IGNORED = -100  # the label of a position where nothing is predicted
@@ -68,12 +68,17 @@ class Question:
         )  # fmt: skip
 
     def logits(self, model: Any) -> Tensor:
-        """The model's logits (b, m, classes), in float32 or float64."""
+        """The model's logits (b, m, classes), in float32 or float64.
+
+        NaN is no answer, though its argmax is class 0: raises InputError, also under a mask.
+        """
         if self.task != "causal":
             logits = model(**self.inputs, **_options(model, {"use_cache": False})).logits
             logits = logits if logits.ndim == 3 else logits.unsqueeze(1)
         else:
             logits = self._last(model)
+        ignored = (self.labels == IGNORED).unsqueeze(-1)
+        expect_numbers(model, [logits.masked_fill(ignored, 0) if ignored.any() else logits])
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _last(self, model: Any) -> Tensor:
@@ -306,6 +311,7 @@ def settled(model: Any, batch: Batch, labels: Tensor, target: int | None = None)
     inputs.pop("special_tokens_mask", None)
     with torch.no_grad():
         logits = model(**inputs).logits
+    expect_numbers(model, [logits])
     classes = logits.shape[-1]
     for what, number in (("labels", int(labels.max())), ("the target", target)):
         if number is not None and not NO_LABEL <= number < classes:

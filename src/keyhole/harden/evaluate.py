@@ -46,6 +46,7 @@ from keyhole.disrupt.units import Units, survey
 from keyhole.harden.defences.attack_masks import AttackMasks, Cuts, tokens
 from keyhole.harden.defences.defence import logits
 from keyhole.harden.smoothing import Smoothed, Smoothing
+from keyhole.models.anatomy import expect_numbers
 from keyhole.models.masking import rewriting
 
 
@@ -228,7 +229,9 @@ def lowered(batches: Batches, method: HackAttend, seed: int) -> Measured:
         wrong = wrong_labels(batches.model, batch, part, seed)
         cuts = lowering(batches.model, batch, wrong, method)
         with torch.no_grad(), rewriting(batches.model, cuts):
-            after = logits(batches.model, batch).argmax(-1)
+            scores = logits(batches.model, batch)
+        expect_numbers(batches.model, [scores])
+        after = scores.argmax(-1)
         right = before == labels
         count += int(right.sum())
         flips += int((right & (after != before)).sum())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -253,3 +254,18 @@ def gain_and_bias(norm: nn.Module) -> tuple[Tensor, Tensor | None]:
     measured = z * (output if bias is None else output - bias)
     plain = (measured - weight).norm() <= (measured - weight - 1).norm()
     return weight if plain else weight + 1, bias
+
+
+def expect_numbers(model: nn.Module, given: Iterable[Tensor]) -> None:
+    """Raise InputError if a model gave NaN or infinity, which leak nothing and are no answer."""
+    if all(bool(each.isfinite().all()) for each in given):
+        return
+    name = not_finite(model)
+    cause = "its numbers overflow" if name is None else f"its weights hold some, in {name}"
+    raise InputError(f"the model gives NaN or infinity: {cause}")
+
+
+def not_finite(model: nn.Module) -> str | None:
+    """Return the name of the first weight that holds NaN or infinity."""
+    weights = model.named_parameters()
+    return next((name for name, each in weights if not bool(each.isfinite().all())), None)

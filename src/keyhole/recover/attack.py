@@ -8,7 +8,7 @@ right.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -20,7 +20,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
 from keyhole.core.numerics import LinAlgError
 from keyhole.core.progress import Progress, Track, silent, untracked
-from keyhole.models.anatomy import Anatomy, anatomy
+from keyhole.models.anatomy import Anatomy, anatomy, not_finite
 from keyhole.models.capture import capture
 from keyhole.models.pieces import decoded, written
 from keyhole.recover.leaks import Leak
@@ -198,24 +198,9 @@ def solvable(model: nn.Module) -> Generator[None]:
     try:
         yield
     except LinAlgError as error:
-        name = _not_finite(model)
+        name = not_finite(model)
         reason = f"the model's weights hold NaN or infinity, in {name}: nothing can be solved for"
         if name is None:
             words = " ".join(str(error).split())[:200]
             reason = f"the equations of this attack have no solution for this model: {words}"
         raise Unsuccessful(Status.NOT_APPLICABLE, reason) from error
-
-
-def expect_numbers(model: nn.Module, given: Iterable[Tensor]) -> None:
-    """Raise InputError if a model gave NaN or infinity: nothing can leak from it."""
-    if all(bool(each.isfinite().all()) for each in given):
-        return
-    name = _not_finite(model)
-    cause = "its numbers overflow" if name is None else f"its weights hold some, in {name}"
-    raise InputError(f"the model gives NaN or infinity: {cause}")
-
-
-def _not_finite(model: nn.Module) -> str | None:
-    """Return the name of the first weight that holds NaN or infinity."""
-    weights = model.named_parameters()
-    return next((name for name, each in weights if not bool(each.isfinite().all())), None)

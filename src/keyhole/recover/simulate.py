@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from keyhole.core.errors import InputError, expect_among, expect_number, expect_seed
 from keyhole.core.files import unwritable
 from keyhole.data import opening
-from keyhole.models.anatomy import anatomy
+from keyhole.models.anatomy import anatomy, expect_numbers
 from keyhole.models.capture import Exposure
 from keyhole.models.capture import capture as exposed
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded, identity
 from keyhole.models.pairs import behind, decoder_of
-from keyhole.recover.attack import expect_numbers
 from keyhole.recover.leaks import PRECISIONS, TYPES, HiddenStates, Leak, Logits, Pooled
 from keyhole.recover.secrets import SECRETS, hidden_by, secrets_of
 
