@@ -166,7 +166,7 @@ COMMANDS = (
     "recover demo leak.safetensors --json",
     "disrupt demo --examples 1 --json",
     "audit head.safetensors",
-    "audit head.safetensors --force --baseline keyhole-head.safetensors.json",
+    "audit head.safetensors --output json=again.json --baseline keyhole-head.safetensors.json",
     "report keyhole-head.safetensors.json --output markdown=-",
     "check-config vllm.sh",
     "audit head.safetensors --fail",

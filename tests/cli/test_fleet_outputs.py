@@ -55,6 +55,13 @@ def test_reports_and_a_baseline_of_a_whole_fleet(keyhole, tmp_path):
     assert {result["baselineState"] for result in first["results"]} == {"unchanged"}
     assert "new" in {result["baselineState"] for result in second["results"]}
 
+    # No file of the baseline is replaced.
+    (old, *_) = (tmp_path / "old").glob("*.json")
+    words = ("--out=y", "--baseline=old", f"--output=json=old/{old.name}", "--force")
+    done = keyhole(f"--targets={file}", *words)
+    assert done.returncode == 2
+    assert "is the baseline" in done.stderr
+
 
 WRONG = {
     "a format of one target": (["--output=html=x"], "with one of json, sarif, sarif-github"),

@@ -92,6 +92,29 @@ def test_what_a_baseline_has_does_not_fail(planted, keyhole):
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ("--baseline=keyhole-head.safetensors.json",),  # the findings go there by default
+        ("--baseline=./link.json",),
+        ("--baseline=keyhole-head.safetensors.json", "--output=json=link.json"),
+        ("--baseline=old.json", "--output=html=../{}/old.json", "--force"),
+    ],
+)
+def test_a_run_never_replaces_its_own_baseline(planted, keyhole, words):
+    (planted / "keyhole.toml").unlink()
+    scores = ("audit", "head.safetensors", "--only", "KH-WEIGHTS-SCORES")
+    assert keyhole(*scores)[0] == 1
+    findings = planted / "keyhole-head.safetensors.json"
+    (planted / "old.json").write_bytes(findings.read_bytes())
+    (planted / "link.json").symlink_to(findings)
+    before = {path.name: path.read_bytes() for path in planted.iterdir()}
+    code, output = keyhole(*scores, *(word.format(planted.name) for word in words))
+    assert code == 2
+    assert "copy the baseline" in " ".join(output.split())
+    assert {path.name: path.read_bytes() for path in planted.iterdir()} == before
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--policy", "missing.toml"), "a policy"),

@@ -104,7 +104,7 @@ def audit(
         raise InputError("--out is for --targets; use --output FORMAT=FILE for one target")
     if baseline is not None:
         run = replace(run, judge=judge.against(Audit.load(baseline)))
-    raise typer.Exit(_audit_one(target, run))
+    raise typer.Exit(_audit_one(target, run, baseline))
 
 
 @dataclass(frozen=True)
@@ -128,13 +128,16 @@ class _Run:
             yield {**self.scale, "journal": journal, "track": track, "resuming": resuming}
 
 
-def _audit_one(target: str, run: _Run) -> int:
+def _audit_one(target: str, run: _Run, baseline: Path | None) -> int:
     from keyhole import report
     from keyhole.report.formats import FORMATS
 
     stem = f"keyhole-{short_name(target)}"
     always = {kind: Path(f"{stem}.{kind}") for kind in ("html", "json")}
-    wanted = Outputs.of(run.outputs, FORMATS, force=run.force, as_json=run.as_json, defaults=always)
+    wanted = Outputs.of(
+        run.outputs, FORMATS, force=run.force, as_json=run.as_json, defaults=always,
+        baselines=() if baseline is None else (baseline,),
+    )  # fmt: skip
     expect_fitting(target, target, run.options)  # before torch loads, so that mistakes show at once
     from keyhole.audit.run import audit as audit_target
 
@@ -220,7 +223,10 @@ def _audit_fleet(targets: Path | Sequence[str], run: _Run, out: Path, baseline: 
     files = [index, *(out / f"{m.stem}.{kind}" for m in members for kind in ("json", "html"))]
     force = run.force or any(out.glob(JOURNALS))  # a run that resumes replaces its own files
     expect_new(*files, force=force)
-    wanted = Outputs.of(run.outputs, FLEET_FORMATS, force=force, as_json=run.as_json, others=files)
+    wanted = Outputs.of(
+        run.outputs, FLEET_FORMATS, force=force, as_json=run.as_json, others=files,
+        baselines=() if baseline is None else sorted(baseline.glob("*.json")),
+    )  # fmt: skip
     if "sarif-github" in wanted.names and len(members) > MOST_RUNS:  # not after hours of work
         raise InputError(
             f"GitHub accepts at most {MOST_RUNS} targets in a file, not {len(members)}: write "

@@ -21,7 +21,7 @@ from rich.console import Console, RenderableType
 from keyhole.cli.options import about
 from keyhole.core import dump
 from keyhole.core.errors import InputError
-from keyhole.core.files import expect_writable, is_file, write_text
+from keyhole.core.files import exists, expect_writable, is_file, write_text
 from keyhole.core.options import OUTPUT
 from keyhole.core.text import visible
 
@@ -79,6 +79,17 @@ def expect_new(*files: Path | None, force: bool) -> None:
             raise InputError(f"{file} exists: give --force to replace it")
 
 
+def _expect_no_baseline(files: Sequence[Path], baselines: Sequence[Path]) -> None:
+    """Raise if a file to write is a baseline, by whatever name."""
+    for baseline in baselines:
+        for file in files:
+            if exists(file) and exists(baseline) and file.samefile(baseline):
+                raise InputError(
+                    f"{file} is the baseline, which the findings would replace: copy the baseline "
+                    "and name the copy, or write elsewhere with --output FORMAT=FILE"
+                )
+
+
 def with_tensor_file(out: Path | None) -> tuple[Path, ...]:
     """Return a result's JSON file, and the file of tensors next to it."""
     return () if out is None else (out, out.with_suffix(".safetensors"))
@@ -96,12 +107,14 @@ class Outputs(Generic[_Result]):
     def of(
         cls, words: Sequence[str] | None, formats: Mapping[str, Callable[[_Result], str]], *,
         force: bool, as_json: bool, defaults: Mapping[str, Path] | None = None,
-        others: Sequence[Path] = (),
+        others: Sequence[Path] = (), baselines: Sequence[Path] = (),
     ) -> Outputs[_Result]:  # fmt: skip
         """Read and check values of --output.
 
         `defaults` are files that are written unless another file is named for their format; they
-        replace existing files. `others` are files that the command writes itself.
+        replace existing files. `others` are files that the command writes itself. `baselines` are
+        files to compare with: none of them is ever replaced, because the same command would then
+        compare its findings with themselves.
         """
         pairs = [_pair(word, formats) for word in words or ()]
         on_stdout = [name for name, file in pairs if file == "-"] + ["json"] * as_json
@@ -115,6 +128,7 @@ class Outputs(Generic[_Result]):
         place, count = places.most_common(1)[0] if places else (None, 0)
         if count > 1:
             raise InputError(f"two outputs go to {place}: name a file for each")
+        _expect_no_baseline([*others, *(path for _, path in files)], baselines)
         expect_new(*(path for _, path in usual), force=True)
         expect_new(*(path for _, path in named), force=force)
         return cls(formats, files, on_stdout[0] if on_stdout else None)
