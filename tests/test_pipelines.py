@@ -20,6 +20,7 @@ import yaml
 from command_line import PYTHON, parts
 from keyhole import oracle
 from keyhole.configs import check
+from keyhole.report.formats import FORMATS
 
 ROOT = Path(__file__).parent.parent
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text("utf-8"))
@@ -83,6 +84,11 @@ def test_every_option_of_the_scripts_is_one_of_the_command():
     for script in (AUDIT["run"], *JOB["script"]):
         used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", script))
         assert {"--policy", "--environment", "--baseline", "--output"} <= used <= known
+
+
+def test_the_example_of_a_report_is_of_a_format(root):
+    (named,) = re.findall(r"FORMAT=FILE a line, such as (\w+)=", (root / "action.yml").read_text())
+    assert named in FORMATS
 
 
 def test_findings_are_handed_over_also_when_the_audit_fails():
