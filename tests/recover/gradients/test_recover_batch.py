@@ -144,6 +144,34 @@ def test_the_judge_finds_one_wrong_token_and_one_wrong_class(family, head):
         assert not any(each.verified for each in judge(target, update, fewer))
 
 
+@pytest.mark.parametrize(("family", "head"), [("bert", CLASSES), ("gpt2", NEXT)])
+def test_a_token_with_the_embedding_of_another_is_not_verified(family, head):
+    model, words, batch = case(family, head, texts=2)
+    table = model.get_input_embeddings().weight
+    table[60] = table[50]
+    right, wrong = batch.changed(1, 2, 60), batch.changed(1, 2, 50)
+    target, hidden = Target.of(model, words), update_of(model, right, hide=["embeddings"])
+    for told in (right, wrong):
+        other, own = judge(target, hidden, told)
+        assert other.verified
+        assert not own.verified
+    assert recover_batch(model, words, hidden).status is not Status.RECOVERED
+    shown = update_of(model, right)  # the gradient of the table has a row for each token
+    assert [verdict.verified for verdict in judge(target, shown, right)] == [True, True]
+    assert not any(verdict.verified for verdict in judge(target, shown, wrong))
+
+
+def test_a_head_of_its_own_tells_equal_embeddings_apart():
+    model, words, batch = case("llama", NEXT, texts=1)
+    table = model.get_input_embeddings().weight
+    table[60] = table[50]
+    target = Target.of(model, words)
+    for place, verified in ((2, True), (0, False)):  # the first token is never predicted
+        right = batch.changed(0, place, 60)
+        (verdict,) = judge(target, update_of(model, right, hide=["embeddings"]), right)
+        assert verdict.verified == verified
+
+
 def test_a_spliced_update_is_not_verified():
     model, words, batch = case("bert", CLASSES, texts=2)
     update = update_of(model, batch)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +29,7 @@ from keyhole.data import NO_LABEL, Example, opening
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import head_of, identity
 from keyhole.recover.attack import Target
+from keyhole.recover.layers.judge import duplicated
 from keyhole.recover.layers.precision import rounding_of
 from keyhole.recover.leaks import FORMAT
 from keyhole.recover.recovery import Mark, Verdict, verifying_margin
@@ -426,7 +427,8 @@ def gradient(
 # Where the errors are larger than float32's, they might hide one wrong token. So each token has
 # alternatives: the token of nearest embedding, those that came nearest in the search, and an
 # exchange with the next token. The update with any of them must fit worse by the same odds, or the
-# text is not verified.
+# text is not verified. A token that nearly shares its embedding with another has alternatives
+# whatever the errors: only the gradient of the embeddings or of the head may tell them apart.
 
 _OUTCOMES = {
     Mark.VERIFIED: (Status.RECOVERED, "the batch gives the leaked update again"),
@@ -453,7 +455,7 @@ def judge(
     found = compared(target, update, batch, errors)
     residual, precision = found.residual, found.precision
     fits = len(batch.texts) == update.texts and found.misfit <= found.most
-    proofs = _Proofs(target, update, batch, errors, found.given, tokens) if fits else None
+    proofs = _Proofs(target, update, batch, errors, found, tokens) if fits else None
     verdicts: list[Verdict] = []
     for number, ids in enumerate(batch.texts):
         verified, passes = proofs.holds(number, precision > _FINE) if proofs else (False, 0)
@@ -532,13 +534,14 @@ class Errors:
 
 
 class _Proofs:
-    """The evidence for each text of a batch whose update, `given`, fits as a whole."""
+    """The evidence for each text of a batch whose update, `found`, fits as a whole."""
 
     def __init__(
         self, target: Target, update: Update, batch: Batch, errors: Errors,
-        given: Mapping[str, Tensor], tokens: Sequence[Tensor],
+        found: Compared, tokens: Sequence[Tensor],
     ) -> None:  # fmt: skip
         self.target, self.update, self.batch, self.tokens = target, update, batch, tokens
+        self._errors, self._misfit, given = errors, found.misfit, found.given
         model, parts = target.model, target.parts
         self._weights = {name: each.detach() for name, each in model.named_parameters()}
         inside = {id(each) for block in parts.blocks[:_BLOCKS] for each in block.parameters()}
@@ -563,11 +566,17 @@ class _Proofs:
         if self._worse(own, nothing) < verifying:
             return False, 1
         text = self.batch.texts[number]
+        alike = duplicated(self.target)[list(text)].tolist()
         passes = 1
-        for place in range(len(text)) if coarse else ():
-            for other in self._others(number, place):
+        for place in range(len(text)):
+            for other in self._others(number, place) if coarse or alike[place] else ():
                 passes += 1
-                if self._worse(own, self._part(other, number)) < verifying:
+                if self._worse(own, self._part(other, number)) >= verifying:
+                    continue
+                if not alike[place]:
+                    return False, passes
+                passes += 1
+                if self._worse_as_a_whole(other, number) < verifying:
                     return False, passes
         return True, passes
 
@@ -605,6 +614,13 @@ class _Proofs:
             terms = (change.square() + 2 * change * self._off[name]) / self._variance[name]
             worse += float(terms.sum())
         return worse
+
+    def _worse_as_a_whole(self, text: Batch, number: int) -> float:
+        """Return the same over all parameters, with another text in place of text `number`."""
+        texts = list(self.batch.texts)
+        texts[number] = text.texts[0]
+        other = replace(self.batch, texts=tuple(texts))
+        return compared(self.target, self.update, other, self._errors).misfit - self._misfit
 
     def _nearest(self, token: int) -> int:
         """Return the other token whose embedding is nearest."""

@@ -188,9 +188,7 @@ def _margin(
     # have too few bits, many tokens fit by chance, and no map finds them.
     vague = fit.level <= _FINE and not fine
     blind = (leak.kind == "attention" or vague) and target.parts.causal and fit.whole
-    table = target.parts.table
-    duplicates = target.remembered("duplicates", None, lambda: _duplicates(table.float()))
-    if coarse or blind or bool(duplicates[text].any()):
+    if coarse or blind or bool(duplicated(target)[text].any()):
         others = alternatives(compared, noisy=vague or fit.level > _NOISY)
         if blind:
             others = torch.cat([others, _fitting_as_well(compared, fit, others[0])])
@@ -246,6 +244,12 @@ def _status(fit: Fit, marks: tuple[Mark, ...], special: Tensor) -> tuple[Status,
         return Status.UNSOLVED, ": no better than nothing"
     misfits = sum(not good for good in fit.good.tolist())
     return partly, f"{words}; {misfits} positions do not fit"
+
+
+def duplicated(target: Target) -> Tensor:
+    """Return which tokens (v,) of a model nearly share their embedding with another."""
+    table = target.parts.table
+    return target.remembered("duplicates", None, lambda: _duplicates(table.float()))
 
 
 def _duplicates(table: Tensor) -> Tensor:
