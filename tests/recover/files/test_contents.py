@@ -78,6 +78,34 @@ def test_a_batch_with_its_mask(family, tmp_path):
             assert read(subject, tmp_path / "batch.pt", expose=f"hidden:{layer}") == TEXTS
 
 
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_padding_before_a_text_may_count_in_its_positions(family, counted, tmp_path):
+    subject = loaded(family)
+    subject.tokenizer.padding_side = "left"
+    batch = subject.tokenizer(TEXTS, padding=True, return_tensors="pt", return_token_type_ids=False)
+    places = {}  # a plain call counts the padding, and generate() does not
+    if not counted:
+        places = {"position_ids": (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)}
+    with torch.no_grad():
+        given = subject.model(**batch, **places, output_hidden_states=True, use_cache=True)
+    first = given.past_key_values.layers[0]
+    for arrays in (
+        {"past_key_values.0.0": first.keys, "past_key_values.0.1": first.values},
+        {"hidden_states.1": given.hidden_states[1]},
+        {"hidden_states.1": given.hidden_states[1], "input_ids": batch["input_ids"]},
+    ):
+        torch.save({**arrays, "attention_mask": batch["attention_mask"]}, tmp_path / "batch.pt")
+        assert read(subject, tmp_path / "batch.pt") == TEXTS
+
+
+def test_padding_counts_in_an_encoder_as_well():
+    subject = loaded("bert")
+    batch, given = outputs(subject, TEXTS[:2], "left")
+    arrays = {"hidden": given.hidden_states[1], "attention_mask": batch["attention_mask"]}
+    assert read(subject, arrays, expose="hidden:1") == TEXTS[:2]
+
+
 def test_texts_of_many_lengths_in_a_list():
     subject = loaded("bert")
     rows = [outputs(subject, [text])[1].hidden_states[2][0] for text in TEXTS]

@@ -3,6 +3,9 @@
 Of several exposures in one file, the lowest layer is taken, which is nearest to the text. Where the
 layer or the order of axes is not known, every likely reading is tried on the shortest text, and
 only one that gives a verified text is accepted: rows of another layer are refused, not misread.
+
+Padding before a text may or may not count in its positions: transformers' generate() leaves it out,
+and a plain call of the model does not. Both are tried, too.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ _TRIED = 4  # likely layers that are tried
 _BEGINNING = 4  # tokens of a causal model's text that show whether a layer is the right one
 _UNIT_TOLERANCE = 1e-3  # by which rounding may change the length of a normalised vector
 _PREFERRED = ("hidden", "kv", "attention", "maps", "pooled", "logits")  # at the same layer
+_PER_TEXT = ("pooled", "logits")  # these have no positions
 _MIN_SPREAD = 1e-6  # of the largest: a number that hardly varies must not decide alone
 _TEXTS = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES[::2]))  # ordinary ones
 _MARGIN = 1.5  # times the largest error of a position of ordinary texts; chosen, not fitted
@@ -89,18 +93,23 @@ def _verified(
     mask = lengths if mask is None else mask
     if not readings:
         raise _no_exposure(dump, target.parts)
+    chosen = [
+        (section, reading) for reading in readings for section in _chosen(reading, target, expose)
+    ]
     made = [
-        (_texts(section, mask, ids), reading)
-        for reading in readings
-        for section in _chosen(reading, target, expose)
+        (_texts(section, mask, ids, counted), reading, counted)
+        for section, reading in chosen
+        for counted in ((False, True) if _is_padded_before(section, mask) else (False,))
     ]
     if len(made) == 1:
         return made[0][0]
-    for texts, reading in made:
-        samples = _samples(texts, reading, mask, target.parts)
+    for texts, reading, counted in made:
+        samples = _samples(texts, reading, mask, target.parts, counted=counted)
         if all(verifies(*_as_stored(target, dump, [leak])) for leak in samples):
             return texts
-    tried = ", ".join(dict.fromkeys(str(texts[0].leak.exposure) for texts, _ in made))
+    if len(chosen) == 1:
+        return made[0][0]
+    tried = ", ".join(dict.fromkeys(str(texts[0].leak.exposure) for texts, *_ in made))
     fix = "" if expose is not None else ": say what it is with --expose, such as --expose hidden:3"
     raise InputError(f"no text explains these numbers at {tried} of this model{fix}")
 
@@ -148,30 +157,40 @@ def _depth(section: Section, parts: Anatomy) -> tuple[int, int]:
     return (section.layer or 0) + from_0, _PREFERRED.index(section.kind)
 
 
-def _texts(section: Section, mask: Tensor | None, ids: Tensor | None) -> list[Opened]:
-    """Return an unnamed leak for each text of a section, without the padding around it."""
+def _is_padded_before(section: Section, mask: Tensor | None) -> bool:
+    """Return whether padding that may count in the positions comes before a text."""
+    return section.kind not in _PER_TEXT and mask is not None and bool((mask[:, :1] == 0).any())
+
+
+def _texts(
+    section: Section, mask: Tensor | None, ids: Tensor | None, counted: bool = False
+) -> list[Opened]:
+    """Return an unnamed leak for each text of a section, without the padding around it.
+
+    If the padding before a text is `counted` in its positions, it stays, with its mask.
+    """
     texts: list[Opened] = []
-    per_text = section.kind in ("pooled", "logits")
-    length = None if per_text else next(iter(section.tensors.values())).shape[-2]
+    length = None if section.kind in _PER_TEXT else next(iter(section.tensors.values())).shape[-2]
     for what, given in (("mask", mask), ("token ids", ids)):
         if given is not None and given.shape != (section.texts, length or given.shape[1]):
             raise InputError(
                 f"expected {what} of shape {(section.texts, length)}, got {tuple(given.shape)}"
             )
     for number in range(section.texts):
-        inside = slice(None)
+        inside, kept = slice(None), None
         if mask is not None:
             text = mask[number].nonzero().flatten()
             if not len(text):
                 raise InputError(f"the mask of text {number} is only padding")
-            inside = slice(int(text[0]), int(text[-1]) + 1)
+            inside = slice(0 if counted else int(text[0]), int(text[-1]) + 1)
+            kept = mask[number, inside] if counted and int(text[0]) else None
         tensors = {name: tensor[number] for name, tensor in section.tensors.items()}
         known = None if ids is None else [int(token) for token in ids[number, inside]]
-        texts.append(Opened("", _leak(section, tensors, inside), known))
+        texts.append(Opened("", _leak(section, tensors, inside, kept), known))
     return texts
 
 
-def _leak(section: Section, tensors: dict[str, Tensor], inside: slice) -> Leak:
+def _leak(section: Section, tensors: dict[str, Tensor], inside: slice, mask: Tensor | None) -> Leak:
     make: Any = TYPES[section.kind]
     if section.kind == "logits":
         return make(values=tensors["values"][inside][-1:])
@@ -181,24 +200,38 @@ def _leak(section: Section, tensors: dict[str, Tensor], inside: slice) -> Leak:
     cut = {name: tensor[..., inside, :] for name, tensor in tensors.items()}
     if section.kind == "maps":
         cut = {name: tensor[..., inside] for name, tensor in cut.items()}
-    return make(**cut, layer=section.layer, noise=section.noise)
+    return make(**cut, layer=section.layer, noise=section.noise, mask=mask)
 
 
 def _samples(
-    texts: Sequence[Opened], reading: Reading, mask: Tensor | None, parts: Anatomy
+    texts: Sequence[Opened], reading: Reading, mask: Tensor | None, parts: Anatomy, *, counted: bool
 ) -> Iterator[Leak]:
     """Yield leaks that are verified if the reading is right: the shortest text, and more.
 
     These are another text, and another layer of the first. One leak alone does not distinguish a
-    text at all layers from as many texts at one layer.
+    text at all layers from as many texts at one layer. Texts after padding come first.
     """
-    leaks = sorted((text.leak for text in texts), key=lambda leak: leak.length or 0)
+    # Sorted twice: by length, and then with those first that padding comes before.
+    order = sorted(range(len(texts)), key=lambda number: _tokens(texts[number].leak))
+    if mask is not None:
+        order.sort(key=lambda number: bool(mask[number, 0]))
+    leaks = [texts[number].leak for number in order]
     layer = leaks[0].exposure.layer
     others = [section for section in reading if section.layer not in (None, layer)]
-    for leak in [*leaks[:2], *(_texts(section, mask, None)[0].leak for section in others[:1])]:
+    more = [_texts(section, mask, None, counted)[0].leak for section in others[:1]]
+    for leak in [*leaks[:2], *more]:
         causal = parts.causal and leak.kind in ("hidden", "kv", "attention")
         # The beginning of a causal model's text is a text as well.
-        yield leak.cut(min(_BEGINNING, leak.length or 1)) if causal else leak
+        yield leak.cut(min(_start(leak) + _BEGINNING, leak.length or 1)) if causal else leak
+
+
+def _tokens(leak: Leak) -> int:
+    return (leak.length or 0) - _start(leak)
+
+
+def _start(leak: Leak) -> int:
+    """Return where the text begins, after padding that stayed."""
+    return 0 if leak.mask is None else int(leak.mask.nonzero().min())
 
 
 def _no_exposure(dump: Dump, parts: Anatomy) -> InputError:
