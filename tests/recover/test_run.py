@@ -51,6 +51,20 @@ def test_a_run_goes_on_where_it_stopped(tmp_path):
         recover.run(loaded(hidden_act="relu"), anonymous, out=out)
 
 
+def test_leaks_files_and_arrays_in_one_list(tmp_path):
+    subject = loaded()
+    leaks = [recover.leak_of(subject.model, subject.tokenizer, text, "hidden:1") for text in WORDS]
+    leaks[0].save(tmp_path / "leak.safetensors")
+    for first in (leaks[0], tmp_path / "leak.safetensors"):
+        results = recover.run(subject, [first, leaks[1].values.numpy()], expose="hidden:1")
+        assert [result.text for result in results] == list(WORDS)
+    with pytest.raises(InputError, match=r"none\.npy"):
+        recover.run(subject, [leaks[1].values, str(tmp_path / "none.npy")], expose="hidden:1")
+    for inside in (leaks[0], tmp_path / "leak.safetensors"):
+        with pytest.raises(InputError, match="expected arrays only inside"):
+            recover.run(subject, {"a": leaks[1].values, "b": inside}, expose="hidden:1")
+
+
 def test_progress_counts_tokens():
     subject, seen = loaded(), []
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from keyhole.core.errors import InputError
 from keyhole.core.files import SLOT_MAGIC, expect_file, read_tensors, unreadable
 from keyhole.core.machine import expect_memory
+from keyhole.recover.leaks import BaseLeak
 
 SUFFIXES = (".safetensors", ".npy", ".npz", ".pt", ".pth", ".bin", ".data")
 _WHAT = "a leak file (.safetensors, .npy, .npz, .pt, a saved slot of llama.cpp or LMCache's file)"
@@ -103,6 +104,9 @@ def _flattened(data: Any, name: str, depth: int) -> Iterator[tuple[str, Tensor]]
     for key, value in inside:
         if depth == _DEEPEST:
             raise InputError(f"arrays are nested more than {_DEEPEST} lists deep")
+        if isinstance(value, Path | BaseLeak | Dump):
+            kind = type(value).__name__
+            raise InputError(f"expected arrays only inside {type(data).__name__}, got {kind}")
         yield from _flattened(value, f"{name}.{key}" if name else str(key), depth + 1)
 
 

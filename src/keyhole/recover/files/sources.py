@@ -60,9 +60,14 @@ class Sealed:
 
 
 def read_sources(leaks: Source | Sequence[Source]) -> list[Opened | Dump]:
-    """Read files, and take leaks and arrays as they are."""
+    """Read files, and take leaks and arrays as they are.
+
+    A list of arrays alone is one source. Beside files or leaks, each array is one by itself.
+    """
     kinds = str | Path | BaseLeak | Opened | Dump
-    several = isinstance(leaks, list | tuple) and all(isinstance(leak, kinds) for leak in leaks)
+    several = isinstance(leaks, list | tuple) and (
+        not leaks or any(isinstance(leak, kinds) for leak in leaks)
+    )
     read: list[Opened | Dump] = []
     for source in leaks if several else [leaks]:
         if isinstance(source, str | Path):
