@@ -40,6 +40,17 @@ def test_files_of_each_kind(tmp_path):
     assert torch.equal(read_dump(tmp_path / "old.pt")[1].arrays[""], ROWS)
 
 
+def test_the_order_of_bytes_does_not_matter(tmp_path):
+    np.save(tmp_path / "rows.npy", ROWS.numpy().astype(">f4"))
+    assert torch.equal(read_dump(tmp_path / "rows.npy")[1].arrays[""], ROWS)
+
+
+@pytest.mark.skipif(np.dtype(np.longdouble).itemsize == 8, reason="the same as float64 here")
+def test_numbers_that_torch_lacks_are_refused():
+    with pytest.raises(InputError, match=r"cannot read a of .*: save it as float32"):
+        arrays_of({"a": ROWS.numpy().astype(np.longdouble)})
+
+
 def test_the_suffix_does_not_matter(tmp_path):
     torch.save(ROWS, tmp_path / "rows.npy")
     assert shapes(tmp_path / "rows.npy") == {"": (3, 4)}

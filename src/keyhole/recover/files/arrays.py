@@ -89,7 +89,12 @@ def _flattened(data: Any, name: str, depth: int) -> Iterator[tuple[str, Tensor]]
         return
     if isinstance(data, np.ndarray):
         if data.ndim and data.dtype.kind in "fiub":
-            yield name, torch.from_numpy(np.array(data))  # copied: the array may be read-only
+            try:  # copied, since the array may be read-only, and in the order of this machine
+                tensor = torch.from_numpy(data.astype(data.dtype.newbyteorder("=")))
+            except (TypeError, ValueError) as error:
+                what = f"{name or 'an array'} of {data.dtype}"
+                raise InputError(f"cannot read {what}: save it as float32") from error
+            yield name, tensor
         return
     inside: Iterator[tuple[Any, Any]] = iter(())
     if isinstance(data, Plain):
