@@ -162,6 +162,36 @@ def test_a_real_model_against_every_mask_and_every_pair_of_units(way):
     assert certified
 
 
+@pytest.mark.parametrize("seed", [0, 3, 22])
+def test_units_whose_probability_underflows_are_masked_too(seed):
+    """Without their rivals they carry the row: cutting them must not change a certified vote."""
+    model, batch = one_layer(seed)
+    attention = model.bert.encoder.layer[0].attention.self
+    with torch.no_grad():
+        attention.query.weight.mul_(8)
+        attention.key.weight.mul_(8)
+    way = Smoothing(0.2, "partition")
+    ballot = way.ballot(model, batch, NO_LABEL)
+    question, units = way.asked(model, batch, 0)
+    assert ballot.units == units.total == 9
+    for cut in reference.subsets(range(9)):
+        if len(cut) > 2:
+            break
+        gone = torch.tensor([unit in cut for unit in range(9)])
+        votes = way.votes(model, question, units, 0, way.stream(question), gone)
+        changed = (votes - torch.tensor(ballot.votes)).abs().sum() / 2
+        assert changed <= len(cut), "each unit is in one part, so it changes one vote"
+        if len(cut) <= ballot.radius:
+            assert int(votes.argmax()) == ballot.answer
+
+
+def test_units_that_the_model_masks_stay_out():
+    model, batch = tiny_heads.model("gpt2", "classes"), tiny_heads.texts(1, 6)
+    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    _, units = Smoothing().asked(model, batch, 0)
+    assert int(units.free.sum()) == layers * heads * 6 * 7 // 2
+
+
 def test_masks_keep_units_at_the_rate_and_all_spared_units():
     model, batch = tiny_heads.model("bert", "classes"), tiny_heads.texts(1, 8)
     way = Smoothing(0.2, spare="special", batch=64)

@@ -149,17 +149,29 @@ class FixedCuts(Untouched):
 
 
 class Look(Untouched):
-    """Records the attention maps of a forward pass."""
+    """Records the attention maps of a forward pass, and which keys the model's mask permits."""
 
     def __init__(self) -> None:
         self.maps: list[tuple[Site, Tensor]] = []
+        self.open: list[Tensor | None] = []
+
+    def masked(self, site: Site, mask: Tensor | None) -> None:
+        del site
+        # Half of the least number: a mask may hold a bias, too, which closes nothing.
+        self.open.append(None if mask is None else mask > torch.finfo(mask.dtype).min / 2)
 
     def seen(self, site: Site, probabilities: Tensor) -> None:
         self.maps.append((site, probabilities.detach()))
 
 
-def survey(model: Any, question: Question, *, spare: str = "special") -> Units:
-    """Run one clean pass, and return the units of every site: which exist and which are free."""
+def survey(
+    model: Any, question: Question, *, spare: str = "special", underflowing: bool = False
+) -> Units:
+    """Run one clean pass, and return the units of every site: which exist and which are free.
+
+    With `underflowing`, every unit exists that the model's mask permits. Its probability may be too
+    small for a float now, and be large once other units of its row are cut.
+    """
     look = Look()
     with torch.no_grad(), rewriting(model, look):
         question.logits(model)
@@ -169,12 +181,16 @@ def survey(model: Any, question: Question, *, spare: str = "special") -> Units:
     free: list[Tensor] = []
     firsts: list[tuple[Tensor, Tensor]] = []
     start = 0
-    for site, probabilities in look.maps:
+    for (site, probabilities), opened in zip(look.maps, look.open, strict=True):
         each = _rows(probabilities, question.size, site)
         places.append(Place(site, cast("Any", tuple(each.shape[1:])), start))
         start = places[-1].stop
         query, key = _sides_of_site(site, sides, each)
-        present = (each > 0) & query.real[:, :, None, :, None] & key.real[:, :, None, None, :]
+        permitted = each > 0
+        if underflowing:
+            every = torch.ones_like(probabilities, dtype=torch.bool)
+            permitted |= _rows(every if opened is None else every & opened, question.size, site)
+        present = permitted & query.real[:, :, None, :, None] & key.real[:, :, None, None, :]
         firsts.append((query.real.int().argmax(-1), key.real.int().argmax(-1)))
         spared = torch.zeros_like(present)
         if spare in ("special", "special keys"):

@@ -1,10 +1,10 @@
 """A certificate by smoothing over masks: no cut of k units, anywhere, changes the vote.
 
 Ours, after randomised ablation (Levine and Feizi, arXiv 1911.09272), on units of attention instead
-of pixels. Let U be the units of a text that may be cut. Let f(K) be the model's answer if only the
-units K ⊆ U are kept (a query that keeps none contributes zero), and g the most frequent answer over
-random K. An attack that cuts A ⊆ U changes f(K) to f(K ∖ A), which is the same if K and A are
-disjoint.
+of pixels. Let U be the units of a text that may be cut, also those whose probability underflows.
+Let f(K) be the model's answer if only the units K ⊆ U are kept (a query that keeps none contributes
+zero), and g the most frequent answer over random K. An attack that cuts A ⊆ U changes f(K) to f(K ∖
+A), which is the same if K and A are disjoint.
 
 - **random**: each unit is in K with probability ρ, independently. K and A intersect with
   probability `Δ = 1 − (1 − ρ)^|A|`, so no P(f = c) changes by more. g = c is certified for every A
@@ -121,7 +121,7 @@ class Smoothing:
         question = ask(model, batch, torch.tensor([max(0, label)] * len(batch["input_ids"])))
         if question.size != 1 or question.task not in ("classification", "choice"):
             raise InputError("smoothing takes one text of a classifier, or one multiple choice")
-        return question, survey(model, question, spare=self.spare)
+        return question, survey(model, question, spare=self.spare, underflowing=True)
 
     def stream(self, question: Question) -> torch.Generator:
         """Seed this text's masks; a partition is the same for all texts of the same length."""

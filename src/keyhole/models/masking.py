@@ -65,8 +65,8 @@ class Untouched:
     """The base class of all rewrites, which changes nothing: override what you need.
 
     `shape` is (batch, heads, queries, keys), and tensors broadcast to it. Vision models with
-    windows (Swin) have the windows in the batch axis. The order is cut, softmax, seen, gate, bump.
-    With `empties`, a row that a cut empties becomes zero, instead of staying as it was.
+    windows (Swin) have the windows in the batch axis. The order is masked, cut, softmax, seen,
+    gate, bump. With `empties`, a row that a cut empties becomes zero, instead of staying as it was.
     """
 
     empties: bool = False
@@ -77,6 +77,13 @@ class Untouched:
         If it returns False, the model runs this pass without the rewrite, bit for bit.
         """
         del inputs
+
+    def masked(self, site: Site, mask: Tensor | None) -> None:
+        """Called before the cut with what the model's own mask adds to the scores, if it has one.
+
+        The mask broadcasts to `shape`.
+        """
+        del site, mask
 
     def cut(self, site: Site, shape: torch.Size) -> Tensor | None:
         """Return True for each key that may not be attended to; the row renormalises."""
@@ -275,6 +282,7 @@ def _rewritten(
 ) -> Tensor:
     """Return the probabilities: softmax of the scores, changed as the rewrite says."""
     shape, empty = scores.shape, scores.new_zeros(1, dtype=torch.bool)
+    rewrite.masked(site, mask)
     cut = _expect("cut", rewrite.cut(site, shape), site, shape)
     if cut is not None:
         closed = cut if mask is None else cut | (mask < mask.amax(-1, keepdim=True) - _CLOSED)
