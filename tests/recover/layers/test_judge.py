@@ -358,6 +358,21 @@ def test_a_text_for_which_the_model_gives_nan_does_not_fit(exposure):
     assert verdict.status is not Status.RECOVERED
 
 
+@pytest.mark.parametrize("exposure", ["hidden:1", "kv:0"])
+def test_tokens_that_were_never_trained_pass_for_each_other(exposure):
+    """Their embeddings are far apart for their size, and all nearly zero."""
+    model, tokenizer = tiny.model("llama"), tiny.tokenizer(causal=True)
+    stream = torch.Generator().manual_seed(0)
+    model.embed_tokens.weight[[50, 60]] = 1e-8 * torch.randn(2, 32, generator=stream)
+    ids = tiny.ids(texts=1, length=8, causal=True)[0].tolist()
+    ids[4] = 60
+    leak = simulated(model, tokenizer, ids, exposure)
+    verdict = judge_rows(Target.of(model, tokenizer), leak, [*ids[:4], 50, *ids[5:]])
+    assert not verdict.verified
+    result = invert.recover_text(model, tokenizer, leak)
+    assert result.marks[4] is not Mark.VERIFIED
+
+
 def test_a_large_constant_makes_no_leak_fine():
     """The constant is nearly all of the spread, so the noise hides all other numbers."""
     model, tokenizer = tiny.model("gpt2"), tiny.tokenizer(causal=True)

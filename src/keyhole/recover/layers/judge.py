@@ -68,6 +68,7 @@ _NOISY = 0.05  # an error above this share of the leak's spread needs more alter
 _FINE = 5e-3  # an error above this share of the leak's spread may hide another token
 _MORE_BITS = 10  # bits of a fine leak's row beyond those that the odds need: some tokens are alike
 _OPEN = 0.05  # the share of open tokens of a coarse leak above which none is verified
+_SMALL = 1e-3  # embeddings below this share of the median length all count as zero
 _ALIKE = 1e-2  # the relative distance of embeddings below which tokens may pass for each other
 _ALONE = 64  # alternatives tried one by one; more are tried several in a pass
 _BY_ROW = 6  # alternatives of a token by what leaked at its position
@@ -265,7 +266,8 @@ def _duplicates(table: Tensor) -> Tensor:
     alike = torch.zeros(len(table), dtype=torch.bool, device=table.device)
     alike[order[1:][near]] = True
     alike[order[:-1][near]] = True
-    return alike
+    small = table.norm(dim=-1) <= _SMALL * table.norm(dim=-1).median()
+    return alike | (small if int(small.sum()) > 1 else alike)
 
 
 def _misfits(fit: Fit, leaked: Tensor, given: Tensor) -> Misfits:
