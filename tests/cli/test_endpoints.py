@@ -139,6 +139,15 @@ def test_an_endpoint_that_takes_texts_is_said_to_be_one(run):
     assert "its input 'text' takes texts (BYTES). keyhole audit" in done.stderr
 
 
+@pytest.mark.parametrize("words", [("--budget", 10), ("--probe-only",)])
+def test_options_that_an_endpoint_does_not_follow_are_refused(run, words):
+    with serving(Endpoint([vectors(DIM)], scores(TARGET))) as endpoint:
+        done = run("audit", endpoint.address, *words)
+    assert done.returncode == 2
+    assert f"{words[0]} does not apply to the endpoint {endpoint.address}" in done.stderr
+    assert not [request for request in endpoint.requests if request.get("inputs")]
+
+
 def test_a_retrained_model_is_said(run, tmp_path):
     endpoint = Endpoint([vectors(DIM)], scores(TARGET))
     with serving(endpoint):

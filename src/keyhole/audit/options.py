@@ -183,6 +183,8 @@ _INAPPLICABLE: dict[TargetKind, tuple[str, ...]] = {
     TargetKind.LEAK: ("known", "corpus"),
     TargetKind.SERVER: ("known", "corpus"),
     TargetKind.FILE: ("model", "known", "corpus", "data"),
+    TargetKind.ENDPOINT: ("probe_only", "budget"),
+    TargetKind.ROUTE: ("probe_only", "budget"),
 }
 _NEEDS_MODEL = {
     TargetKind.STORE: "name the encoder that made its vectors (a folder, owner/name on the hub, or "
@@ -231,8 +233,8 @@ def expect_fitting(name: str, place: str, options: AuditOptions) -> TargetKind:
 def refuse(options: AuditOptions, what: str, *names: str) -> None:
     """Raise if one of these options is set: they do not apply to the target `what`."""
     for name in names:
-        if getattr(options, name) not in (None, ()):
-            raise InputError(f"--{name} does not apply to {what}: leave it out")
+        if getattr(options, name) not in (None, (), False):
+            raise InputError(f"--{name.replace('_', '-')} does not apply to {what}: leave it out")
 
 
 def no_endpoint(kind: TargetKind, name: str) -> InputError:
