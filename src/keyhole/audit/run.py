@@ -247,20 +247,18 @@ class Checking:
 
     def report(self, note: str = "") -> None:
         if isinstance(self._progress, Expecting):
-            left = sum(self.cost(task.key) for task in self.runner.left())
-            self._progress.expect(left / len(self.runner))
+            left = sum(self.checks[task.key].weight for task in self.runner.left())
+            self._progress.expect(left * self._pace() / len(self.runner))
         self._progress(self.done, len(self.checks) or None, note)
 
-    def cost(self, key: str) -> float:
-        """Estimate the seconds of a check: its weight times the pace of the finished checks.
+    def _pace(self) -> float:
+        """Return the seconds that finished checks took per weight, as an estimate for the others.
 
-        The pace is their seconds per weight. It starts at 1, as if checks with `_PRIOR` of all
-        weights had taken the expected time.
+        It starts at 1, as if checks with `_PRIOR` of all weights had taken the expected time.
         """
         prior = _PRIOR * sum(check.weight for check in self.checks.values())
         weight = sum(self.checks[done].weight for done in self._finished)
-        pace = (self.seconds + prior) / (weight + prior) if prior else 1.0
-        return self.checks[key].weight * pace
+        return (self.seconds + prior) / (weight + prior) if prior else 1.0
 
 
 def _read_record(record: dict[str, Any]) -> tuple[Checked, float]:
