@@ -212,8 +212,8 @@ def _without_norm(view: View, seed: int, stream: torch.Generator) -> Peeled:
     """Return the feed-forward layer and M of a block without norms, as explained at the top.
 
     Units and a linear map are fitted as functions of a single token v. As functions of h = v(1 + M)
-    they are A·Rᵀ and R·linear, R = (1 + M)⁻¹, and the linear map must be the identity, except for
-    what units with a wrong sign add to it: that decides the signs.
+    they are A·Rᵀ and R·linear, R = (1 + M)⁻¹. There the linear map is the identity (the residual),
+    plus a term for each unit that was read as φ(−z) = φ(z) − z: `flips` finds these units.
     """
     d = view.dim
     identity = torch.eye(d, dtype=torch.float64)

@@ -36,7 +36,7 @@ _LEAST_LOG = -85.0  # the logarithm of the smallest number that float32 holds wi
 _MAX_UNUSABLE = 16  # unusable rows after which the attack gives up
 _ROWS_AT_ONCE = 64  # rows whose queries are sent at once: several servers may share them
 _BIASES = (16.0, 32.0, 64.0, 128.0)  # tried from the smallest
-_EXTRA_BIAS = 48.0  # for tokens of probability zero: over 85 below the reference, they stay below
+_EXTRA_BIAS = 48.0  # lifts a token that is over 85 below the reference, so that float32 shows it
 _REFERENCE_BIAS = 16.0  # added to the bias of the reference
 _PAIR_BIAS = 60.0  # raises two tokens to be compared; OpenAI allows biases up to 100
 _RANGE, _BITS = 32.0, 20  # differences within ±32 are bisected 20 times, to 6e-5
@@ -287,7 +287,8 @@ class ChosenTokens:
             left = absent.any(1).nonzero()[:, 0]
             if not len(left):
                 self._bias = bias
-            if not len(left) or tokens.shape[1] == 1:  # one is sampled, whatever its bias
+            # A single token (k = 1) is forced by the oracle with a bias of its own.
+            if not len(left) or tokens.shape[1] == 1:
                 break
             if bias == ladder[-1]:
                 more[absent] = _EXTRA_BIAS

@@ -195,7 +195,7 @@ def reading(
     """Yield each defence with what is read of vectors (b, d) that it protects.
 
     The attacker knows the plain vectors `known` (m, d) of some texts; `way` is how the encoder
-    pools. Defences that keep all numbers are attacked in one batch.
+    pools. Defences that keep all numbers are attacked in one batch, and come first.
     """
     made: list[tuple[Defence, list[Pooled], Tensor | None]] = []
     for defence in defences:
@@ -211,6 +211,7 @@ def reading(
     for defence, leaks, map_ in made:
         if leaks[0].exposure != way:
             with nullcontext() if map_ is None else mapped(loaded.model, map_):
+                # What was counted of the corpus is about whole vectors: it is counted anew.
                 recoveries = _read(loaded, leaks, replace(reader, counted=None))
             yield defence, recoveries
 
