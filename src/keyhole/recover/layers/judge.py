@@ -266,8 +266,9 @@ def _duplicates(table: Tensor) -> Tensor:
     alike = torch.zeros(len(table), dtype=torch.bool, device=table.device)
     alike[order[1:][near]] = True
     alike[order[:-1][near]] = True
-    small = table.norm(dim=-1) <= _SMALL * table.norm(dim=-1).median()
-    return alike | (small if int(small.sum()) > 1 else alike)
+    lengths = table.norm(dim=-1)
+    small = lengths <= _SMALL * lengths.median()
+    return alike | small if int(small.sum()) > 1 else alike
 
 
 def _misfits(fit: Fit, leaked: Tensor, given: Tensor) -> Misfits:

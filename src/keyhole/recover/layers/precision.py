@@ -56,6 +56,7 @@ _CLAIMED = 0.15  # unknown noise above this share of the leak's spread is never 
 _TEXTS, _LENGTH = 4, 32  # random texts that the arithmetic is measured on, and their tokens
 _MARGIN = 1.5  # times the largest error of their positions
 _MIN_POSITIONS, _MIN_NUMBERS = 4, 2000  # fewer prove nothing about unknown noise
+_FAR_OFF = 1e6  # in units of the leak's spread: the error of a number that overflows
 _TINY = 1e-30  # in place of 0 in a denominator
 
 
@@ -328,7 +329,7 @@ def compare(precision: Precision, leaked: Tensor, given: Tensor) -> Fit:
     A number that leaked, and that the text makes NaN or infinite, is as far off as can be.
     """
     overflows = ~given.isfinite() & ~leaked.isnan()
-    off = torch.where(overflows, precision.scale / _TINY**0.2, given - leaked)
+    off = torch.where(overflows, _FAR_OFF * precision.scale, given - leaked)
     seen = ~off.isnan().any(-1)
     residual = float(off[seen].square().mean().sqrt()) / precision.scale
     sigma = precision.sigma.to(off.device)
