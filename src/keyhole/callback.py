@@ -172,7 +172,7 @@ def figures(assessment: Assessment) -> dict[str, float]:
     }
     return {
         "keyhole/exposed": float(len(assessment.exposed)),
-        "keyhole/unchecked": float(assessment.unchecked),
+        "keyhole/unchecked": float(assessment.audit.unchecked),
         "keyhole/worst_score": float(max((item.score for item in assessment.items), default=0)),
         **shares,
     }
@@ -204,7 +204,7 @@ def _class(label: Any) -> int:
 
 def _expect_withheld(assessment: Assessment, least: Severity) -> None:
     """Raise if the model gives away more than allowed, or nothing could be checked."""
-    tried = assessment.items or assessment.unchecked
+    tried = assessment.items or assessment.audit.unchecked
     if not tried or assessment.severity.rank < least.rank:
         return
     lines = [
@@ -212,6 +212,8 @@ def _expect_withheld(assessment: Assessment, least: Severity) -> None:
         for item in assessment.items
         if item.severity.rank >= least.rank
     ]
-    skips = [skip for skip in assessment.audit.skips if skip.unchecked]
-    lines += [f"could not check: {words.skip(skip)} ({skip.reason})" for skip in skips]
+    lines += [
+        f"could not check: {words.skip(skip)} ({skip.reason})"
+        for skip in assessment.audit.unchecked_skips
+    ]
     raise GaveAway("\n".join(lines))

@@ -11,7 +11,7 @@ import pytest
 from exposures import called
 from keyhole import report
 from keyhole.assess import Policy, assess, compared, decided, read_policy
-from keyhole.core import Outcome, Skip, Status
+from keyhole.core import Fleet, Outcome, Skip, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import RETURNS, RULES, Exposure, is_returned, needs
 from keyhole.report import formats, json_form, sarif, terminal, words
@@ -61,6 +61,19 @@ def test_what_was_seen_is_never_hypothetical():
     assert made.exit_code == 1
 
 
+def test_an_audit_and_a_fleet_count_what_their_assessments_count():
+    of_labels = replace(whole(), returns=("labels",))
+    made = assess(of_labels)
+    assert of_labels.exposed == len(made.exposed)
+    assert len(of_labels.attacks) == len(made.items)
+    hidden = replace(whole(), findings=whole().findings[3:4], skips=())  # hidden states alone
+    fleet = Fleet({"all": hidden, "labels": replace(hidden, returns=("labels",))})
+    assert [audit.exit_code for audit in fleet.audits.values()] == [1, 3]
+    summary = fleet.summary().splitlines()
+    assert summary[0].startswith("2 targets: 1 give something away, 1 could not be checked, 0 ")
+    assert summary[1:] == ["  all: 1 of 1 exposures", "  labels: 0 of 0 exposures"]
+
+
 def test_nothing_that_is_returned_was_checked():
     made = assess(replace(whole(), skips=()), returns=("gradients",))
     assert made.verdict == "Nothing was checked: no attack reads what is returned (gradients)."
@@ -77,7 +90,7 @@ def test_what_could_not_be_checked_and_is_not_returned_does_not_count():
     audit = replace(whole(), findings=(kept,), skips=(skip,))
     assert assess(audit).exit_code == 3
     made = assess(audit, returns=("labels",))
-    assert (made.exit_code, decided(made, Policy()).exit_code, made.unchecked) == (0, 0, 0)
+    assert (made.exit_code, decided(made, Policy()).exit_code, made.audit.unchecked) == (0, 0, 0)
 
 
 def test_a_baseline_is_read_with_the_same_eyes():

@@ -14,9 +14,9 @@ from enum import StrEnum
 from functools import cached_property
 
 from keyhole.assess.severity import ALL, Severity, exact, is_proved, score, share
-from keyhole.core import Audit, Finding, Fleet, Outcome, Readings, Skip
-from keyhole.core.exposure import Exposure, Family, Rule, is_returned, rule_of, slug
-from keyhole.core.status import exit_code, joint_exit_code
+from keyhole.core import Audit, Finding, Fleet, Outcome, Readings
+from keyhole.core.exposure import Exposure, Family, Rule, rule_of, slug
+from keyhole.core.status import joint_exit_code
 from keyhole.core.text import percent
 
 
@@ -156,7 +156,6 @@ class Assessment:
     - `controls`: attacks that choose at random, for comparison. They are not counted.
     - `gone`, `untried`: findings of the baseline that are gone, or were not checked this time.
     - `other`: the target of the baseline, if that is another target.
-    - `returns`: what the service returns, if somebody said so.
     - `hypothetical`: findings about what it does not return. They are shown apart and do not count.
     - `decision`: the decision of a policy.
     """
@@ -168,7 +167,6 @@ class Assessment:
     untried: tuple[Item, ...] = ()
     other: str = ""
     hypothetical: tuple[Item, ...] = ()
-    returns: tuple[str, ...] = ()
     decision: Decision | None = None
 
     @cached_property
@@ -184,31 +182,13 @@ class Assessment:
     @property
     def severity(self) -> Severity:
         """The severity of the worst finding; at least `unknown` if anything was not checked."""
-        unchecked = [Severity.UNKNOWN] if self.unchecked or not self.items else []
+        unchecked = [Severity.UNKNOWN] if self.audit.unchecked or not self.items else []
         return _worst([*unchecked, *(item.severity for item in self.items)])
 
     @property
     def exit_code(self) -> int:
         """The exit code that a policy decided; without a policy, that of the findings."""
-        if self.decision is not None:
-            return self.decision.exit_code
-        outcomes = [item.finding.outcome for item in self.items]
-        return exit_code([*outcomes, *(Outcome.UNCHECKED for _ in self.unchecked_skips)])
-
-    @property
-    def unchecked_skips(self) -> tuple[Skip, ...]:
-        """Checks of what the service returns that could not be made."""
-        return tuple(
-            skip
-            for skip in self.audit.skips
-            if skip.unchecked and is_returned(skip.exposure, self.returns)
-        )
-
-    @property
-    def unchecked(self) -> int:
-        """The number of attacks on what the service returns that had no result."""
-        findings = sum(item.finding.outcome is Outcome.UNCHECKED for item in self.items)
-        return findings + len(self.unchecked_skips)
+        return self.audit.exit_code if self.decision is None else self.decision.exit_code
 
     @property
     def exposed(self) -> tuple[Item, ...]:
@@ -229,19 +209,14 @@ def assess(
     `override` may set another severity for a finding, but only for one that gave something away.
     `returns` is what the service returns, if not what the audit says.
     """
+    audit = replace(audit, returns=tuple(returns) or audit.returns)
     named = zip(ids(audit.findings), audit.findings, strict=True)
-    items = [_item(name, finding, override) for name, finding in named]
-    returns = tuple(returns) or audit.returns
-    counted: list[Item] = []
-    hypothetical: list[Item] = []
-    for item in sorted((item for item in items if not item.finding.control), key=_order):
-        # Whatever was observed is given out, whatever somebody says.
-        is_real = item.finding.observed or is_returned(item.finding.exposure, returns)
-        (counted if is_real else hypothetical).append(item)
-    controls = tuple(item for item in items if item.finding.control)
-    return Assessment(
-        audit, tuple(counted), controls, hypothetical=tuple(hypothetical), returns=returns
-    )
+    items = sorted((_item(name, finding, override) for name, finding in named), key=_order)
+    controls = [item for item in items if item.finding.control]
+    others = [item for item in items if not item.finding.control]
+    counted = [item for item in others if audit.counts(item.finding)]
+    hypothetical = [item for item in others if not audit.counts(item.finding)]
+    return Assessment(audit, tuple(counted), tuple(controls), hypothetical=tuple(hypothetical))
 
 
 def ids(findings: Sequence[Finding]) -> list[str]:
@@ -326,21 +301,22 @@ _LOSSES = {
 
 def _verdict(made: Assessment) -> str:
     total = len(made.items)
-    checks = total + len(made.unchecked_skips)
+    checks = total + len(made.audit.unchecked_skips)
     if checks == 0 and made.hypothetical:
-        return f"Nothing was checked: no attack reads what is returned ({', '.join(made.returns)})."
+        returned = ", ".join(made.audit.returns)
+        return f"Nothing was checked: no attack reads what is returned ({returned})."
     if checks == 0:
         return "Nothing was checked: no attack applies to this target."
     lost = [_LOSSES[card.level][card.family] for card in made.families if card.exposed]
-    unchecked = f"{made.unchecked} of {checks} checks had no result"
+    unchecked = f"{made.audit.unchecked} of {checks} checks had no result"
     if lost:
         listed = lost[0] if len(lost) == 1 else f"{', '.join(lost[:-1])} and {lost[-1]}"
-        tail = f"; {unchecked}" if made.unchecked else ""
+        tail = f"; {unchecked}" if made.audit.unchecked else ""
         return f"{listed[0].upper()}{listed[1:]}{tail}."
-    if made.unchecked >= checks:
+    if made.audit.unchecked >= checks:
         ended = "the attack had no result" if total == 1 else "no attack had a result"
         return f"Could not check: {ended}."
-    if made.unchecked:
+    if made.audit.unchecked:
         return f"Nothing was given away, but {unchecked}: that is not a clean bill."
     tried = "the attack that was tried" if total == 1 else f"all {total} attacks"
     return f"Nothing was given away: {tried} failed."

@@ -362,7 +362,7 @@ def decided(assessment: Assessment, policy: Policy, today: date | None = None) -
     today = today or datetime.now(UTC).date()
     items = tuple(replace(item, ignored=_ignored(item, policy, today)) for item in assessment.items)
     rulings = [_ruled(item, policy, today) for item in items]
-    rulings += [_skipped(skip, policy, today) for skip in assessment.unchecked_skips]
+    rulings += [_skipped(skip, policy, today) for skip in assessment.audit.unchecked_skips]
     decision = _decision(rulings, len(items), policy, assessment)
     return replace(assessment, items=items, decision=decision)
 
@@ -377,12 +377,12 @@ def _decision(
         code, rule = FAILED, f"{count[Ruling.FAILS]} of {tried} findings fail: {'; '.join(rules)}"
     elif not rulings and assessment.hypothetical:
         code = PASSED if policy.allow_unchecked else UNCHECKED
-        rule = f"no check is about what is returned ({', '.join(assessment.returns)})"
+        rule = f"no check is about what is returned ({', '.join(assessment.audit.returns)})"
     elif not rulings:
         code, rule = UNCHECKED, "nothing was checked"
     elif unchecked and not policy.allow_unchecked:
         code, rule = UNCHECKED, f"{unchecked} could not be checked, and that is not clean"
-    elif unchecked and assessment.unchecked == len(rulings):  # those ignored included
+    elif unchecked and assessment.audit.unchecked == len(rulings):  # those ignored included
         code, rule = UNCHECKED, "no check came to a result, which allow-unchecked does not excuse"
     else:
         parts = [f"{count[ruling]} {words}" for ruling, words in _EXCUSED.items() if count[ruling]]

@@ -88,7 +88,7 @@ class Judge:
         assessment = assess(audit, self.policy.severity, self.policy.returns)
         if self.baselines:
             own = next((each for each in self.baselines if audit.is_of(each)), self.baselines[0])
-            old = assess(own, self.policy.severity, assessment.returns)
+            old = assess(own, self.policy.severity, assessment.audit.returns)
             assessment = compared(assessment, old)
         return decided(assessment, self.policy)
 

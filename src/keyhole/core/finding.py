@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar, Self
 
 from keyhole.core.errors import InputError
-from keyhole.core.exposure import NOT_CHECKED, Exposure, expect_returns, rule_of
+from keyhole.core.exposure import NOT_CHECKED, Exposure, expect_returns, is_returned, rule_of
 from keyhole.core.result import Result, environment, restored
 from keyhole.core.status import OUTCOMES, Outcome, Status, exit_code, joint_exit_code
 from keyhole.core.text import percent
@@ -353,26 +353,39 @@ class Audit(Result):
     def _plain_name(self) -> str:
         return self.name or _FOLDERS.sub("", self.target.rstrip("/"))
 
+    def counts(self, finding: Finding) -> bool:
+        """Return whether the service gives this out: whatever was observed, it does."""
+        return finding.observed or is_returned(finding.exposure, self.returns)
+
     @property
     def attacks(self) -> tuple[Finding, ...]:
-        """The findings that count: controls do not."""
-        return tuple(finding for finding in self.findings if not finding.control)
+        """The findings that count: not controls, and nothing that the service does not return."""
+        return tuple(each for each in self.findings if not each.control and self.counts(each))
+
+    @property
+    def unchecked_skips(self) -> tuple[Skip, ...]:
+        """Checks of what the service returns that could not be made."""
+        return tuple(
+            skip
+            for skip in self.skips
+            if skip.unchecked and is_returned(skip.exposure, self.returns)
+        )
 
     @property
     def exposed(self) -> int:
-        return sum(finding.exposed for finding in self.findings)
+        return sum(finding.exposed for finding in self.attacks)
 
     @property
     def unchecked(self) -> int:
         """The number of attacks that apply and had no result."""
         findings = sum(finding.outcome is Outcome.UNCHECKED for finding in self.attacks)
-        return findings + sum(skip.unchecked for skip in self.skips)
+        return findings + len(self.unchecked_skips)
 
     @property
     def exit_code(self) -> int:
         """0 nothing was given away, 1 something was, 3 something could not be checked."""
         outcomes = [finding.outcome for finding in self.attacks]
-        return exit_code([*outcomes, *(Outcome.UNCHECKED for s in self.skips if s.unchecked)])
+        return exit_code([*outcomes, *(Outcome.UNCHECKED for _ in self.unchecked_skips)])
 
     def summary(self) -> str:
         lines = [f"{self.target}: {self.exposed} of {len(self.attacks)} exposures gave something"]

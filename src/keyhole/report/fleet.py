@@ -40,7 +40,7 @@ class Row:
         """The verdict, or the reasons if the target could not be opened."""
         if self.audit.findings or not self.audit.unchecked:
             return self.assessment.verdict
-        reasons = "; ".join(skip.reason for skip in self.audit.skips if skip.unchecked)
+        reasons = "; ".join(skip.reason for skip in self.audit.unchecked_skips)
         return f"Could not check: {reasons}"
 
     @property

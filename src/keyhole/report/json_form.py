@@ -45,7 +45,7 @@ def meaning(assessment: Assessment) -> dict[str, Any]:
             "checked": len(assessment.items),
             "exposed": len(assessment.exposed),
             "open": sum(item.finding.open for item in assessment.items),
-            "unchecked": assessment.unchecked,
+            "unchecked": assessment.audit.unchecked,
             "controls": len(assessment.controls),
             "skipped": len(audit.skips),
         },
@@ -59,7 +59,7 @@ def meaning(assessment: Assessment) -> dict[str, Any]:
         "untried": [_row(item) for item in assessment.untried],
         "other": assessment.other,
         "hypothetical": [_row(item) for item in assessment.hypothetical],
-        "returns": list(assessment.returns),
+        "returns": list(assessment.audit.returns),
         "assumed": words.assumed(assessment),
         "decision": None if decision is None else decided(decision),
     }

@@ -160,7 +160,7 @@ def unfinished(audit: Audit) -> list[str]:
 
 def unchecked(assessment: Assessment) -> list[str]:
     items = [i.finding for i in assessment.items if i.finding.outcome is Outcome.UNCHECKED]
-    skips = [skip(each) for each in assessment.audit.skips if each.unchecked]
+    skips = [skip(each) for each in assessment.audit.unchecked_skips]
     return [*(in_full(finding.exposure) for finding in items), *skips]
 
 
@@ -222,7 +222,7 @@ def assumed(assessment: Assessment) -> str:
     """Say what the service is assumed to return; empty if somebody said what it returns."""
     needed = [needs(i.finding.exposure) for i in assessment.items if not i.finding.observed]
     names = [name for name in RETURNS if name in needed]
-    if assessment.returns or not names:
+    if assessment.audit.returns or not names:
         return ""
     return (
         f"Assumed that your service returns all that was looked at: {', '.join(names)}. Say what "
@@ -232,7 +232,7 @@ def assumed(assessment: Assessment) -> str:
 
 def hypothetical(assessment: Assessment) -> str:
     """Return the heading of findings that do not count because the service returns other things."""
-    return f"Hypothetical: not returned, where {', '.join(assessment.returns)} are"
+    return f"Hypothetical: not returned, where {', '.join(assessment.audit.returns)} are"
 
 
 def number(count: int, single: str, several: str) -> str:
