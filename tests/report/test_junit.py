@@ -6,7 +6,9 @@ from dataclasses import replace
 from datetime import date
 from xml.etree import ElementTree
 
+from exposures import called
 from keyhole.assess import Policy, assess, decided
+from keyhole.core import Skip
 from keyhole.report.formats import as_junit
 from sample_audits import clean, judged, whole
 
@@ -52,6 +54,19 @@ def test_what_a_policy_allows_is_no_error():
     refused = decided(assess(unknown), Policy(), today=date(2026, 1, 1))
     assert refused.decision.exit_code == 3
     assert ends(refused)["something else (probe)"] == "error"
+
+
+def test_what_a_policy_allows_is_no_error_where_something_else_fails():
+    ended = ends(decided(assess(whole()), Policy(allow_unchecked=True), today=date(2026, 1, 1)))
+    assert ended["full scores (Attack)"] == "failure"
+    assert (ended["signs (Attack)"], ended["something else (probe)"]) == ("skipped", "skipped")
+
+
+def test_a_check_of_what_the_service_does_not_return_is_no_error():
+    missing = Skip(called("hidden states of layer 1"), "none", "no memory", unchecked=True)
+    made = assess(replace(clean(), skips=(missing,)), returns=("scores",))
+    assert made.exit_code == 0
+    assert ends(made)["hidden states of layer 1 (none)"] == "skipped"
 
 
 def test_cases_are_named_after_family_and_surface():

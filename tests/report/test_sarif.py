@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import date
 
 import pytest
 
 from exposures import called
-from keyhole.assess import RULES, Severity, assess
-from keyhole.core import Status
+from keyhole.assess import RULES, Ignore, Policy, Severity, assess, decided
+from keyhole.core import Skip, Status
 from keyhole.report import sarif
 from keyhole.report.sarif import Places
 from sample_audits import FINDINGS, clean, finding, judged, whole
@@ -154,7 +155,7 @@ def test_states_and_suppressions():
     assert results["hidden states of layer 3"]["baselineState"] == "unchanged"
     assert results["the last token's vector"]["baselineState"] == "absent"
     (ignored,) = results["keys and values of layer 1"]["suppressions"]
-    assert ignored["justification"] == "it never leaves the cluster (until 2999-01-01)"
+    assert ignored["justification"] == "until 2999-01-01: it never leaves the cluster"
     assert all("baselineState" in result for result in results.values())
     assert "baselineState" not in json.dumps(run_of(assess(whole())))
 
@@ -168,6 +169,29 @@ def test_github_gets_what_needs_somebody_and_nothing_else():
     assert "the last token's vector" not in alerts  # gone
     assert "something else" in alerts  # nobody knows
     assert run_of(assess(clean()), sarif.render_alerts)["results"] == []
+
+
+@pytest.mark.parametrize("policy", [
+    Policy(allow_unchecked=True),
+    Policy(ignores=(Ignore("*", "accepted", date(2999, 1, 1)),)),
+])  # fmt: skip
+def test_a_check_without_a_result_that_a_policy_excuses_is_no_alert(policy):
+    made = decided(assess(whole()), policy)
+    skipped = by_exposure(run_of(made))["something else"]
+    assert skipped["kind"] == "open"
+    assert skipped["suppressions"][0]["status"] == "accepted"
+    alerts = by_exposure(run_of(made, sarif.render_alerts))
+    assert "something else" not in alerts
+    assert "signs" not in alerts
+
+
+def test_a_check_of_what_the_service_does_not_return_is_no_alert():
+    missing = Skip(called("hidden states of layer 1"), "none", "no memory", unchecked=True)
+    made = assess(replace(whole(), skips=(missing,)), returns=("labels",))
+    alerts = by_exposure(run_of(made, sarif.render_alerts))
+    assert "hidden states of layer 1" not in alerts
+    ended = run_of(made)["invocations"][0]["toolExecutionNotifications"]
+    assert [notice["message"]["text"] for notice in ended] == ["could not check signs, a model"]
 
 
 def test_how_it_ended():

@@ -122,6 +122,7 @@ class Ruling(StrEnum):
     IGNORED = "ignored"
     KNOWN = "known"  # in the baseline, which it would fail, too, and no worse
     UNCHECKED = "could not check"
+    ALLOWED = "allowed"  # could not be checked, which the policy allows
     PASSES = "passes"
 
 
@@ -193,6 +194,17 @@ class Assessment:
     @property
     def exposed(self) -> tuple[Item, ...]:
         return tuple(item for item in self.items if item.finding.exposed)
+
+    def ruled(self, name: str) -> Ruled | None:
+        """Return what a policy, if there is one, decided about a finding or a skip of this id."""
+        rulings = () if self.decision is None else self.decision.rulings
+        return next((ruled for ruled in rulings if ruled.name == name), None)
+
+    def excused(self, name: str) -> str:
+        """Return why a policy ignores a finding or skip, or allows it to be unchecked, if so."""
+        excuses = (Ruling.IGNORED, Ruling.ALLOWED)
+        ruled = self.ruled(name)
+        return ruled.rule if ruled is not None and ruled.ruling in excuses else ""
 
     def card(self, family: Family) -> Card:
         return next(card for card in self.families if card.family is family)

@@ -363,6 +363,13 @@ def decided(assessment: Assessment, policy: Policy, today: date | None = None) -
     items = tuple(replace(item, ignored=_ignored(item, policy, today)) for item in assessment.items)
     rulings = [_ruled(item, policy, today) for item in items]
     rulings += [_skipped(skip, policy, today) for skip in assessment.audit.unchecked_skips]
+    if policy.allow_unchecked and assessment.audit.unchecked < len(rulings):
+        rulings = [
+            Ruled(ruled.name, Ruling.ALLOWED, f"allow-unchecked: {ruled.rule}")
+            if ruled.ruling is Ruling.UNCHECKED
+            else ruled
+            for ruled in rulings
+        ]
     decision = _decision(rulings, len(items), policy, assessment)
     return replace(assessment, items=items, decision=decision)
 
@@ -382,7 +389,7 @@ def _decision(
         code, rule = UNCHECKED, "nothing was checked"
     elif unchecked and not policy.allow_unchecked:
         code, rule = UNCHECKED, f"{unchecked} could not be checked, and that is not clean"
-    elif unchecked and assessment.audit.unchecked == len(rulings):  # those ignored included
+    elif unchecked:
         code, rule = UNCHECKED, "no check came to a result, which allow-unchecked does not excuse"
     else:
         parts = [f"{count[ruling]} {words}" for ruling, words in _EXCUSED.items() if count[ruling]]
@@ -394,7 +401,7 @@ def _decision(
 _EXCUSED = {  # rulings that do not fail an audit, in words for its decision
     Ruling.IGNORED: "ignored",
     Ruling.KNOWN: "in the baseline already",
-    Ruling.UNCHECKED: "could not be checked, which the policy allows",
+    Ruling.ALLOWED: "could not be checked, which the policy allows",
 }
 
 

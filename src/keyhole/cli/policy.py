@@ -51,7 +51,7 @@ BaselineFile = Annotated[
 ]
 _COLOURS = {
     "fails": "red", "could not check": "yellow", "ignored": "dim", "known": "dim",
-    "passes": "green",
+    "allowed": "dim", "passes": "green",
 }  # fmt: skip
 _ENDS = {0: "Passes", 1: "Fails", 3: "Could not check"}
 

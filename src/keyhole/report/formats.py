@@ -214,36 +214,31 @@ _TAGS = {
     Outcome.UNCHECKED: "error",
     Outcome.KEPT: "",
 }
+_TAGS_OF_RULINGS = {
+    Ruling.FAILS: "failure",
+    Ruling.UNCHECKED: "error",
+    Ruling.IGNORED: "skipped",
+    Ruling.ALLOWED: "skipped",
+}
 
 
 def _result(item: Item, assessment: Assessment) -> tuple[str, str]:
     """Return the tag of a check's result, empty if it passed, and the rule that decided it."""
     if item in assessment.hypothetical:
         return "skipped", "the service does not return it"
-    if assessment.decision is None:
+    ruled = assessment.ruled(item.id)
+    if ruled is None:
         return _TAGS[item.finding.outcome], ""
-    ruled = next(ruled for ruled in assessment.decision.rulings if ruled.name == item.id)
-    unchecked = _tag_of_unchecked(assessment)
-    tags = {Ruling.FAILS: "failure", Ruling.IGNORED: "skipped", Ruling.UNCHECKED: unchecked}
-    return tags.get(ruled.ruling, ""), ruled.rule
-
-
-def _tag_of_unchecked(assessment: Assessment) -> str:
-    """Return the tag of a check without a result, which a policy may allow."""
-    decision = assessment.decision
-    return "skipped" if decision is not None and decision.exit_code == 0 else "error"
+    return _TAGS_OF_RULINGS.get(ruled.ruling, ""), ruled.rule
 
 
 def _skipped(skip: Skip, assessment: Assessment) -> Element:
     """Return the test case of an exposure that was not attacked."""
-    decision, has_rule = assessment.decision, skip.exposure.rule != NOT_CHECKED
-    ignored = decision is not None and any(
-        ruled.name == skip.exposure.id and ruled.ruling is Ruling.IGNORED
-        for ruled in decision.rulings
-    )
+    has_rule = skip.exposure.rule != NOT_CHECKED
     name = f"{words.skip(skip)} ({skip.attack})"
     case = _testcase(skip.exposure.family if has_rule else "skipped", "", name, 0.0)
-    tag = _tag_of_unchecked(assessment) if skip.unchecked and not ignored else "skipped"
+    needed = skip in assessment.audit.unchecked_skips and not assessment.excused(skip.exposure.id)
+    tag = "error" if needed else "skipped"
     _add_result(case, tag, "unknown" if skip.unchecked else "not tried", skip.reason)
     return case
 

@@ -263,11 +263,10 @@ def run(
     """Return the run of an audit, with a name of its own; `keep` chooses the results."""
     places = Places(inert(assessment.audit.target))
     items = (*assessment.items, *assessment.gone, *assessment.untried)
-    results = [_result(item, places) for item in items]
-    hypothetical = [_result(item, places) for item in assessment.hypothetical]
+    results = [_result(item, places, assessment) for item in items]
+    hypothetical = [_result(item, places, assessment) for item in assessment.hypothetical]
     results += [{**each, **_HYPOTHETICAL} for each in hypothetical]
-    compared = any(item.state is not None for item in assessment.items)
-    results += [_skipped(skip, places, compared) for skip in assessment.audit.skips]
+    results += [_skipped(skip, places, assessment) for skip in assessment.audit.skips]
     untried = not_checked("What was not tried is neither given away nor kept.")
     rules = [*(_rule(rule, assessment) for rule in RULES), untried]
     return {
@@ -312,7 +311,7 @@ def _rule(rule: Rule, assessment: Assessment) -> dict[str, Any]:
     )
 
 
-def _result(item: Item, places: Places) -> dict[str, Any]:
+def _result(item: Item, places: Places, assessment: Assessment) -> dict[str, Any]:
     finding = item.finding
     result: dict[str, Any] = {
         "ruleId": item.rule.id,
@@ -342,10 +341,14 @@ def _result(item: Item, places: Places) -> dict[str, Any]:
         result["rank"] = 10.0 * item.score
     if item.state is not None:
         result["baselineState"] = _STATES[item.state]
-    if item.ignored is not None:
-        why = message(f"{item.ignored.reason} (until {item.ignored.until})")
-        result["suppressions"] = [{"kind": "external", "status": "accepted", "justification": why}]
-    return result
+    return {**result, **_suppressed(item.id, assessment)}
+
+
+def _suppressed(name: str, assessment: Assessment) -> dict[str, Any]:
+    """Return the suppressions of a result that a policy excuses."""
+    why = message(assessment.excused(name))
+    excuse = {"kind": "external", "status": "accepted", "justification": why}
+    return {"suppressions": [excuse]} if why else {}
 
 
 def _sentence(item: Item) -> str:
@@ -361,13 +364,14 @@ def _sentence(item: Item) -> str:
     return " ".join(parts)
 
 
-def _skipped(skip: Skip, places: Places, compared: bool) -> dict[str, Any]:
+def _skipped(skip: Skip, places: Places, assessment: Assessment) -> dict[str, Any]:
     has_rule = skip.exposure.rule != NOT_CHECKED
+    compared = any(item.state is not None for item in assessment.items)
     end = "could not check" if skip.unchecked else "not tried"
     return {
         "ruleId": skip.exposure.rule,
         "ruleIndex": RULES.index(rule_of(skip.exposure)) if has_rule else len(RULES),
-        "kind": "open" if skip.unchecked else "notApplicable",
+        "kind": "open" if skip in assessment.audit.unchecked_skips else "notApplicable",
         "level": "none",
         "message": {"text": message(f"{words.skip(skip)}: {end}. {skip.reason}")},
         "locations": [places.of(skip.exposure)],
@@ -375,4 +379,5 @@ def _skipped(skip: Skip, places: Places, compared: bool) -> dict[str, Any]:
         # Either all results of a run have a state, or none.
         **({"baselineState": "unchanged"} if compared else {}),
         "properties": {"attack": inert(skip.attack)},
+        **_suppressed(skip.exposure.id, assessment),
     }
