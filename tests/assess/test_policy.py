@@ -273,6 +273,17 @@ def test_severities_of_an_environment_win_however_they_are_set(
     assert item.severity == expected
 
 
+@pytest.mark.parametrize("wildcard", ["*", "KH-*", "text-*", "KH-TEXT-*"])
+@pytest.mark.parametrize("exact", ["KH-TEXT-EMBEDDING", "text-embedding"])
+@pytest.mark.parametrize("exact_first", [True, False])
+def test_an_id_comes_before_a_wildcard(tmp_path, wildcard, exact, exact_first):
+    lines = [f'"{exact}" = "critical"\n', f'"{wildcard}" = "low"\n']
+    words = "[severity]\n" + "".join(lines if exact_first else reversed(lines))
+    embedding = finding("text", exposure=called("pooled embedding"))
+    (item,) = assess(of(embedding), written(tmp_path, words).severity).items
+    assert item.severity == "critical"
+
+
 def test_a_policy_is_found_in_its_folder(tmp_path):
     assert find_policy(tmp_path) is None
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")

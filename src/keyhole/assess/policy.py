@@ -10,7 +10,8 @@ A policy is a file `keyhole.toml`, or the table `[tool.keyhole]` of a `pyproject
     allow-unchecked = false                    # true: a check without a result does not fail
 
     [severity]
-    KH-PREDICTIONS-CUTS = "low"                # the severity of a rule or of a finding
+    KH-PREDICTIONS-CUTS = "low"                # the severity of a rule or of a finding; an id
+                                               # comes before a pattern with *
 
     [[rule]]                                   # all rules under an entry of a framework:
     owasp = "LLM08:2025"                       # owasp, aisvs, atlas or cwe
@@ -83,12 +84,10 @@ class Policy:
     standards: tuple[Condition, ...] = ()
 
     def severity(self, name: str, rule: Rule) -> Severity | None:
-        """Return the severity that the policy sets for a finding: by its id, then by its rule."""
-        for key in (name, rule.id):
-            for pattern, severity in self.severities.items():
-                if fnmatchcase(key, pattern):
-                    return severity
-        return None
+        """Return the severity that the policy sets for a finding: the first that matches it."""
+        given = self.severities.items()
+        found = (severity for pattern, severity in given if _names(pattern, name, rule))
+        return next(found, None)
 
 
 def find_policy(folder: Path) -> Path | None:
@@ -176,6 +175,7 @@ def _before(first: Mapping[str, Severity], then: Mapping[str, Severity]) -> Mapp
 
 
 def _severities(value: Any, path: Path) -> dict[str, Severity]:
+    """Return a table of severities: first those of findings, then of rules, then wildcards."""
     given: dict[str, Severity] = {}
     for name, word in _table(value, "severity", path).items():
         if word not in list(Severity) or word == Severity.UNKNOWN:
@@ -185,7 +185,11 @@ def _severities(value: Any, path: Path) -> dict[str, Severity]:
             )
         _expect_rule(name, f"[severity] of {path}")
         given[name] = Severity(word)
-    return given
+    return dict(sorted(given.items(), key=lambda entry: _generality(entry[0])))
+
+
+def _generality(pattern: str) -> tuple[bool, bool]:
+    return any(sign in pattern for sign in "*?["), pattern.startswith("KH-")
 
 
 def _with_rules(policy: Policy, table: Mapping[str, Any], path: Path) -> Policy:
@@ -331,7 +335,11 @@ def condition(words: str) -> Condition:
 
 def matches(pattern: str, item: Item) -> bool:
     """Return whether a pattern matches the id of a finding or of its rule."""
-    return fnmatchcase(item.id, pattern) or fnmatchcase(item.rule.id, pattern)
+    return _names(pattern, item.id, item.rule)
+
+
+def _names(pattern: str, name: str, rule: Rule) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(rule.id, pattern)
 
 
 def _comparing(
