@@ -178,6 +178,28 @@ def test_no_path_stands_in_an_id_or_an_identity(audited):
     assert home not in audit.identity
 
 
+SCORER = "scorer, d = 8 ({}/v2/models/scorer)"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (SCORER.format("http://host:8000"), SCORER.format("http://host:9000"), False),
+        (SCORER.format("http://a.example"), SCORER.format("http://b.example"), False),
+        (SCORER.format("http://host:8000"), SCORER.format("http://host:8000"), True),
+        ("postgresql://db:5432/a, read with demo", "postgresql://db:5433/a, read with demo", False),
+        ("weaviate:http://a:80/v1", "weaviate:http://a:81/v1", False),
+        ("chroma:/one/texts, read with /x/demo", "chroma:/two/texts, read with demo", True),
+        ("a/model", "/elsewhere/model/", True),
+    ],
+)
+def test_an_address_is_part_of_what_a_target_is_and_a_folder_is_not(one, other, same):
+    audits = [
+        Audit(target, f"identity of {target} {n}", ()) for n, target in enumerate((one, other))
+    ]
+    assert audits[0].is_of(audits[1]) is same
+
+
 def test_words_and_alerts_of_what_was_not_tried(audited):
     """GitHub closes an alert that the next file does not have: one not looked for stays open."""
     new, old = audited("a/model", only=(KEYS,)), audited("a/model")

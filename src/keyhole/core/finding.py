@@ -309,7 +309,8 @@ def _least(hits: int, drawn: int, population: int, tail: float) -> int:
     return possible[bisect_left(possible, True, key=is_likely)]
 
 
-_FOLDERS = re.compile(r"[^\s,:;()]*/(?=[^\s])")  # the folders of every path in a target's name
+# The folders of every path in a target's name, and whole addresses, which are kept.
+_FOLDERS = re.compile(r"(\b\w+://[^\s,;()]*)|[^\s,:;()]*/(?=\S)")
 
 
 def _now() -> str:
@@ -351,7 +352,7 @@ class Audit(Result):
 
     @property
     def _plain_name(self) -> str:
-        return self.name or _FOLDERS.sub("", self.target.rstrip("/"))
+        return self.name or _FOLDERS.sub(r"\1", self.target.rstrip("/"))
 
     def counts(self, finding: Finding) -> bool:
         """Return whether the service gives this out: whatever was observed, it does."""
