@@ -77,9 +77,37 @@ def test_what_keyhole_named_itself_is_written_again(tmp_path, keyhole):
 def test_a_target_is_not_overwritten_by_what_was_taken_from_it(tmp_path, keyhole):
     """--out t.json would write the weights to t.safetensors, which is the target."""
     keyhole("lab", "plant", "t.safetensors", "-o", "dim=3")
-    done = keyhole("extract", "t.safetensors", "--out", "t.json")
+    done = keyhole("extract", "t.safetensors", "--out", "t.json", "--force")
     assert done.returncode == 2
-    assert "t.safetensors exists" in done.stderr
+    assert done.stderr == (
+        "keyhole: t.safetensors is read by this command: write to another file\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["findings.json", "../{}/findings.json", "link.json"])
+def test_no_input_is_replaced_by_whatever_name(name, tmp_path, keyhole):
+    keyhole("lab", "plant", "t.safetensors", "-o", "dim=3")
+    keyhole("audit", "t.safetensors", "--output=json=findings.json")
+    (tmp_path / "link.json").symlink_to("findings.json")
+    place, before = name.format(tmp_path.name), (tmp_path / "findings.json").read_bytes()
+    for command in (
+        ("report", "findings.json", f"--output=html={place}"),
+        ("audit", "t.safetensors", f"--data={place}", "--output=html=findings.json"),
+        ("report", "t.json", f"--baseline={place}", "--output=html=findings.json"),
+    ):
+        done = keyhole(*command, "--force")
+        assert done.returncode == 2
+        assert "is read by this command" in done.stderr or "is the baseline" in done.stderr
+    assert (tmp_path / "findings.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["x.html", "../{}/x.html", "folder/x.html"])
+def test_two_outputs_are_one_file_by_whatever_names(name, tmp_path, keyhole):
+    (tmp_path / "folder").symlink_to(".")
+    outputs = ("--output=html=x.html", f"--output=json={name.format(tmp_path.name)}")
+    done = keyhole("report", "no.json", *outputs)
+    assert done.returncode == 2
+    assert "two outputs go to" in done.stderr
 
 
 def test_files_that_are_continued_need_no_force(tmp_path, keyhole):

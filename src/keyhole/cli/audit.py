@@ -132,11 +132,12 @@ def _audit_one(target: str, run: _Run, baseline: Path | None) -> int:
     from keyhole import report
     from keyhole.report.formats import FORMATS
 
-    stem = f"keyhole-{short_name(target)}"
+    stem, options = f"keyhole-{short_name(target)}", run.options
     always = {kind: Path(f"{stem}.{kind}") for kind in ("html", "json")}
     wanted = Outputs.of(
         run.outputs, FORMATS, force=run.force, as_json=run.as_json, defaults=always,
         baselines=() if baseline is None else (baseline,),
+        inputs=(target, options.model, options.data, options.known, options.corpus),
     )  # fmt: skip
     expect_fitting(target, target, run.options)  # before torch loads, so that mistakes show at once
     from keyhole.audit.run import audit as audit_target

@@ -47,7 +47,7 @@ def disrupt(
     from keyhole.disrupt.run import run
     from keyhole.models.loading import Task
 
-    expect_new(out, force=force)
+    expect_new(out, force=force, inputs=(data,))
     if resume is not None:
         expect_writable(resume)
     if task is not None and task not in get_args(Task):

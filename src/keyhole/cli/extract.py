@@ -61,7 +61,7 @@ def extract(
     from keyhole.extract.registry import METHODS
     from keyhole.extract.run import run
 
-    expect_new(*with_tensor_file(out), force=force)
+    expect_new(*with_tensor_file(out), force=force, inputs=(target, reference))
     expect_device(device)
     with interruptible(lambda: _kept(ledger)):
         options = opt.method_options(METHODS, method or "auto", hyperparameters)

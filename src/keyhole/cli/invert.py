@@ -53,7 +53,7 @@ def invert(
     from keyhole.invert.registry import METHODS
     from keyhole.invert.run import run
 
-    expect_new(*with_tensor_file(out), force=force)
+    expect_new(*with_tensor_file(out), force=force, inputs=(problem, start))
     method = method or "auto"
     options = opt.method_options(METHODS, method, hyperparameters)
     with interruptible(), bars("invert", each=False) as track:

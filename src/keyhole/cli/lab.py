@@ -165,7 +165,7 @@ def capture(
     if expose == "gradient":
         if forms:
             raise InputError(f"--degrade {forms[0]} cannot be done to a gradient")
-        expect_new(out, force=force)
+        expect_new(out, force=force, inputs=(data,))
         batch = _examples(text, data, column, examples)
         written = _capture_gradient(
             model, batch, out, hyperparameters, noise=noise, precision=precision, device=device,
@@ -177,7 +177,7 @@ def capture(
     texts = list(text or []) + ([] if data is None else read_texts(data, column, examples))
     files = files_of(out, len(texts))
     if is_folder(files[0].parent):  # otherwise the folder is made
-        expect_new(*files, force=force)
+        expect_new(*files, force=force, inputs=(data,))
     states = ", ".join([precision, *forms])
     capture_leaks(
         model, texts, expose, out=out, precision=precision, noise=noise, forms=forms,
@@ -278,7 +278,7 @@ def certify(
     """
     from keyhole.harden.smoothing import Smoothing, certify_all
 
-    expect_new(out, force=force)
+    expect_new(out, force=force, inputs=(data,))
     options = settings(hyperparameters, types_of(Smoothing, hidden=("seed",)), "smoothing")
     way = Smoothing(**options, seed=seed)
     with interruptible(), bars("disrupt", "examples") as track:

@@ -8,6 +8,7 @@ before any work begins.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,13 +69,17 @@ def write_in_any_locale() -> None:
             reconfigure(errors="backslashreplace")
 
 
-def expect_new(*files: Path | None, force: bool) -> None:
+def expect_new(*files: Path | None, force: bool, inputs: Iterable[str | Path | None] = ()) -> None:
     """Raise unless every file can be written; one that exists is only replaced with `force`.
 
-    It is not for files that a run continues (ledgers, journals, checkpoints), which check the run.
+    What the command reads (`inputs`, by whatever name) is never replaced. It is not for files that
+    a run continues (ledgers, journals, checkpoints), which check the run.
     """
     for file in filter(None, files):
         expect_writable(file)
+        for each in filter(None, inputs):
+            if exists(file) and exists(each) and file.samefile(each):
+                raise InputError(f"{file} is read by this command: write to another file")
         if is_file(file) and not force:
             raise InputError(f"{file} exists: give --force to replace it")
 
@@ -108,13 +113,14 @@ class Outputs(Generic[_Result]):
         cls, words: Sequence[str] | None, formats: Mapping[str, Callable[[_Result], str]], *,
         force: bool, as_json: bool, defaults: Mapping[str, Path] | None = None,
         others: Sequence[Path] = (), baselines: Sequence[Path] = (),
+        inputs: Sequence[str | Path | None] = (),
     ) -> Outputs[_Result]:  # fmt: skip
         """Read and check values of --output.
 
         `defaults` are files that are written unless another file is named for their format; they
         replace existing files. `others` are files that the command writes itself. `baselines` are
         files to compare with: none of them is ever replaced, because the same command would then
-        compare its findings with themselves.
+        compare its findings with themselves. `inputs` are other files that the command reads.
         """
         pairs = [_pair(word, formats) for word in words or ()]
         on_stdout = [name for name, file in pairs if file == "-"] + ["json"] * as_json
@@ -124,13 +130,13 @@ class Outputs(Generic[_Result]):
         names = {name for name, _ in named}
         usual = [(name, path) for name, path in (defaults or {}).items() if name not in names]
         files = (*usual, *named)
-        places = Counter(path.absolute() for path in (*others, *(path for _, path in files)))
+        _expect_no_baseline([*others, *(path for _, path in files)], baselines)
+        expect_new(*(path for _, path in usual), force=True, inputs=inputs)
+        expect_new(*(path for _, path in named), force=force, inputs=inputs)
+        places = Counter(os.path.realpath(path) for path in (*others, *(path for _, path in files)))
         place, count = places.most_common(1)[0] if places else (None, 0)
         if count > 1:
             raise InputError(f"two outputs go to {place}: name a file for each")
-        _expect_no_baseline([*others, *(path for _, path in files)], baselines)
-        expect_new(*(path for _, path in usual), force=True)
-        expect_new(*(path for _, path in named), force=force)
         return cls(formats, files, on_stdout[0] if on_stdout else None)
 
     def file(self, name: str) -> Path:
