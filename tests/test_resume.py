@@ -109,10 +109,10 @@ def test_tuples_and_lists_are_the_same_run(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("my own notes\n", r"^expected JSON in .*run\.jsonl:1, got 'my own notes'$"),
-        ("[1]\n", r"^expected an object in .*run\.jsonl:1, got '\[1\]'$"),
-        ('{"model": "bert"}\nnotes\n', r"^expected JSON in .*run\.jsonl:2, got 'notes'$"),
-        ('{"model": "bert"}\n{"flips": 1}\n', r"run\.jsonl:2 has no key: "),
+        ("my own notes\n", r"^expected JSON in .*run\.jsonl:1, got 'my own notes': choose another"),
+        ("[1]\n", r"^expected an object in .*run\.jsonl:1, got '\[1\]': choose another"),
+        ('{"model": "bert"}\nnotes\n', r"^expected JSON in .*run\.jsonl:2, got 'notes': remove"),
+        ('{"model": "bert"}\n{"flips": 1}\n', r"run\.jsonl:2 has no key .*: remove this line"),
     ],
 )
 def test_files_that_are_no_journal_are_refused_and_left_alone(tmp_path, text, words):
@@ -121,6 +121,28 @@ def test_files_that_are_no_journal_are_refused_and_left_alone(tmp_path, text, wo
     with pytest.raises(InputError, match=words):
         Journal(path, {"model": "bert"})
     assert path.read_text() == text
+
+
+def test_force_begins_anew_where_the_file_is_of_no_run_and_never_drops_a_damaged_record(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text("my own notes\n")
+    with Journal(path, RUN, force=True) as journal:
+        journal.add({"a": {"flips": 1}, "b": {}})
+    path.write_text(path.read_text().replace('"flips"', "flips"))
+    with pytest.raises(InputError, match=r"run\.jsonl:2, .*: remove this line, and only what it"):
+        Journal(path, RUN, force=True)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], lines[2]]))
+    with Journal(path, RUN, force=True) as journal:
+        assert list(journal.records) == ["b"]
+
+
+@pytest.mark.parametrize("seconds", ["1" + "0" * 400, "[]", '"x"', "null"])
+def test_a_record_that_cannot_be_read_says_what_to_do(tmp_path, seconds):
+    path = tmp_path / "run.jsonl"
+    path.write_text(f'{json.dumps(RUN)}\n{{"key": "a", "seconds": {seconds}}}\n')
+    with Journal(path, RUN) as journal, pytest.raises(InputError, match=r"under a .*: remove this"):
+        journal.recall("a", lambda record: float(record["seconds"]))
 
 
 def test_no_folder_and_no_text(tmp_path):

@@ -200,7 +200,7 @@ def test_a_journal_that_somebody_changed_is_one_line(tmp_path):
     head, first = path.read_text().splitlines()
     path.write_text(f"{head}\n{json.dumps({'key': json.loads(first)['key']})}\n")
     with pytest.raises(
-        InputError, match=r"does not hold what a run wrote under 1\. weights-.*--force"
+        InputError, match=r"does not hold what a run wrote under 1\. weights-.*remove this line"
     ):
         audit(HEAD, journal=path)
 

@@ -28,6 +28,7 @@ from keyhole.core.files import exists, parse, private, read_text, unwritable
 Run = Mapping[str, Any]
 T = TypeVar("T")
 _FIX = "choose another file, or remove this one"
+_REPEAT = "remove this line, and only what it kept is repeated"
 _FORCE = "give --force to begin anew, or remove this file"
 
 
@@ -151,13 +152,16 @@ class Journal:
         """Return what `read` makes of the record under a key."""
         try:
             return read(self.records[key])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise InputError(
-                f"{self.path} does not hold what a run wrote under {key} ({error}): {self._fix}"
+                f"{self.path} does not hold what a run wrote under {key} ({error}): {_REPEAT}"
             ) from error
 
     def _open(self, path: Path, run: Run) -> IO[str]:
-        text = read_text(path, "a file to resume from") if exists(path) else ""
+        try:
+            text = read_text(path, "a file to resume from") if exists(path) else ""
+        except InputError as error:  # bytes that are no text
+            raise InputError(f"{error}: remove it to begin anew") from error
         try:
             whole = text[: text.rfind("\n") + 1]  # without a line that a crash cut off
             if whole and not self._read_records(path, whole, run):
@@ -177,24 +181,28 @@ class Journal:
         """Read the records; return False if the file is another run's and may be replaced."""
         lines = whole.rstrip("\n").split("\n")  # not splitlines: texts may hold other line ends
         try:
-            expect_same_run(path, run, _line(path, 1, lines[0]), self._fix)
+            expect_same_run(path, run, self._line(1, lines[0]), self._fix)
         except AnotherRun:
             if self._force:
                 return False
             raise
         for number, text in enumerate(lines[1:], 2):
-            record = _line(path, number, text)
-            if not isinstance(record.get("key"), str):
-                raise InputError(f"{path}:{number} has no key: {text[:40]!r}")
+            record = self._line(number, text)
             self.records[str(record.pop("key"))] = record
         return True
 
-
-def _line(path: Path, number: int, text: str) -> dict[str, Any]:
-    try:
-        record = parse(text)
-    except ValueError as error:
-        raise InputError(f"expected JSON in {path}:{number}, got {text[:40]!r}") from error
-    if not isinstance(record, dict):
-        raise InputError(f"expected an object in {path}:{number}, got {text[:40]!r}")
-    return cast("dict[str, Any]", record)
+    def _line(self, number: int, text: str) -> dict[str, Any]:
+        """Return the identity of the run, in line 1, or a record."""
+        fix = self._fix if number == 1 else _REPEAT
+        kind = AnotherRun if number == 1 else InputError
+        where = f"{self.path}:{number}"
+        try:
+            record = parse(text)
+        except ValueError as error:
+            raise kind(f"expected JSON in {where}, got {text[:40]!r}: {fix}") from error
+        if not isinstance(record, dict):
+            raise kind(f"expected an object in {where}, got {text[:40]!r}: {fix}")
+        record = cast("dict[str, Any]", record)
+        if number > 1 and not isinstance(record.get("key"), str):
+            raise kind(f"{where} has no key ({text[:40]!r}): {fix}")
+        return record
