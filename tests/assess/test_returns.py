@@ -56,9 +56,15 @@ def test_an_audit_says_it_by_itself_and_a_policy_says_otherwise():
 
 def test_what_was_seen_is_never_hypothetical():
     seen = tuple(replace(finding, observed=True) for finding in whole().findings)
-    made = assess(replace(whole(), findings=seen), returns=("gradients",))
+    made = assess(replace(whole(), findings=seen), returns=("gradients", "labels"))
     assert made.hypothetical == ()
     assert made.exit_code == 1
+    note = (
+        "Said to return gradients, labels, but scores, embeddings, hidden-states, caches were seen "
+        "as well, and count."
+    )
+    assert words.assumed(made) == note
+    assert note in formats.FORMATS["html"](made)
 
 
 def test_an_audit_and_a_fleet_count_what_their_assessments_count():

@@ -71,7 +71,9 @@ def test_a_corpus_is_counted_once_for_all_checks(target, tmp_path):
 
 def test_what_noise_would_change_is_measured_on_the_store_itself(target):
     target = replace(target, method=replace(target.method, search=SumSearch(passes=200)))
-    found = audit(target, against_defences=True).findings
+    notices = []
+    found = audit(target, against_defences=True, notice=notices.append).findings
+    assert [line for line in notices if "tried" in line][-1].count("(7 tried)") == 1
     behind = [each for each in found if each.exposure.variant == "defended"]
     assert len(found) == 1 + len(behind)
     assert len(behind) == 4
@@ -79,12 +81,17 @@ def test_what_noise_would_change_is_measured_on_the_store_itself(target):
     assert set(read) == {"Gaussian noise", "rounding"}
     for each in behind:
         count, lost = re.match(
-            r"(\d) of 4 texts were read, and recall@10 falls by ([\d.]+)%", each.reason
+            r"(\d) of 4 texts, the shortest of the 7 tried, were read exactly, and recall@10 falls "
+            r"by ([\d.]+)%",
+            each.reason,
         ).groups()
-        assert each.known == int(count) / 4
+        (cell,) = each.texts
+        assert [reading.original for reading in cell.readings] == list(target.texts[:4])
+        assert cell.exact == int(count)
+        assert each.known == cell.known
         assert 0 <= float(lost) <= 100
     strongest = read["Gaussian noise"]  # the last of them
-    assert strongest.status is Status.UNSOLVED
+    assert strongest.status is Status.NOT_IDENTIFIABLE
 
 
 def test_a_stopped_audit_goes_on_with_the_checks_that_are_left(target, tmp_path, monkeypatch):

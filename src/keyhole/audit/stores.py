@@ -299,8 +299,9 @@ def quick(method: CountedReader, loaded: Loaded) -> CountedReader:
 
 
 def readings_in(findings: Iterable[Finding]) -> list[Reading]:
-    """Return the texts that were read, in the first precision of each finding."""
-    return [reading for each in findings for cell in each.texts[:1] for reading in cell.readings]
+    """Return the texts that were read as they are stored, not behind a defence."""
+    stored = (each for each in findings if each.exposure == EXPOSURE)
+    return [reading for each in stored for cell in each.texts[:1] for reading in cell.readings]
 
 
 def merged(store: StoreTarget | None, findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -362,12 +363,11 @@ def read(part: StoreTarget, track: Track) -> Checked:
         found[number] = recovery
         progress(len(found))
     recoveries = [found[number] for number in range(len(leaks))]
-    readings = tuple(_reading(part, place, recovery) for place, recovery in enumerate(recoveries))
-    result = Readings("pooled", anatomy(part.loaded.model).layers, "as stored", readings)
+    result = _readings(part, recoveries)
     status = _status(result, [recovery.status for recovery in recoveries])
     first = recoveries[0]
     return one_finding(
-        EXPOSURE, first.method, status, first.reason, _REMEDY, started, queries=len(readings),
+        EXPOSURE, first.method, status, first.reason, _REMEDY, started, queries=len(leaks),
         known=result.known, sought="text", texts=(result,),
     )  # fmt: skip
 
@@ -380,6 +380,12 @@ def _status(result: Readings, statuses: Sequence[Status]) -> Status:
         return Status.RECOVERED
     partly = result.exact or Status.INEXACT in statuses or result.known >= PARTLY
     return Status.INEXACT if partly else Status.BUDGET
+
+
+def _readings(part: StoreTarget, recoveries: Sequence[TextRecovery]) -> Readings:
+    """Return what was read from each vector of a part."""
+    readings = tuple(_reading(part, place, recovery) for place, recovery in enumerate(recoveries))
+    return Readings("pooled", anatomy(part.loaded.model).layers, "as stored", readings)
 
 
 def _reading(part: StoreTarget, place: int, recovery: TextRecovery) -> Reading:
@@ -425,17 +431,18 @@ def _read_behind(
     started = time.perf_counter()
     pooled, vectors = part.pooling.exposure, part.vectors.float()
     ((_, recoveries),) = reading(target.loaded, [defence], vectors, method, vectors, pooled)
-    read = [_reading(part, place, recovery).exact for place, recovery in enumerate(recoveries)]
+    result = _readings(part, recoveries)
     others = vectors if target.others is None else target.others.float()
     queries, docs = others.tensor_split([-(-len(others) // 10)])
-    count, lost = sum(read), 1 - retrieval(defence, docs, queries)
-    status = Status.INEXACT if count else Status.UNSOLVED
-    status = Status.RECOVERED if count == len(read) else status
+    count, lost = len(recoveries), 1 - retrieval(defence, docs, queries)
+    status = _status(result, [recovery.status for recovery in recoveries])
+    status = Status.UNSOLVED if status is Status.BUDGET else status
+    which = "" if count == len(target.rows) else f", the shortest of the {len(target.rows)} tried,"
     reason = (
-        f"{count} of {len(read)} texts were read, and recall@{NEAREST} falls by {lost:.1%} (of "
-        f"{len(queries)} queries among {len(docs)} vectors of the store)"
+        f"{result.exact} of {count} texts{which} were read exactly, and recall@{NEAREST} falls by "
+        f"{lost:.1%} (of {len(queries)} queries among {len(docs)} vectors of the store)"
     )
     return one_finding(
-        exposure, recoveries[0].method, status, reason, _REMEDY, started, queries=len(read),
-        known=count / len(read), sought="text",
+        exposure, recoveries[0].method, status, reason, _REMEDY, started, queries=count,
+        known=result.known, sought="text", texts=(result,),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from keyhole.assess import Assessment, Policy
 from keyhole.assess.severity import is_vector
 from keyhole.core import Audit, Finding, Outcome, Skip, Status
-from keyhole.core.exposure import NOT_CHECKED, RETURNS, Exposure, needs
+from keyhole.core.exposure import NOT_CHECKED, RETURNS, Exposure, is_returned, needs
 from keyhole.core.finding import Estimate, Reading
 from keyhole.core.text import inert, legible, percent
 
@@ -219,10 +219,17 @@ def apart(assessment: Assessment) -> str:
 
 
 def assumed(assessment: Assessment) -> str:
-    """Say what the service is assumed to return; empty if somebody said what it returns."""
+    """Say what the service is assumed to return, or returns although somebody said otherwise."""
+    stated = assessment.audit.returns
+    if stated:
+        seen = [i.finding.exposure for i in assessment.exposed if i.finding.observed]
+        more = [needs(each) for each in seen if not is_returned(each, stated)]
+        names = ", ".join(name for name in RETURNS if name in more)
+        said = f"Said to return {', '.join(stated)}, but {names} were seen as well, and count."
+        return said if names else ""
     needed = [needs(i.finding.exposure) for i in assessment.items if not i.finding.observed]
     names = [name for name in RETURNS if name in needed]
-    if assessment.audit.returns or not names:
+    if not names:
         return ""
     return (
         f"Assumed that your service returns all that was looked at: {', '.join(names)}. Say what "
