@@ -18,8 +18,7 @@ import show
 from keyhole.extract import AttentionLayers, TransformerBlocks
 from keyhole.extract.canonical import compared as parts_of
 from keyhole.oracle import Blocks, Oracle, plant
-from keyhole.oracle.block import plant_block
-from planted import by_kind, compared, taken
+from planted import by_kind, compared, plant_block, taken
 from show import Row
 
 LEAST = 0.9  # of the seeds

@@ -14,8 +14,7 @@ import torch
 
 import show
 from keyhole.extract import TransformerBlock
-from keyhole.oracle.block import plant_block
-from planted import by_kind, compared, taken
+from planted import by_kind, compared, plant_block, taken
 from show import Row
 
 BITS = 2.0**-45  # for blocks without norms; ePrint 2026/1678 reaches 2⁻⁵¹ at d = 8, 6 heads

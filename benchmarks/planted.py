@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,9 @@ from keyhole.extract import Extraction, Status, judge
 from keyhole.oracle import Oracle
 from keyhole.oracle.planted import Attention, Head, MultiHead
 from show import Row, relative
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+from planted_truth import plant_block as plant_block  # for other benchmarks
 
 
 def normals(seed: int) -> Callable[..., Tensor]:

@@ -36,9 +36,10 @@ from keyhole.extract.blocks.view import View, last
 from keyhole.extract.canonical import canonical_block, compared
 from keyhole.extract.sub_layer_values import LostSum
 from keyhole.models.block import block
-from keyhole.oracle.block import Block, plant_block
+from keyhole.oracle.block import Block
 from keyhole.oracle.protocol import Counted
 from keyhole.oracle.sub_layer import SubLayer
+from planted import plant_block
 from show import Row
 
 TOLERANCE = 1e-6

@@ -10,7 +10,7 @@ from keyhole import extract
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.oracle import AttentionLayers, load, plant, save
-from keyhole.oracle.block import plant_block
+from planted_truth import plant_block
 
 
 def planted(sizes, d, seed=0, **flags) -> AttentionLayers:

@@ -25,7 +25,7 @@ from keyhole.extract.blocks.wide_curvature import Sphere, find_units
 from keyhole.extract.canonical import canonical_block, compared, difference_of_blocks
 from keyhole.extract.sub_layer import read_attention
 from keyhole.oracle import load, plant, save
-from keyhole.oracle.block import plant_block
+from planted_truth import plant_block
 
 RELU = {"dim": 6, "heads": 4, "head_dim": 1, "width": 6, "activation": "relu", "norm": "none"}
 SMALL = {"dim": 10, "heads": 2, "head_dim": 2, "width": 8}

@@ -14,7 +14,7 @@ from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.extract.canonical import compared, difference_of_blocks
 from keyhole.oracle import Block, Blocks, Rounded, load, save
-from keyhole.oracle.block import plant_block
+from planted_truth import plant_block
 
 GELU = {"dim": 6, "heads": 1, "head_dim": 2, "width": 2, "activation": "gelu", "norm": "rms"}
 GATED = {**GELU, "width": 1, "activation": "silu", "gated": True}

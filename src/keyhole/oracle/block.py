@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
@@ -36,15 +36,10 @@ from keyhole.core.errors import InputError, expect_among
 from keyhole.oracle.planted import Parametric
 from keyhole.oracle.sub_layer import SubLayer, no_places
 
-
-def _tanh_gelu(z: Tensor) -> Tensor:
-    return functional.gelu(z, approximate="tanh")
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "gelu": functional.gelu,
-    "gelu-tanh": _tanh_gelu,
+    "gelu-tanh": partial(functional.gelu, approximate="tanh"),
     "silu": functional.silu,
     "sigmoid": torch.sigmoid,
 }
@@ -129,16 +124,6 @@ class Block(Parametric):
         """The attention, which takes tokens behind the first norm."""
         parts = {name: getattr(self, name) for name in SubLayer.NAMES}
         return SubLayer(**parts, every_token=self.every_token, causal=self.causal)
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in self.NAMES}
-
-    def flags(self) -> dict[str, str]:
-        return {
-            "activation": self.activation, "norm": self.norm, "epsilon": repr(self.epsilon),
-            "epsilon_behind": repr(self.epsilon_behind), "every_token": str(self.every_token),
-            "causal": str(self.causal),
-        }  # fmt: skip
 
     @property
     def unknowns(self) -> int:
@@ -260,15 +245,6 @@ class Blocks(Parametric):
     def dim(self) -> int:
         return self.A.shape[1]
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in (*self.NUMBERS, "heads", "units")}
-
-    def flags(self) -> dict[str, str]:
-        return {
-            "activation": self.activation, "norm": self.norm,
-            "every_token": str(self.every_token), "causal": str(self.causal),
-        }  # fmt: skip
-
     @property
     def unknowns(self) -> int:
         """The sum over blocks; with LayerNorms only the sum of all means of c shows."""
@@ -295,44 +271,3 @@ class Blocks(Parametric):
         for block, (first, second) in zip(self.blocks, self.epsilon, strict=True):
             tokens = block.added(tokens, first, second)
         return tokens
-
-
-def plant_block(
-    dim: int = 16, *, heads: int = 4, groups: int | None = None, head_dim: int | None = None,
-    width: int = 32, activation: str = "gelu", gated: bool = False, norm: str = "rms",
-    rotary: bool = False, biases: bool = True, epsilon: float = 1e-5, every_token: bool = False,
-    causal: bool = False, score: bool = False, places: int = 0, seed: int = 0,
-) -> Block:  # fmt: skip
-    """Return a random block, with states and scores of about 1 for tokens of norm √d.
-
-    `places` is the number of distances that have a position bias.
-    """
-    stream = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=stream, dtype=torch.float64)
-
-    k, groups = head_dim or dim // heads, groups or heads
-    narrow, share = dim**-0.5, 0.3 * biases
-    turns = 10000.0 ** -(torch.arange(0, k, 2, dtype=torch.float64) / k)
-    gates = width if gated else 0
-    epsilon = 0.0 if norm == "none" else epsilon
-    behind = (
-        {name: mean + 0.2 * normal(dim) for name, mean in (("D", 1.0), ("E", 1.0), ("e", 0.0))}
-        if norm == "behind"
-        else {}
-    )
-    m = 1 if score else dim
-    if places:
-        behind["places"] = normal(heads, places)
-    return Block(
-        Q=normal(heads, dim, k) * narrow, q=normal(heads, k) * share,
-        K=normal(groups, dim, k) * narrow, V=normal(groups, dim, k) * narrow,
-        O=normal(heads, k, dim) * 0.7 * (heads * k) ** -0.5, b=normal(dim) * share,
-        frequencies=turns.repeat(groups, 1) if rotary else normal(groups, 0),
-        A=normal(width, dim) * narrow, a=normal(width) * share,
-        G=normal(gates, dim) * narrow, g=normal(gates) * share,
-        C=normal(m, width) * width**-0.5, c=normal(m) * share, w=normal(dim * score) * narrow,
-        activation=activation, norm=norm, epsilon=epsilon, epsilon_behind=epsilon,
-        every_token=every_token, causal=causal, **behind,
-    )  # fmt: skip

@@ -53,23 +53,20 @@ class SubLayer(Parametric):
     b: Tensor
     frequencies: Tensor  # (G, k/2), or (G, 0) without rotary positions
     places: Tensor = field(default_factory=no_places)  # β (H, distances), or empty
-    epsilon: float | None = None  # of the RMS norm in front, if there is one
     residual: bool = False
     every_token: bool = False
     causal: bool = False
+    epsilon: float | None = None  # of the RMS norm in front, if there is one
     kind = "sub-layer"
+    SHAPES = (
+        ("Q", "h d k"), ("K", "g d k"), ("V", "g d v"), ("q", "h k"), ("O", "h v m"), ("b", "m"),
+        ("frequencies", "g f"),
+    )  # fmt: skip
     NAMES: ClassVar = ("Q", "q", "K", "V", "O", "b", "frequencies", "places")
 
     def __post_init__(self) -> None:
-        self._require("Q", self.Q, None, None, None)
-        heads, d, k = self.Q.shape
-        self._require("K", self.K, None, d, k)
-        groups = len(self.K)
-        self._require("V", self.V, groups, d, None)
-        self._require("q", self.q, heads, k)
-        self._require("O", self.O, heads, self.V.shape[2], None)
-        self._require("b", self.b, self.O.shape[2])
-        self._require("frequencies", self.frequencies, groups, None)
+        super().__post_init__()
+        (heads, d, k), groups = self.Q.shape, len(self.K)
         if not groups or heads % groups:
             raise InputError(f"{heads} heads cannot share {groups} keys evenly")
         if self.frequencies.shape[1] not in (0, k / 2):
@@ -86,23 +83,12 @@ class SubLayer(Parametric):
             raise InputError(f"an epsilon must be above 0, not {self.epsilon}")
 
     @property
-    def dim(self) -> int:
-        return self.Q.shape[1]
-
-    @property
     def outputs(self) -> int:
         return self.O.shape[2]
 
     @property
     def rotary(self) -> bool:
         return self.frequencies.shape[1] > 0
-
-    def flags(self) -> dict[str, str]:
-        flags = {
-            "residual": str(self.residual), "every_token": str(self.every_token),
-            "causal": str(self.causal),
-        }  # fmt: skip
-        return flags if self.epsilon is None else {**flags, "epsilon": repr(self.epsilon)}
 
     @property
     def unknowns(self) -> int:
