@@ -11,8 +11,8 @@ import tiny_models as tiny
 from keyhole.models.capture import Exposure, capture
 from keyhole.models.hooks import hooks
 from keyhole.recover.attack import Target
-from keyhole.recover.gradients.encoder_texts import contexts_of
 from keyhole.recover.gradients.span import first_inputs, joined, span_of
+from keyhole.recover.gradients.text_search import contexts_of
 
 
 def target_of(family, head="AutoModel"):

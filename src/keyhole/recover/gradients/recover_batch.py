@@ -28,8 +28,6 @@ from keyhole.models.hooks import hooks
 from keyhole.models.loading import Loaded, identity, task_of
 from keyhole.models.next_token import unembedding
 from keyhole.recover.attack import Target, solvable
-from keyhole.recover.gradients.decoder_texts import DecoderTexts
-from keyhole.recover.gradients.encoder_texts import EncoderTexts, contexts_of, places_of
 from keyhole.recover.gradients.span import (
     FirstInputs,
     Span,
@@ -38,6 +36,12 @@ from keyhole.recover.gradients.span import (
     nearest_in,
     span_of,
     tokens_in,
+)
+from keyhole.recover.gradients.text_search import (
+    DecoderTexts,
+    EncoderTexts,
+    contexts_of,
+    places_of,
 )
 from keyhole.recover.gradients.update import (
     ADAPTER,

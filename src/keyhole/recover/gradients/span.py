@@ -22,7 +22,7 @@ Token v is at position p of the batch only if x(v, p) lies in the span of the fi
 gradient. All tokens are tested at all positions, first along a few random directions of the span's
 complement, then, if they pass, along all of them. Because x(v, p) is nearly a sum, the span of
 several texts also admits other pairs: with x(a, p), x(a, q) and x(b, p) in it, x(b, q) nearly is
-too. `Places` in encoder_texts.py excludes those.
+too. `Places` in text_search.py excludes those.
 """
 
 from __future__ import annotations
