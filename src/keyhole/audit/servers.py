@@ -49,7 +49,7 @@ from keyhole.oracle.vector_prompts import FORMS, VectorPrompts
 from keyhole.recover import HiddenStates, Logits, recover_text
 from keyhole.recover.attack import Target as TextTarget
 from keyhole.recover.embeddings.final_state import final_states
-from keyhole.recover.files.contents import as_served, served_noise, with_served_noise
+from keyhole.recover.files.contents import as_served, served_noise
 from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original
 from keyhole.recover.recovery import TextRecovery
@@ -220,9 +220,9 @@ class ServerTarget(Part):
                 target = TextTarget.of(loaded.model, loaded.tokenizer)
                 # The leak states the server's rounding as noise, which the judge allows for. Where
                 # that was measured to help, our model also rounds in the same way.
-                (leak,) = with_served_noise(target, [leak], route.arithmetic)
+                leak = replace(leak, noise=served_noise(target, leak, route.arithmetic))
                 if route.arithmetic == EIGHT_BITS:
-                    arithmetic = as_served(target, leak.exposure, route.arithmetic)
+                    arithmetic = as_served(target, leak.exposure)
             with arithmetic:
                 recoveries.append(recover_text(loaded.model, loaded.tokenizer, leak))
             progress(number + 1)

@@ -242,11 +242,6 @@ def _tensors(header: bytes) -> Iterator[Finding]:
         yield Finding(SAVED_STATES, 1, "hidden_states with token_ids")
 
 
-def _saved_files(source: Source) -> Iterator[Recognised]:
-    for hit in _saved(source):
-        yield Recognised("saved file", hit.rule.name, 1, (hit,))
-
-
 FILE_RULES = (
     HIDDEN_STATES, ATTENTIONS, SCORES, SERVED_STATES, SERVED_MAPS, SERVED_CACHE, SERVED_VECTOR,
     SERVED_LOGITS, SAVED_LEAK, SAVED_SLOT, SAVED_STATES,
@@ -364,7 +359,11 @@ KINDS: tuple[Kind, ...] = (
         "variables", r".*/(.*\.)?env(\.(?!py|js|ts|go|rs|md)\w+)*",
         lambda source: _configured(Command((), in_variables(source.text))),
     ),
-    Kind("leaked files", r".*\.(safetensors|bin|slot)", _saved_files, words=()),
+    Kind(
+        "leaked files", r".*\.(safetensors|bin|slot)",
+        lambda file: (Recognised("saved file", hit.rule.name, 1, (hit,)) for hit in _saved(file)),
+        words=(),
+    ),
     # Other files that configure something are searched for the names of programs alone.
     Kind(
         "other configurations", r".*\.(toml|ini|cfg|conf|properties|tf|tfvars|hcl|nomad|tpl|xml|"

@@ -313,10 +313,6 @@ def _least(hits: int, drawn: int, population: int, tail: float) -> int:
 _FOLDERS = re.compile(r"(\b\w+://[^\s,;()]*)|[^\s,:;()]*/(?=\S)")
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 @dataclass(frozen=True, repr=False)
 class Audit(Result):
     """Findings about a target and checks that were not made, with where and when that was.
@@ -331,7 +327,7 @@ class Audit(Result):
     skips: tuple[Skip, ...] = ()
     seed: int = 0
     seconds: float = 0.0
-    created: str = field(default_factory=_now)
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     environment: dict[str, str] = field(default_factory=environment)
     name: str = ""
     returns: tuple[str, ...] = ()

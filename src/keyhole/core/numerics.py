@@ -19,7 +19,7 @@ LinAlgError = torch.linalg.LinAlgError  # pyright: ignore[reportPrivateImportUsa
 _DEPENDENT = 1e-10
 
 
-def with_ridge(square: Tensor, share: float) -> Tensor:
+def with_ridge(square: Tensor, share: float = 1e-5) -> Tensor:
     """Return a Gram matrix with `share` of its mean diagonal added to its diagonal.
 
     If the matrix is zero, 1 is added, so that the solution is 0. That happens if nothing differs

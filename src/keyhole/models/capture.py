@@ -56,8 +56,10 @@ class Exposure:
         expect_among("pooling", self.pooling, POOLINGS)
 
     @classmethod
-    def parse(cls, text: str) -> Exposure:
-        """Read `hidden:3` and the like."""
+    def parse(cls, text: str | Exposure) -> Exposure:
+        """Read `hidden:3` and the like; an exposure stays as it is."""
+        if isinstance(text, Exposure):
+            return text
         kind, colon, number = text.partition(":")
         whole = kind in ("pooled", "logits")
         if whole and not colon:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
@@ -78,7 +79,7 @@ def read_behind(
     """
     if hide is None and defence not in DEFENCES:
         raise InputError(f"unknown defence {defence}: choose one of {', '.join(DEFENCES)}")
-    exposure = Exposure.parse(exposure) if isinstance(exposure, str) else exposure
+    exposure = Exposure.parse(exposure)
     started = time.perf_counter()
     target = Target.of(loaded.model, loaded.tokenizer)
     plain = [leak_of(loaded.model, loaded.tokenizer, text, exposure) for text in texts]
@@ -95,7 +96,8 @@ def read_behind(
         ]
         if defence == "cloaked" and known is not None:
             leaks = [
-                _with_known(leak, truth[:known]) for leak, truth in zip(leaks, truths, strict=True)
+                MixedCache(leak.keys, leak.values, leak.layer + 1, known=truth[:known])
+                for leak, truth in zip(cast("list[KeyValues]", leaks), truths, strict=True)
             ]
         if hide is None and defence in _SOLVED:
             pairs, attack = _pairs(target, leaks, exposure, defence, seed, own)
@@ -106,13 +108,6 @@ def read_behind(
     except Unsuccessful as end:
         tried = replace(tried, status=end.status, reason=end.reason)
     return replace(tried, seconds=time.perf_counter() - started)
-
-
-def _with_known(leak: Leak, known: list[int]) -> Leak:
-    """Return a mixed cache whose first tokens are known."""
-    if not isinstance(leak, KeyValues):
-        raise InputError(f"only a cache can have known first tokens, not {leak.exposure}")
-    return MixedCache(leak.keys, leak.values, leak.layer + 1, known=known)
 
 
 def _pairs(

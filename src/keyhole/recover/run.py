@@ -24,16 +24,12 @@ from keyhole.recover.attack import Attack, Target
 from keyhole.recover.files.arrays import Dump, arrays_of
 from keyhole.recover.files.contents import opened_by, task_for
 from keyhole.recover.files.sources import Opened, Sealed, Source, WrittenIds, read_sources
-from keyhole.recover.layers.decoder import DecoderStates
-from keyhole.recover.layers.key_values import CachedKeys
 from keyhole.recover.leaks import TYPES, Leak
 from keyhole.recover.originals import Original, Shared
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS, WITH_CORPUS, readers
 from keyhole.recover.simulate import MAX_LENGTH
 from keyhole.recover.texts import checked_leaks, recover_each, recover_texts, target_of
-
-_LIKELY = 4096  # tokens tried at a position while it is open which layer the arrays are of
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +192,8 @@ def open_leaks(
 
     Arrays may be readable in several ways; the reading that gives a verified text counts.
     """
-    sources, exposure = read_sources(leaks), _parsed(expose)
+    sources = read_sources(leaks)
+    exposure = None if expose is None else Exposure.parse(expose)
     if isinstance(model, str):
         task = task_for(sources, exposure)
         model = open_model(model, task=task, device=device, allow_pickle=allow_pickle)
@@ -204,27 +201,7 @@ def open_leaks(
     if len(own) == len(sources):
         return model, own
     target = Target.of(model.model, model.tokenizer)
-    return model, opened_by(target, sources, exposure, _verifies)
-
-
-def _parsed(expose: str | Exposure | None) -> Exposure | None:
-    return Exposure.parse(expose) if isinstance(expose, str) else expose
-
-
-def _verifies(target: Target, leak: Leak) -> bool:
-    """Return whether a text of this leak is found that the judge verifies.
-
-    With a wrong reading no token fits, so a left-to-right search tries only the likeliest.
-    """
-    likely = DecoderStates(most=_LIKELY)
-    attack = CachedKeys(decoder=likely) if leak.kind == "kv" else likely
-    left_to_right = target.parts.causal and leak.kind in ("hidden", "kv", "attention")
-    try:
-        text = dict(enumerate(checked_leaks(target, [leak])))
-        ((_, recovery),) = recover_each(target, text, attack if left_to_right else None)
-    except InputError:
-        return False
-    return recovery.verified
+    return model, opened_by(target, sources, exposure)
 
 
 def recover_text(
@@ -243,7 +220,7 @@ def recover_text(
     """
     if not isinstance(leak, tuple(TYPES.values())):
         target, dump = Target.of(model, tokenizer), Dump("", arrays_of(leak))
-        opened = opened_by(target, [dump], _parsed(expose), _verifies)
+        opened = opened_by(target, [dump], None if expose is None else Exposure.parse(expose))
         if len(opened) > 1:
             raise InputError(f"the arrays hold {len(opened)} texts: use recover.run for several")
         leak = opened[0].leak

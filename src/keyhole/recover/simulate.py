@@ -54,7 +54,7 @@ def leak_of(
         with behind(model, encoder):
             leak = leak_of(model, tokenizer, text, exposure, max_length=max_length)
         return replace(leak, encoder=encoder.float().cpu())
-    exposure = Exposure.parse(exposure) if isinstance(exposure, str) else exposure
+    exposure = Exposure.parse(exposure)
     parts = anatomy(model)
     exposure.block(parts)  # refuses a layer that the model does not have
     ids = text
@@ -216,7 +216,7 @@ def capture(
     """
     expect_seed(seed)
     parse_forms(forms)
-    exposure = Exposure.parse(expose) if isinstance(expose, str) else expose
+    exposure = Exposure.parse(expose)
     texts = [texts] if isinstance(texts, str) else list(texts)
     paths = files_of(Path(out), len(texts))
     if isinstance(model, str):

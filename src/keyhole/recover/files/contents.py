@@ -11,10 +11,9 @@ and a plain call of the model does not. Both are tried, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -24,15 +23,25 @@ from keyhole.core.errors import InputError
 from keyhole.models import demo
 from keyhole.models.anatomy import Anatomy
 from keyhole.models.branches import Branches
-from keyhole.models.capture import ARITHMETICS, EIGHT_BITS, Exposure, capture
+from keyhole.models.capture import (
+    ARITHMETICS,
+    EIGHT_BITS,
+    Exposure,
+    capture,
+    eight_bit_activations,
+)
 from keyhole.recover.attack import Target
 from keyhole.recover.files.arrays import Dump
 from keyhole.recover.files.readings import IDS, MASKS, Reading, Section, readings_of, turned
 from keyhole.recover.files.sources import Opened
+from keyhole.recover.layers.decoder import DecoderStates
+from keyhole.recover.layers.key_values import CachedKeys
 from keyhole.recover.layers.precision import rounding_error
 from keyhole.recover.leaks import TYPES, Leak, rows_of
+from keyhole.recover.texts import checked_leaks, recover_each
 
 _TRIED = 4  # likely layers that are tried
+_LIKELY = 4096  # tokens tried at a position while it is open which layer the arrays are of
 _BEGINNING = 4  # tokens of a causal model's text that show whether a layer is the right one
 _UNIT_TOLERANCE = 1e-3  # by which rounding may change the length of a normalised vector
 _PREFERRED = ("hidden", "kv", "attention", "maps", "pooled", "logits")  # at the same layer
@@ -40,7 +49,6 @@ _PER_TEXT = ("pooled", "logits")  # these have no positions
 _MIN_SPREAD = 1e-6  # of the largest: a number that hardly varies must not decide alone
 _TEXTS = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES[::2]))  # ordinary ones
 _MARGIN = 1.5  # times the largest error of a position of ordinary texts; chosen, not fitted
-Verifies = Callable[[Leak], bool]
 
 
 def task_for(sources: Sequence[Opened | Dump], expose: Exposure | None) -> str:
@@ -59,33 +67,27 @@ def opened_by(
     target: Target,
     sources: Sequence[Opened | Dump],
     expose: Exposure | None,
-    verifies: Callable[[Target, Leak], bool],
 ) -> list[Opened]:
-    """Return the leaks of all sources; `verifies` says whether a leak gives a verified text."""
+    """Return the leaks of all sources."""
     opened: list[Opened] = []
     for source in sources:
         if isinstance(source, Opened):
             opened.append(source)
             continue
         try:
-            texts = _verified(source, target, expose, partial(verifies, target))
+            texts = _verified(source, target, expose)
         except InputError as error:
             raise InputError(f"{error} ({source.name})" if source.name else str(error)) from error
         leaks = _as_stored(target, source, [text.leak for text in texts])
-        texts = [
-            replace(text, leak=leak, sealed=source.sealed)
-            for text, leak in zip(texts, leaks, strict=True)
-        ]
         name = source.name or f"leak {len(opened) + 1}"
-        for number, text in enumerate(texts):
-            opened.append(replace(text, name=name if len(texts) == 1 else f"{name} [{number}]"))
+        for number, (text, leak) in enumerate(zip(texts, leaks, strict=True)):
+            own = name if len(texts) == 1 else f"{name} [{number}]"
+            opened.append(replace(text, name=own, leak=leak, sealed=source.sealed))
     return opened
 
 
-def _verified(
-    dump: Dump, target: Target, expose: Exposure | None, verifies: Verifies
-) -> list[Opened]:
-    """Return the leaks in a file: by the only reading, or by the first whose leaks `verifies`."""
+def _verified(dump: Dump, target: Target, expose: Exposure | None) -> list[Opened]:
+    """Return the leaks in a file: by the only reading, or by the first that gives right texts."""
     mask, ids = _saved_with(dump, MASKS), _saved_with(dump, IDS)
     readings, lengths = readings_of(dump.arrays, target.parts, expose)
     if dump.error:  # the numbers were quantised, perhaps after a Hadamard transform
@@ -105,7 +107,7 @@ def _verified(
         return made[0][0]
     for texts, reading, counted in made:
         samples = _samples(texts, reading, mask, target.parts, counted=counted)
-        if all(verifies(*_as_stored(target, dump, [leak])) for leak in samples):
+        if all(_verifies(target, *_as_stored(target, dump, [leak])) for leak in samples):
             return texts
     if len(chosen) == 1:
         return made[0][0]
@@ -114,9 +116,28 @@ def _verified(
     raise InputError(f"no text explains these numbers at {tried} of this model{fix}")
 
 
+def _verifies(target: Target, leak: Leak) -> bool:
+    """Return whether a text of this leak is found that the judge verifies.
+
+    With a wrong reading no token fits, so a left-to-right search tries only the likeliest.
+    """
+    likely = DecoderStates(most=_LIKELY)
+    attack = CachedKeys(decoder=likely) if leak.kind == "kv" else likely
+    left_to_right = target.parts.causal and leak.kind in ("hidden", "kv", "attention")
+    try:
+        text = dict(enumerate(checked_leaks(target, [leak])))
+        ((_, recovery),) = recover_each(target, text, attack if left_to_right else None)
+    except InputError:
+        return False
+    return recovery.verified
+
+
 def _as_stored(target: Target, dump: Dump, leaks: Sequence[Leak]) -> list[Leak]:
     """Return leaks of one exposure with the noise of a server's file stated."""
-    return with_served_noise(target, leaks, error=dump.error) if dump.served else list(leaks)
+    if not dump.served:
+        return list(leaks)
+    noise = math.hypot(served_noise(target, leaks[0], EIGHT_BITS), dump.error)
+    return [replace(leak, noise=noise) for leak in leaks]
 
 
 def _saved_with(dump: Dump, names: Sequence[str]) -> Tensor | None:
@@ -295,20 +316,9 @@ def _likelihood(seen: Tensor, ordinary: Tensor) -> float:
     return -float(unlikely.mean(-1).median())
 
 
-def with_served_noise(
-    target: Target, leaks: Sequence[Leak], arithmetic: str = EIGHT_BITS, error: float = 0.0
-) -> list[Leak]:
-    """Return leaks of one exposure with the noise of a server's arithmetic stated.
-
-    `error` is the additional error of their storage.
-    """
-    noise = math.hypot(served_noise(target, leaks[0], arithmetic), error)
-    return [replace(leak, noise=noise) for leak in leaks]
-
-
 @contextmanager
-def as_served(target: Target, exposure: Exposure, arithmetic: str) -> Generator[None]:
-    """Compute with a server's arithmetic, in a context.
+def as_served(target: Target, exposure: Exposure) -> Generator[None]:
+    """Compute with the arithmetic of llama.cpp's server, in a context.
 
     The model's numbers are then not the server's, but nearer to them than those of float32: at the
     first position, where a wrong token may be as near in float32 as the right one, by a factor of
@@ -317,7 +327,7 @@ def as_served(target: Target, exposure: Exposure, arithmetic: str) -> Generator[
     # What is measured on the model itself, and remembered, has to be measured before.
     Branches(target.model, torch.zeros(1, dtype=torch.long, device=target.parts.device))
     rounding_error(target, exposure)
-    with ARITHMETICS[arithmetic](target.model):
+    with eight_bit_activations(target.model):
         yield
 
 

@@ -417,15 +417,9 @@ class EncoderBatch:
     def leave(self, rows: list[int]) -> Iterator[tuple[int, Proposal]]:
         """Yield the best texts of these rows, and drop the rows from the batch."""
         for row in rows:
-            yield (
-                self.numbers[row],
-                Proposal(
-                    ids=self.best_ids[row, : self.length(row)].tolist(),
-                    passes=int(self.passes[row]),
-                    forwards=int(self.forwards[row]),
-                    fitting=self.back.passes,
-                ),
-            )
+            ids = self.best_ids[row, : self.length(row)].tolist()
+            passes, forwards = int(self.passes[row]), int(self.forwards[row])
+            yield self.numbers[row], Proposal(ids, passes, forwards, self.back.passes)
         kept = sorted(set(range(len(self))) - set(rows))
         for name, value in vars(self).items():
             if isinstance(value, Tensor):

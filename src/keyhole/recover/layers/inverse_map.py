@@ -31,7 +31,6 @@ from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 from keyhole.recover.leaks import Leak
 
 _LENGTHS = (12, 20, 28, 36)
-_RIDGE = 1e-5
 _BATCH = 2048  # tokens in one pass
 _SIMILAR = 4  # similar tokens that `most_similar` returns
 _CHUNK = 2**25  # similarities in memory at a time
@@ -124,7 +123,7 @@ def _fit(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
 
 
 def _solve(gram: Tensor, cross: Tensor, energy: Tensor, samples: int, passes: int) -> InverseMap:
-    weights = torch.linalg.solve(with_ridge(gram, _RIDGE), cross)
+    weights = torch.linalg.solve(with_ridge(gram), cross)
     left = energy - weights.T @ cross - cross.T @ weights + weights.T @ gram @ weights
     sizes, axes = torch.linalg.eigh(left / samples)
     root = (axes * sizes.clamp(min=float(1e-3 * sizes.max())).sqrt()) @ axes.T

@@ -78,7 +78,6 @@ _EXPLAINED = 0.5  # of the rows' variance: a map that explains less does not fin
 _AS_GOOD = 4  # tokens that give the same attention output
 _SAMPLES = 4  # tokens that the map is fitted on, for each number of an embedding
 _CONTEXT = 4  # random tokens before the fitted one: the first position of a text is special
-_RIDGE = 1e-5
 _SHORT_TEXTS = 512  # in one pass
 _SHORT = 64  # tokens of a text up to which more than neighbours are exchanged
 
@@ -427,7 +426,7 @@ def _fitted_map(target: Target, exposure: Exposure) -> RowMap:
         ])  # fmt: skip
     words = table[tokens.to(table.device)].double()
     words = words - words.mean(0)
-    square = with_ridge(words.T @ words, _RIDGE)
+    square = with_ridge(words.T @ words)
     answers = answers - answers.mean(0)
     linear = torch.linalg.solve(square, words.T @ answers)
     left = (answers - words @ linear).square().sum() / answers.square().sum().clamp(min=1e-30)

@@ -48,7 +48,6 @@ from keyhole.recover.layers.ordering import Orderings
 from keyhole.recover.layers.precision import compare, precision_of
 from keyhole.recover.leaks import HiddenStates, Leak
 
-_RIDGE = 1e-5
 _SHORTEST = 4  # tokens of the shortest random text, without its special tokens
 _SHORT_TEXTS = 16  # random texts of each of three shorter lengths
 _EXCHANGED = 0.3  # the share of a random text's tokens that are exchanged with a token nearby
@@ -257,7 +256,7 @@ def _residuals(
 
 
 def _inverse(covariance: Tensor) -> Tensor:
-    return torch.linalg.inv(with_ridge(covariance, _RIDGE))
+    return torch.linalg.inv(with_ridge(covariance))
 
 
 def _exchanged(
