@@ -47,6 +47,22 @@ def test_what_another_program_saved(saved, file, exposures):
         assert "".join(piece.text for piece in reading.pieces).split() == TEXT.split()
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("layers", [1]), ("layers", "all"), ("data", "texts.txt"), ("column", "text"),
+     ("against_defences", True), ("probe_only", True), ("budget", 9)],
+)  # fmt: skip
+def test_an_option_that_does_nothing_for_a_file_is_refused(saved, tmp_path, option, value):
+    shown, given = option.replace("_", "-"), {option: value}
+    with pytest.raises(InputError, match=f"^--{shown} does not apply to the leak .*: leave it out"):
+        keyhole.audit(str(saved / "cache.pt"), model=str(saved / "model"), **given)
+    target = tmp_path / "target.safetensors"
+    keyhole.oracle.save(keyhole.oracle.plant(dim=4), target)
+    if option != "against_defences":
+        with pytest.raises(InputError, match=f"^--{shown} does not apply to the endpoint "):
+            keyhole.audit(str(target), **given)
+
+
 def test_it_takes_the_model(saved, tmp_path):
     for file in ("states.safetensors", "cache.pt"):
         with pytest.raises(InputError, match=f"{file} needs --model"):

@@ -139,7 +139,7 @@ def test_an_endpoint_that_takes_texts_is_said_to_be_one(run):
     assert "its input 'text' takes texts (BYTES). keyhole audit" in done.stderr
 
 
-@pytest.mark.parametrize("words", [("--budget", 10), ("--probe-only",)])
+@pytest.mark.parametrize("words", [("--budget", 10), ("--probe-only",), ("--layers", "all")])
 def test_options_that_an_endpoint_does_not_follow_are_refused(run, words):
     with serving(Endpoint([vectors(DIM)], scores(TARGET))) as endpoint:
         done = run("audit", endpoint.address, *words)

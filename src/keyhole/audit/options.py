@@ -174,17 +174,19 @@ class AuditOptions:
         object.__setattr__(self, "returns", expect_returns(names, "--returns"))
 
 
-# Options that do not apply to a kind of target. For an endpoint this depends on what it takes, so
-# it is checked once the endpoint has answered.
+# Options that do not apply to a kind of target. For an endpoint most depend on what it takes, so
+# they are checked once the endpoint has answered.
+_OF_TEXTS = ("data", "column", "label")
+_OF_SERVERS = ("probe_only", "budget")
 _INAPPLICABLE: dict[TargetKind, tuple[str, ...]] = {
-    TargetKind.STORE: ("data", "layers"),
-    TargetKind.MODEL: ("model", "known"),
-    TargetKind.DEMO: ("model", "known"),
-    TargetKind.LEAK: ("known", "corpus"),
-    TargetKind.SERVER: ("known", "corpus"),
-    TargetKind.FILE: ("model", "known", "corpus", "data"),
-    TargetKind.ENDPOINT: ("probe_only", "budget"),
-    TargetKind.ROUTE: ("probe_only", "budget"),
+    TargetKind.STORE: (*_OF_TEXTS, "layers", *_OF_SERVERS),
+    TargetKind.MODEL: ("model", "known", *_OF_SERVERS),
+    TargetKind.DEMO: ("model", "known", *_OF_SERVERS),
+    TargetKind.LEAK: (*_OF_TEXTS, "known", "corpus", "layers", "against_defences", *_OF_SERVERS),
+    TargetKind.SERVER: ("known", "corpus", "layers", "label", "against_defences"),
+    TargetKind.FILE: (*_OF_TEXTS, "model", "known", "corpus", "layers", *_OF_SERVERS),
+    TargetKind.ENDPOINT: ("layers", "label", *_OF_SERVERS),
+    TargetKind.ROUTE: ("layers", "label", *_OF_SERVERS),
 }
 _NEEDS_MODEL = {
     TargetKind.STORE: "name the encoder that made its vectors (a folder, owner/name on the hub, or "

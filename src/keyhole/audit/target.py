@@ -352,10 +352,10 @@ class NamedTarget:
             )
         except TakesTexts as end:
             base, model = server_and_model(self.place)
-            refuse(options, what, "known", "corpus")
+            refuse(options, what, "known", "corpus", "against_defences")
             part = AnswersTarget(base, model, options.endpoint, self._given_model(), self._texts())
             return Target(f"{model}, which takes {end.what} ({public})", (part,))
-        refuse(options, what, "model", "known", "corpus", "data")
+        refuse(options, what, "model", "known", "corpus", "data", "column")
         return Target(describe(self.name, oracle), (EndpointPart("", oracle, observed=True),))
 
     def _given_model(self) -> Loaded | None:
