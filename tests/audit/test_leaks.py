@@ -63,6 +63,14 @@ def test_an_option_that_does_nothing_for_a_file_is_refused(saved, tmp_path, opti
             keyhole.audit(str(target), **given)
 
 
+def test_the_file_of_another_model_is_no_clean_result(saved, tmp_path):
+    tiny.model("llama", 7, head="AutoModel").save_pretrained(tmp_path)
+    tiny.tokenizer(True).save_pretrained(tmp_path)
+    audit = keyhole.audit(str(saved / "cache.pt"), model=str(tmp_path))
+    assert {(each.status, each.known) for each in audit.findings} == {(Status.MISMATCH, 0.0)}
+    assert audit.exit_code == 3
+
+
 def test_it_takes_the_model(saved, tmp_path):
     for file in ("states.safetensors", "cache.pt"):
         with pytest.raises(InputError, match=f"{file} needs --model"):

@@ -496,6 +496,8 @@ def aligned(tokens: Sequence[Token], truth: Sequence[int]) -> Iterator[Piece]:
 
 # Files that hold leaks.
 
+_UNFITTING = 0.5  # the share of a leak's spread that a text of the right model would explain
+_OF_ANOTHER_MODEL = "nothing fits, and the file does not name its model: is it that of --model?"
 _REMEDY_OF_IDS = (
     "Treat the file as the prompt: it holds the token ids as they are. Keep it encrypted."
 )
@@ -542,11 +544,15 @@ class LeakTarget(Part):
         kind, layer = leak.exposure.kind, leak.exposure.layer
         readings = (reading_alone(tokenizer, recovery),)
         result = Readings(kind, layer, leak.precision or "float32", readings)
+        status, reason = recovery.status, recovery.reason
+        unfitting = recovery.residual is None or recovery.residual > _UNFITTING
+        if status is Status.UNSOLVED and leak.model is None and unfitting:
+            status, reason = Status.MISMATCH, f"{reason}; {_OF_ANOTHER_MODEL}"
         return one_finding(
-            exposure, recovery.method, recovery.status, recovery.reason,
+            exposure, recovery.method, status, reason,
             _REMEDY_OF_IDS if isinstance(attack, WrittenIds) else _remedy(leak, recovery.method),
             started,
-            queries=0, known=result.known if recovery.status is not Status.MISMATCH else 0.0,
+            queries=0, known=result.known if status is not Status.MISMATCH else 0.0,
             sought="text", texts=(result,),
         )  # fmt: skip
 
