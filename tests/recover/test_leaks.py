@@ -143,6 +143,11 @@ def test_a_leak_of_whole_rows_is_written_as_it_always_was(tmp_path):
     assert isinstance(read, HiddenStates)
     assert (read.permuted, read.width, read.normalised) == (True, 4, True)
     assert read.digest == changed.digest != leak.digest
+    unit = HiddenStates(torch.eye(3, 4), 2, normalised=False)
+    unit.save(tmp_path / "leak.safetensors")
+    read = load_leak(tmp_path / "leak.safetensors")
+    assert isinstance(read, HiddenStates)
+    assert (read.normalised, read.digest) == (False, unit.digest)
 
 
 def test_how_a_vector_was_stored_goes_into_its_file(tmp_path):

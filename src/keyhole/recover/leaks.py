@@ -212,9 +212,18 @@ class HiddenStates(BaseLeak):
         if self.permuted and self.mask is not None and not bool(self.mask.all()):
             raise InputError("permuted rows take no mask: leave out the rows of padding")
         if self.normalised is None:
-            lengths = self.values[self.values.isfinite().all(-1)].norm(dim=-1)
-            unit = len(lengths) > 0 and bool(((lengths - 1).abs() <= _UNIT_TOLERANCE).all())
-            object.__setattr__(self, "normalised", unit)
+            object.__setattr__(self, "normalised", self._of_unit_length)
+
+    @property
+    def _of_unit_length(self) -> bool:
+        lengths = self.values[self.values.isfinite().all(-1)].norm(dim=-1)
+        return len(lengths) > 0 and bool(((lengths - 1).abs() <= _UNIT_TOLERANCE).all())
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All that is known about the leak; that rows are whole is, if their lengths belie it."""
+        belied = not self.normalised and self._of_unit_length
+        return super().facts | ({"normalised": False} if belied else {})
 
     @property
     def exposure(self) -> Exposure:
