@@ -68,6 +68,19 @@ def test_digits_are_counted():
         assert decimals_of(values.round(decimals=decimals).float().double()) == decimals
 
 
+@pytest.mark.parametrize("scale", [1e-12, 1e-9, 1e-7, 1e-3, 1, 1e3, 1e6, 1e8, 1e12])
+def test_no_scale_is_taken_for_rounding(scale):
+    values = scale * torch.randn(
+        8, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    assert decimals_of(values) is None
+    assert exact_decimals(values) is None
+    if scale < 1e12:  # such large numbers of float32 are whole
+        assert decimals_of(values.float().double()) is None
+    if scale >= 1e3:
+        assert decimals_of(values.round()) == exact_decimals(values.round()) == 0
+
+
 def test_small_answers_are_not_rounded_ones():
     values = torch.tensor([3.1e-9, -2e-8], dtype=torch.float64)
     assert exact_decimals(values) is None

@@ -246,6 +246,7 @@ _BLOCK = 32
 _DECIMALS = 6
 _FLOAT32 = 2.0**-23
 _WHOLE = 1e-6  # distance of a whole number
+_ANY = 0.05  # if numbers are so far apart in their precision, any of them is nearly whole
 _ZERO = 1e-14  # distance of 0, relative to the largest number
 
 
@@ -328,9 +329,10 @@ def decimals_of(answers: Tensor) -> int | None:
     for decimals in range(_DECIMALS + 1):
         shifted = answers * 10.0**decimals
         allowed = (shifted.abs() * _FLOAT32).clamp(min=1e-7)
-        if float(allowed.max()) > 0.05:  # then any number is nearly whole
-            return exact_decimals(answers, decimals)
-        if bool(((shifted - shifted.round()).abs() <= allowed).all()):
+        if float(allowed.max()) > _ANY:
+            single = bool((answers.float().double() == answers).all())
+            return exact_decimals(answers, decimals, decimals if single else _DECIMALS)
+        if _are_whole(shifted, allowed):
             return decimals
     return None
 
@@ -343,11 +345,17 @@ def exact_decimals(answers: Tensor, least: int = 0, most: int = _DECIMALS) -> in
     """
     for decimals in range(least, most + 1):
         shifted = answers * 10.0**decimals
-        whole = shifted.round()
-        zero = (_ZERO * shifted.abs().max()).clamp(max=_WHOLE)
-        if bool(((shifted - whole).abs() <= torch.where(whole == 0, zero, _WHOLE)).all()):
+        if float(shifted.abs().max()) * torch.finfo(torch.float64).eps > _ANY:
+            return None
+        if _are_whole(shifted, torch.full_like(shifted, _WHOLE)):
             return decimals
     return None
+
+
+def _are_whole(numbers: Tensor, allowed: Tensor) -> bool:
+    whole = numbers.round()
+    zero = (_ZERO * numbers.abs().max()).clamp(max=_WHOLE)
+    return bool(((numbers - whole).abs() <= torch.where(whole == 0, zero, allowed)).all())
 
 
 # The layer up to a rotation, from the norm in front of it (after arXiv 2606.06854, *The Geometry of
