@@ -14,9 +14,9 @@ from hostile import Server, answer
 
 import tiny_gguf
 from keyhole.core.errors import InputError
-from keyhole.oracle import ask
+from keyhole.oracle import OracleError, ask
 from keyhole.oracle.completions import OPENAI, Completions, parse_entries
-from keyhole.oracle.http import Http
+from keyhole.oracle.http import Http, Refused
 from keyhole.oracle.token_questions import ABSENT, Logits, parts_of, question
 
 PROMPT = torch.tensor([40, 41, 42, 43])
@@ -122,6 +122,37 @@ def test_the_form_of_vllm():
         raised = question(PROMPT, torch.tensor([token]), torch.tensor([1.0]))
         assert asked(content, raised) == [expected]
     assert asked('{"choices": []}', question(PROMPT), vocabulary=3) == [ABSENT] * 3
+
+
+@pytest.mark.parametrize("route", ["/completion", OPENAI])
+def test_no_more_is_asked_for_than_the_server_has(monkeypatch, route):
+    asked = []
+
+    def ask_for(http, method, url, request, **rest):
+        asked.append(request.get("n_probs", request.get("logprobs")))
+        return {}
+
+    monkeypatch.setattr(Http, "ask", ask_for)
+    with closing(Completions("http://127.0.0.1:1", route=route, vocabulary=9, most=5)) as server:
+        ask(server, question(PROMPT))
+        assert asked == [5]
+        with pytest.raises(OracleError, match="at most 5 log-probabilities at a time, not 6: give"):
+            ask(server, question(PROMPT, torch.arange(6), torch.ones(6)))
+    with closing(Completions("http://127.0.0.1:1", route=route, vocabulary=9)) as server:
+        ask(server, question(PROMPT))
+    assert asked == [5, 9]
+
+
+def test_a_refusal_of_whole_answers_says_what_to_do(monkeypatch):
+    def refuse(*_, **__):
+        raise Refused("400: logprobs must not exceed 20", 400)
+
+    monkeypatch.setattr(Http, "ask", refuse)
+    with (
+        closing(Completions("http://127.0.0.1:1", route=OPENAI)) as server,
+        pytest.raises(OracleError, match=r"must not exceed 20: if it gives no whole .* -o top=N"),
+    ):
+        ask(server, question(PROMPT))
 
 
 def test_a_server_without_probabilities():

@@ -44,6 +44,7 @@ from keyhole.oracle.token_questions import ABSENT, DIM, parts_of
 COMPLETION, OPENAI = "/completion", "/v1/completions"
 ROUTES = (COMPLETION, OPENAI)
 _BAD_REQUEST = 400
+_TOO_MANY = (_BAD_REQUEST, 422)  # refusals of a number of log-probabilities, among other things
 _FORCED = 1000.0  # a bias that exceeds every logit, so that the token is sampled
 # Quotes inside a token's text are escaped, so no text can look like the beginning of an entry.
 _ENTRY = re.compile(
@@ -128,7 +129,13 @@ class Completions:
         request = {**self._request(prompt, self.most), "temperature": 0}
         if self.route == COMPLETION and self._whole_token is not None:
             request |= self._bias([(self._whole_token, _FORCED)])
-        ids, values = _entries(self._ask(request))
+        try:
+            ids, values = _entries(self._ask(request))
+        except Refused as error:
+            if error.status not in _TOO_MANY:
+                raise
+            why = f"{error}: if it gives no whole answers, give -o top=N, to choose tokens"
+            raise Refused(why, error.status, error.text) from error
         size = self.vocabulary or len(ids)
         if not len(ids) and self.vocabulary:
             return torch.full((size,), ABSENT, dtype=torch.float64)
@@ -155,6 +162,11 @@ class Completions:
 
     def _raised(self, prompt: list[int], pairs: list[tuple[int, float]]) -> Tensor:
         """Return the raised tokens' log-probabilities, less their biases, up to a constant."""
+        if len(pairs) > self.most:
+            raise OracleError(
+                f"{self.url}{self.route} is asked for at most {self.most:,} log-probabilities at a "
+                f"time, not {len(pairs):,}: give a smaller -o top=N"
+            )
         answer = self._ask({
             **self._request(prompt, len(pairs)), **self._bias(pairs), "post_sampling_probs": True,
             "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "samplers": [],
@@ -187,10 +199,10 @@ class Completions:
         return torch.tensor([0.0 if token == sampled else ABSENT for token, _ in pairs]).double()
 
     def _request(self, prompt: list[int], count: int) -> dict[str, Any]:
+        count = count if self.vocabulary is None else min(count, self.vocabulary)
         # The cache is off, so that an answer does not depend on what was asked before.
         if self.route == COMPLETION:
             return {"prompt": prompt, "n_predict": 1, "n_probs": count, "cache_prompt": False}
-        count = count if self.vocabulary is None else min(count, self.vocabulary)
         return {
             "model": self.model, "prompt": prompt, "max_tokens": 1, "logprobs": count,
             "cache_prompt": False, "return_tokens_as_token_ids": True,
