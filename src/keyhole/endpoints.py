@@ -15,8 +15,7 @@ from keyhole.core.endpoint import (
 )
 from keyhole.core.errors import InputError
 from keyhole.models.block import block, sub_layer
-from keyhole.models.demo import folder_of, open_model
-from keyhole.models.loading import task_of
+from keyhole.models.demo import open_model
 from keyhole.models.next_token import NextTokenLogits
 from keyhole.oracle.completions import Completions
 from keyhole.oracle.http import Limits
@@ -97,7 +96,7 @@ def _attention(name: str) -> Oracle:
     layer, plus, added = part.partition("+")
     if not layer.isdecimal() or (plus and added != "residual"):
         raise InputError(f"{name} must end in :attention.LAYER or :attention.LAYER+residual")
-    loaded = open_model(model, task_of(folder_of(model)))
+    loaded = open_model(model, None)
     return sub_layer(loaded.model, int(layer), residual=bool(plus))
 
 
@@ -105,7 +104,7 @@ def _block(name: str) -> Oracle:
     model, _, layer = name.rpartition(BLOCK_OF_A_MODEL)
     if not layer.isdecimal():
         raise InputError(f"{name} must end in :block.LAYER")
-    loaded = open_model(model, task_of(folder_of(model)))
+    loaded = open_model(model, None)
     return block(loaded.model, int(layer))
 
 

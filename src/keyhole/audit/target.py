@@ -363,7 +363,7 @@ class NamedTarget:
         name = self.options.model
         if name is None:
             return None
-        return demo.open_model(name, task=task_of(demo.folder_of(name)), **self._loading)
+        return demo.open_model(name, None, **self._loading)
 
     def _open_leak(self) -> Target:
         """Open a saved slot or leak, to be read with the weights of --model."""

@@ -133,12 +133,13 @@ def _recover_updates(
 ) -> None:  # fmt: skip
     from keyhole.data import read_texts
     from keyhole.models.anatomy import anatomy
+    from keyhole.models.demo import open_model
     from keyhole.recover.files.sources import leak_files
-    from keyhole.recover.gradients.recover_batch import opened, recovering_updates
+    from keyhole.recover.gradients.recover_batch import recovering_updates
     from keyhole.recover.originals import Original
     from keyhole.recover.simulate import MAX_LENGTH
 
-    loaded = opened(model, device, allow_pickle)
+    loaded = open_model(model, None, device, allow_pickle)
     true = [] if truth is None else read_texts(truth)
     length = min(MAX_LENGTH, anatomy(loaded.model).max_length)
     originals = [Original.of(loaded.tokenizer, text, length) for text in true]

@@ -38,7 +38,7 @@ from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import Exposure, capture
 from keyhole.models.demo import EXAMPLES, NAME, NOTES, TEXTS
 from keyhole.models.hooks import hooks
-from keyhole.models.loading import Loaded, head_of, identity, task_of, transformers
+from keyhole.models.loading import Loaded, head_of, identity, transformers
 from keyhole.models.next_token import unembedding
 from keyhole.recover.defences import LeakTried, gaussian, read_behind, stated
 from keyhole.recover.embeddings.counts import SHIPPED
@@ -126,9 +126,7 @@ def table(
     """Measure every row."""
     expect_seed(seed)
     started = time.perf_counter()
-    loaded = demo.open_model(
-        model, task=task_of(demo.folder_of(model)), device=device, allow_pickle=allow_pickle
-    )
+    loaded = demo.open_model(model, None, device, allow_pickle)
     planned = [
         (f"{guards}: {name}", make)
         for guards, plans in sections(loaded, seed).items()

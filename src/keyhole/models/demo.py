@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from keyhole.data import Example
-from keyhole.models.loading import Loaded, load_model
+from keyhole.models.loading import Loaded, load_model, task_of
 from keyhole.target import DEMO
 
 FOLDER = Path(__file__).parent / "classifier"
@@ -70,9 +70,15 @@ def folder_of(model: str) -> str:
 
 
 def open_model(
-    model: str, task: str = "base", device: str = "cpu", allow_pickle: bool = False
+    model: str | Loaded, task: str | None = "base", device: str = "cpu", allow_pickle: bool = False
 ) -> Loaded:
-    """Open a MODEL of the command line: a folder, a .gguf file, a name on the hub, or `demo`."""
+    """Open a MODEL of the command line: a folder, a .gguf file, a name on the hub, or `demo`.
+
+    Without a `task` it has the head of its checkpoint. A model that is loaded stays as it is.
+    """
+    if isinstance(model, Loaded):
+        return model
+    task = task_of(folder_of(model)) if task is None else task
     if model == DEMO:
         return load_demo(task, device)
     return load_model(model, task=task, device=device, allow_pickle=allow_pickle)

@@ -194,9 +194,7 @@ def open_leaks(
     """
     sources = read_sources(leaks)
     exposure = None if expose is None else Exposure.parse(expose)
-    if isinstance(model, str):
-        task = task_for(sources, exposure)
-        model = open_model(model, task=task, device=device, allow_pickle=allow_pickle)
+    model = open_model(model, task_for(sources, exposure), device, allow_pickle)
     own = [source for source in sources if isinstance(source, Opened)]
     if len(own) == len(sources):
         return model, own

@@ -219,9 +219,8 @@ def capture(
     exposure = Exposure.parse(expose)
     texts = [texts] if isinstance(texts, str) else list(texts)
     paths = files_of(Path(out), len(texts))
-    if isinstance(model, str):
-        task = "causal" if exposure.kind == "logits" else "base"
-        model = open_model(model, task=task, device=device, allow_pickle=allow_pickle)
+    task = "causal" if exposure.kind == "logits" else "base"
+    model = open_model(model, task, device, allow_pickle)
     try:
         paths[0].parent.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:

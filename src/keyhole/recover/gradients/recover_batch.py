@@ -23,9 +23,9 @@ from keyhole.core.errors import InputError, expect_seed
 from keyhole.core.progress import Track, untracked
 from keyhole.data import Example
 from keyhole.models.anatomy import anatomy
-from keyhole.models.demo import folder_of, open_model
+from keyhole.models.demo import open_model
 from keyhole.models.hooks import hooks
-from keyhole.models.loading import Loaded, identity, task_of
+from keyhole.models.loading import Loaded, identity
 from keyhole.models.next_token import unembedding
 from keyhole.recover.attack import Target, solvable
 from keyhole.recover.gradients.span import (
@@ -452,7 +452,7 @@ def capture_update(
     get the model's own answer. `hide` leaves out the gradients of `embeddings`.
     """
     expect_seed(seed)
-    loaded = opened(model, device, allow_pickle)
+    loaded = open_model(model, None, device, allow_pickle)
     max_length = min(MAX_LENGTH, anatomy(loaded.model).max_length)
     batch = batch_of(loaded.model, loaded.tokenizer, examples, max_length)
     update = update_of(loaded.model, batch, protocol, hide=hide, precision=precision, seed=seed)
@@ -469,14 +469,6 @@ def recovering_updates(
         update = load_update(file)
         yield Path(file), recover_batch(loaded.model, loaded.tokenizer, update)
         overall(number, note=Path(file).name)
-
-
-def opened(model: str | Loaded, device: str, allow_pickle: bool) -> Loaded:
-    """Return the model with the head that its loss is computed from."""
-    if not isinstance(model, str):
-        return model
-    task = task_of(folder_of(model))
-    return open_model(model, task=task, device=device, allow_pickle=allow_pickle)
 
 
 # The targets of a batch's loss, once its texts are known: classes, or each text's last token.
