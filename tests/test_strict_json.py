@@ -5,7 +5,7 @@ from keyhole.core.files import parse
 WRONG = {
     "[NaN]": "NaN, which is no JSON",
     "[-Infinity]": "-Infinity, which is no JSON",
-    '{"a": 1, "a": 2}': "'a' twice in one object",
+    '{"a": 1, "a": 2}': "a key twice in one object: 'a'",
     "[" * 100_000: "nesting without end",
     "{": "Expecting property name",
 }

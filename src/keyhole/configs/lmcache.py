@@ -59,11 +59,6 @@ def _places(*, sent: bool) -> Look:
     return look
 
 
-def _one_key(options: Options) -> Iterator[Word]:
-    for given in filter(_encrypts, _adapters(options)):
-        yield Word("--l2-adapter with serde aesgcm", given.line)
-
-
 def _adapters(options: Options) -> list[Word]:
     pairs = itertools.pairwise(options.words)
     return [value for name, value in pairs if name.text == "--l2-adapter"]
@@ -93,7 +88,11 @@ ONE_KEY = OptionRule(
     "which confirms a guessed prompt",
     "set a cache_salt for each tenant in front of the server, keep the master key where no "
     "tenant's process reads it, and give tenants servers of their own where that is not enough",
-    _READ, standards.TEXTS_STORED, _one_key,
+    _READ, standards.TEXTS_STORED,
+    lambda options: [
+        Word("--l2-adapter with serde aesgcm", given.line)
+        for given in _adapters(options) if _encrypts(given)
+    ],
 )  # fmt: skip
 LMCACHE = Program(
     "server", "LMCache", ("lmcache", "max_local_cpu_size", "remote_serde", "max_local_disk_size"),

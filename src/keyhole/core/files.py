@@ -229,7 +229,7 @@ def parse(text: str) -> Any:
     RecursionError.
     """
     try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=unique_keys)
     except RecursionError:
         raise ValueError("nesting without end") from None
 
@@ -238,10 +238,11 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name}, which is no JSON")
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON without repeated keys: parsers differ in which one they take."""
     data = dict(pairs)
     if len(data) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in data if names.count(name) > 1)
-        raise ValueError(f"{twice[:40]!r} twice in one object")
+        raise ValueError(f"a key twice in one object: {twice[:40]!r}")
     return data

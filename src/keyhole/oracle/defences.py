@@ -25,6 +25,7 @@ from keyhole.oracle.protocol import Oracle, Wrapper, ask
 _UNPROCESSABLE = 422  # the HTTP status of a question that is understood and not answered
 _FACTOR = 2.0  # a usual token's norm is within this factor of the usual norm
 _PEAK = 0.9  # the largest usual share of one coordinate in a token's squared norm
+_NOBODY: Any = None  # an oracle that is never asked
 _COLLINEAR = 0.9  # the largest usual |cosine| of two tokens of a sequence
 
 
@@ -119,7 +120,7 @@ class Noisy(Wrapper):
     def __init__(
         self, inner: Oracle, tolerance: float, seed: int = 0, *, fresh: bool = False
     ) -> None:
-        expect_number("a tolerance", tolerance, least=0)
+        expect_number("a noise", tolerance, least=0)
         super().__init__(inner, f"noisy:{tolerance!r}:{seed}{':fresh' if fresh else ''}")
         self.tolerance = tolerance
         self.seed = seed
@@ -189,13 +190,8 @@ class Degradation:
     usual_norm: float | None = None
 
     def __post_init__(self) -> None:
-        expect_number("a norm", self.max_norm, above=0)
-        expect_number("a noise", self.noise, least=0)
-        expect_number("a noise", self.fresh_noise, least=0)
-        expect_number("a usual norm", self.usual_norm, above=0)
-        expect_lengths(self.min_tokens, self.max_tokens)
-        expect_count("decimals", self.decimals, 0, 15)
         expect_seed(self.seed)
+        self.applied(_NOBODY)  # the wrappers check their settings
 
     def __bool__(self) -> bool:
         """Is anything refused or changed? A seed alone changes nothing."""

@@ -34,7 +34,7 @@ import httpx
 
 from keyhole.core.endpoint import EndpointOptions, authorizes, without_password
 from keyhole.core.errors import InputError, expect_number
-from keyhole.core.files import expect_file
+from keyhole.core.files import expect_file, unique_keys
 from keyhole.core.text import inert
 from keyhole.oracle.protocol import OracleError
 
@@ -483,7 +483,7 @@ def _parsed(body: bytearray, url: str, limits: Limits) -> object:
     try:
         text = body.decode()
         body.clear()  # the text alone is needed, and both may be large
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except RecursionError:
         raise Garbled(f"the JSON from {url} is nested too deeply: {opening}") from None
     except UnicodeDecodeError:
@@ -491,13 +491,6 @@ def _parsed(body: bytearray, url: str, limits: Limits) -> object:
     except ValueError as error:  # not raised from it: it holds the whole text
         why = shown(error, 100)
         raise Garbled(f"expected JSON from {url}, got {opening} ({why})") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        raise ValueError("a key twice in one object")  # parsers differ in which one they take
-    return data
 
 
 # Connections whose requests end at a deadline. httpcore applies a timeout to each read and write,

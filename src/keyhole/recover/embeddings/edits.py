@@ -127,7 +127,7 @@ def alternatives_to(
     quiet = near.argsort()[:_PLACES].sort().values.tolist()
     edits = [*_replaced(text, tokens, quiet), *_swapped(text, quiet)]
     if not same_length:
-        edits += _shorter(text, quiet)
+        edits += [(*text[:place], *text[place + 1 :]) for place in quiet if len(text) > 1]
         max_length = vectors.target.parts.max_length - len(vectors.before) - len(vectors.after)
         if len(text) < max_length:
             edits += _longer(vectors, text, wanted, quiet)
@@ -171,10 +171,6 @@ def _swapped(text: Tokens, places: list[int]) -> list[Tokens]:
     return [
         (*text[:a], text[b], *text[a + 1 : b], text[a], *text[b + 1 :]) for a, b in pairs[:_PAIRS]
     ]
-
-
-def _shorter(text: Tokens, places: list[int]) -> list[Tokens]:
-    return [(*text[:place], *text[place + 1 :]) for place in places if len(text) > 1]
 
 
 def _longer(vectors: Vectors, text: Tokens, wanted: Tensor, places: list[int]) -> list[Tokens]:

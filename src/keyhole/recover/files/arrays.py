@@ -116,11 +116,15 @@ def _flattened(data: Any, name: str, depth: int) -> Iterator[tuple[str, Tensor]]
 
 
 def _load_numpy(path: str | Path) -> Any:
-    """Load a .npy file, but no pickled objects: loading them would run any code in the file."""
+    """Load .npy or .npz, but no pickled objects: loading them would run any code in the file."""
     try:
         expect_memory(Path(path).stat().st_size, f"the file {path}")
-        return np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        loaded = np.load(path, allow_pickle=False)
+        if isinstance(loaded, np.ndarray):
+            return loaded
+        with loaded:
+            return dict(loaded)
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise _broken("arrays of numbers", path, error) from error
 
 
@@ -132,13 +136,8 @@ def _unzipped(path: str | Path) -> Any:
     except (OSError, zipfile.BadZipFile) as error:
         raise unreadable(_WHAT, path, error) from error
     expect_memory(sum(member.file_size for member in inside), f"the file {path}")
-    if any(member.filename.endswith("data.pkl") for member in inside):
-        return read_pickled(path)
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise _broken("arrays of numbers", path, error) from error
+    pickled = any(member.filename.endswith("data.pkl") for member in inside)
+    return read_pickled(path) if pickled else _load_numpy(path)
 
 
 _CLASSES = re.compile(r"transformers\.(cache_utils\.\w*(Cache|Layer)|[\w.]*modeling_outputs\.\w+)")

@@ -275,11 +275,12 @@ def _steps_of_finite(rows: Tensor) -> Tensor:
     for most in (127, 7):  # the coarser grid last: its numbers lie on the finer one too
         scaled = levels / (largest / most)[:, None]
         different = scaled.round().diff(dim=-1).count_nonzero(-1)  # numbers near 0 are one level
-        step = torch.where(_are_whole(scaled) & (different >= _LEVELS), largest / most, step)
+        whole = _distance_to_whole(scaled).amax(-1) < _GRID
+        step = torch.where(whole & (different >= _LEVELS), largest / most, step)
     least = gaps.where(apart, torch.inf).amin(-1, keepdim=True)
     each = (gaps / (gaps / least).round()).where(apart, 0.0)
     common = each.sum(-1) / count.clamp(min=1)
-    fits = _are_whole((gaps / common[:, None]).where(apart, 0.0))
+    fits = _distance_to_whole((gaps / common[:, None]).where(apart, 0.0)).amax(-1) < _GRID
     fits &= (count >= 2) & (count <= 0.9 * levels.shape[1])
     step = torch.where(fits, common.maximum(step), step)  # the finer grid may fit by chance
     return step.where(rows.abs().amax(-1) > 0, 0.0).float()
@@ -287,10 +288,6 @@ def _steps_of_finite(rows: Tensor) -> Tensor:
 
 def _distance_to_whole(numbers: Tensor) -> Tensor:
     return (numbers - numbers.round()).abs()
-
-
-def _are_whole(numbers: Tensor) -> Tensor:
-    return _distance_to_whole(numbers).amax(-1) < _GRID
 
 
 # A text's numbers against the leak's.
