@@ -15,7 +15,6 @@ import json
 import os
 import re
 import stat
-import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -204,22 +203,12 @@ def _write_through(path: Path, write: Callable[[Path], object]) -> None:
 
 def _remove_abandoned(path: Path) -> None:
     """Remove partial files of this path that killed processes left."""
+    import psutil  # on demand: it loads slowly
+
     for partial in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
         number = partial.name.removeprefix(f"{path.name}.").removesuffix(".partial")
-        if number.isdecimal() and not _is_alive(int(number)):
+        if number.isdecimal() and len(number) < 10 and not psutil.pid_exists(int(number)):
             partial.unlink(missing_ok=True)
-
-
-def _is_alive(process: int) -> bool:
-    if sys.platform == "win32":  # os.kill would end the process there
-        return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):  # another user's process, or a number that is no process id
-        return True
-    return True
 
 
 def parse(text: str) -> Any:

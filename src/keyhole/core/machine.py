@@ -11,6 +11,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from rich.filesize import decimal
+
 from keyhole.core.errors import InputError
 
 if TYPE_CHECKING:  # torch and psutil load on demand: `keyhole --help` needs neither
@@ -42,7 +44,7 @@ def expect_memory(
     """Raise if `what` needs more bytes than are free; `instead` says what people can do then."""
     free = int(_USABLE * available(device))
     if needed > free:
-        words = f"{what} needs {shown(needed)} of memory, and {shown(free)} are free"
+        words = f"{what} needs {decimal(needed)} of memory, and {decimal(free)} are free"
         raise InputError(f"{words}: {instead}" if instead else words)
 
 
@@ -54,16 +56,6 @@ def memory_of_a_pass(device: str | torch.device, weights: int) -> int:
     """
     wanted = max(_PASS_OF_SMALL_MODEL, int(_PASS_PER_WEIGHTS * weights))
     return min(int(_PASS * available(device)), wanted)
-
-
-def shown(size: int) -> str:
-    """Return a number of bytes as people write it: 1.5 GB, 512 MB, 20 bytes."""
-    for unit, power in (("TB", 12), ("GB", 9), ("MB", 6)):
-        if size >= 10 ** (power + 2):
-            return f"{size // 10**power:,} {unit}"
-        if size >= 10**power:
-            return f"{size / 10**power:.1f} {unit}"
-    return f"{size:,} bytes"
 
 
 def expect_device(name: str | torch.device) -> None:

@@ -35,11 +35,12 @@ from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
+from rich.filesize import decimal
 from torch import Tensor, nn
 
 from keyhole.core.errors import InputError, MissingExtra, expect_among, first_line
 from keyhole.core.files import exists, expect_file, is_folder, unwritable
-from keyhole.core.machine import available, expect_device, expect_memory, shown
+from keyhole.core.machine import available, expect_device, expect_memory
 from keyhole.models.hooks import evaluating
 
 T = TypeVar("T")
@@ -216,8 +217,8 @@ def _expect_memory(
     needed = dtype.itemsize * _parameters(Path(where), gguf)
     expect_memory(needed, f"the model {name}", device, _FITS)
     if needed >= _LARGE:
-        free = shown(available(device))
-        _log.info("the weights of %s take %s of memory; %s free", name, shown(needed), free)
+        free = decimal(available(device))
+        _log.info("the weights of %s take %s of memory; %s free", name, decimal(needed), free)
         if torch.device(device).type == "cpu" and torch.cuda.is_available():
             _log.info("this machine has a GPU, which is many times faster: --device cuda")
 

@@ -76,33 +76,27 @@ class Untouched:
 
         If it returns False, the model runs this pass without the rewrite, bit for bit.
         """
-        del inputs
 
     def masked(self, site: Site, mask: Tensor | None) -> None:
         """Called before the cut with what the model's own mask adds to the scores, if it has one.
 
         The mask broadcasts to `shape`.
         """
-        del site, mask
 
     def cut(self, site: Site, shape: torch.Size) -> Tensor | None:
         """Return True for each key that may not be attended to; the row renormalises."""
-        del site, shape
 
     def gate(self, site: Site, shape: torch.Size) -> Tensor | None:
         """Return a factor on the probabilities; the row does not renormalise."""
-        del site, shape
 
     def bump(self, site: Site, shape: torch.Size) -> Tensor | None:
         """Return what is added to the probabilities: zeros, if only the gradient is wanted.
 
         Attacks rank units by that gradient.
         """
-        del site, shape
 
     def seen(self, site: Site, probabilities: Tensor) -> None:
         """Called with the probabilities between cut and gate; they are part of the graph."""
-        del site, probabilities
 
 
 @dataclass
@@ -227,12 +221,7 @@ def _kind(name: str, module: nn.Module) -> str:
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a forward pass by name, also positional ones with known names."""
-    order = [
-        name
-        for name, parameter in inspect.signature(module.forward).parameters.items()
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
-    return {**dict(zip(order, args, strict=False)), **kwargs}
+    return {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
 
 
 _ACTIVE: dict[nn.Module, _Watch] = {}  # modules of models whose attention is being rewritten

@@ -27,9 +27,9 @@ from keyhole.recover.layers.block_spans import (
     DEVIATIONS,
     LEFT,
     Blocks,
-    Fit,
     Map,
     Side,
+    TokenFit,
     accepted,
     directions,
     exchanged,
@@ -131,7 +131,7 @@ class Reader:
         tokens = nearest(values, max(count, _COMPARED), no_turn)
         return tokens[nearest(values[:, tokens], count, None)]
 
-    def fit(self, tokens: Tensor, places: Sequence[int]) -> Fit:
+    def fit(self, tokens: Tensor, places: Sequence[int]) -> TokenFit:
         """Return how well each of tokens (c,) fits at each of places (p,) of one block."""
         each = tokens.repeat(len(places))
         at = torch.tensor(places).repeat_interleave(len(tokens))
@@ -175,7 +175,7 @@ class Reader:
         return tokens
 
     def _add_hidden(
-        self, tokens: dict[int, int], near: Tensor, fit: Fit, places: Sequence[int]
+        self, tokens: dict[int, int], near: Tensor, fit: TokenFit, places: Sequence[int]
     ) -> None:
         """Add the token of a place whose keys all heads hide, if only one of the block is left."""
         inside = {tokens.get(place) for place in places}

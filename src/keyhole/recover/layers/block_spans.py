@@ -272,7 +272,7 @@ def by_squares(
 
 
 @dataclass(frozen=True, eq=False)
-class Fit:
+class TokenFit:
     """How well tokens (p, c) lie in their blocks: q by `keys` alone, and by all sides (`whole`).
 
     `score` compares tokens: minus twice a log-likelihood. `keys_free` and `free` (p, c) count the
@@ -368,7 +368,7 @@ class Blocks:
             ]
         return replace(self, maps=maps)
 
-    def fit(self, rows: Sequence[Tensor], places: Sequence[int]) -> Fit:
+    def fit(self, rows: Sequence[Tensor], places: Sequence[int]) -> TokenFit:
         """Return how well each side's rows (p, c, d) fit at `places` (p,) of one block.
 
         Rows (c, d) are the same at all places. Keys count twice in the score, because they depend
@@ -396,7 +396,7 @@ class Blocks:
         own = free * keys
         keys_free, whole_free = own.sum(0), free.sum(0)
         by_keys, by_all = (own * misfits).sum(0) / keys_free, (free * misfits).sum(0) / whole_free
-        return Fit(by_keys, by_all, score, keys_free, whole_free)
+        return TokenFit(by_keys, by_all, score, keys_free, whole_free)
 
     def explained(self, rows: Sequence[Tensor], number: int) -> bool:
         """Return whether each side's tokens (n, d), the first of a block, span it."""
