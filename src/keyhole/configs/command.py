@@ -342,3 +342,64 @@ def _is_run(command: Command, place: int, length: int) -> bool:
     after = words[place + length].text if place + length < len(words) else "-"
     runs = place == 0 or command.container or bool(_WRAPPERS.fullmatch(first))
     return runs and (length > 1 or after.startswith(("-", "$", "{{")))
+
+
+# Ready-made searches for the usual settings
+
+ANYWHERE = "0.0.0.0"  # noqa: S104
+
+
+def is_on(word: Word | None) -> bool:
+    return word is not None and word.text.lower() in ("true", "1", "yes", "on")
+
+
+def may_be_on(word: Word | None) -> bool:
+    """Return whether a setting is on, or is a variable that may turn it on."""
+    return word is not None and (is_on(word) or "$" in word.text)
+
+
+def flag(*names: str, env: str = "") -> Look:
+    """Find each of these flags."""
+
+    def look(options: Options) -> Iterator[Word]:
+        for name in names:
+            if given := options.has(name, env=env):
+                yield Word(name, given.line)
+
+    return look
+
+
+def setting(name: str, env: str = "", applies: Callable[[str], bool] = lambda _: True) -> Look:
+    """Find an option whose value the rule applies to."""
+
+    def look(options: Options) -> Iterator[Word]:
+        given = options.option(name, env=env)
+        if given and applies(given.text):
+            yield Word(f"{name} {given.text}".strip(), given.line)
+
+    return look
+
+
+def unguarded(
+    missing: str, guarded: Callable[[Options], object], *, host: str = "--host", env: str = "",
+    default: str = ANYWHERE, in_own_image: str = "",
+    listens: str = "the container listens at 0.0.0.0",
+) -> Look:  # fmt: skip
+    """Find a server that other machines reach and that is not guarded; `missing` is the guard.
+
+    `host` and `env` set the address to listen at. Without them it is `default`, or `in_own_image`
+    in the program's own image.
+    """
+
+    def look(options: Options) -> Iterator[Word]:
+        command, given = options.command, options.option(host, env=env)
+        usual = in_own_image if in_own_image and options.own_image else default
+        reached = reached_from_outside(given.text if given else usual)
+        if command.local or options.opaque or not reached or guarded(options):
+            return
+        reach = Word(f"--host {given.text}" if given else listens, (given or options.program).line)
+        if command.cluster and command.published:
+            reach = command.published
+        yield Word(f"{reach.text}, {missing}", reach.line)
+
+    return look

@@ -1,6 +1,6 @@
 """Every kind of configuration with the files that it is read from, and the check of all of them.
 
-Besides servers and stores (servers.py), some files open or hold what attacks need:
+Besides servers and stores (servers.py, stores.py), some files open or hold what attacks need:
 
 - Settings of a Hugging Face model that make every pass return more than its answer.
 - Model repositories of MLServer and Triton: what an endpoint returns, by the names of its outputs.
@@ -8,8 +8,8 @@ Besides servers and stores (servers.py), some files open or hold what attacks ne
 - Files that hold what a model gave away: leaks of `keyhole lab capture`, saved slots, hidden
   states. Only the beginning of such a file is read: its magic, or a .safetensors file's header.
 
-To add a server that is started by a command line, add its rules to PROGRAMS (servers.py). To add a
-file of another kind, write its rules and a function that looks for them, and add it to KINDS.
+To add a server that is started by a command line, add it to PROGRAMS. To add a file of another
+kind, write its rules and a function that looks for them, and add it to KINDS.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ from keyhole.configs.finding import (
     read,
 )
 from keyhole.configs.helm import in_helm, is_values
-from keyhole.configs.servers import PROGRAMS, look_at_settings
+from keyhole.configs.servers import LLAMA_CPP, OLLAMA, SGLANG, TEI, TGI, VLLM
+from keyhole.configs.stores import LMCACHE, STORES, look_at_settings
 from keyhole.configs.tree import documents
 from keyhole.core import standards
 from keyhole.core.errors import InputError
 from keyhole.core.files import SLOT_MAGIC, exists, is_file, is_folder, parse
 
 T = TypeVar("T", Finding, Recognised)
+PROGRAMS = (LLAMA_CPP, VLLM, LMCACHE, SGLANG, OLLAMA, TEI, TGI, *STORES)
 
 # Settings of a Hugging Face model
 

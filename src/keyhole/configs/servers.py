@@ -1,86 +1,36 @@
-"""Inference servers and vector stores that configurations start: a table of rules for each program.
+"""Inference servers that configurations start: a table of rules for each program.
 
 The options of llama.cpp are those of its README; what /slots, /props and saved slots contain was
 observed on the running server. Those of vLLM, SGLang, Ollama, text-embeddings-inference and TGI are
 taken from their documentation, and what vLLM's /pooling returns from its code; they were not tried
-on the servers. Chroma, Qdrant, Weaviate and Milvus ask for no key unless they are configured to.
+on the servers.
 
-The last argument of each rule finds the settings to which it applies. `_flag`, `_value` and `_open`
-make the usual ones.
+The last argument of each rule finds the settings to which it applies. `flag`, `setting` and
+`unguarded` make the usual ones.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from keyhole.configs.command import Look, OptionRule, Options, Program, Word, reached_from_outside
-from keyhole.configs.finding import Finding, Level, Recognised
-from keyhole.configs.helm import in_cluster_only, inside
-from keyhole.configs.lmcache import LMCACHE, PLAIN, REMOTE, lmcache_settings
-from keyhole.configs.tree import Mapping, Node, Scalar, walk
+from keyhole.configs.command import (
+    ANYWHERE,
+    Look,
+    OptionRule,
+    Options,
+    Program,
+    Word,
+    flag,
+    reached_from_outside,
+    setting,
+    unguarded,
+)
+from keyhole.configs.finding import Level
+from keyhole.configs.stores import PLAIN, REMOTE
 from keyhole.core import standards
 
-_ANYWHERE = "0.0.0.0"  # noqa: S104
 _LISTENS = "it listens at all addresses"
-
-
-def _is_on(word: Word | None) -> bool:
-    return word is not None and word.text.lower() in ("true", "1", "yes", "on")
-
-
-def _may_be_on(word: Word | None) -> bool:
-    """Return whether a setting is on, or is a variable that may turn it on."""
-    return word is not None and (_is_on(word) or "$" in word.text)
-
-
-def _flag(*names: str, env: str = "") -> Look:
-    """Find each of these flags."""
-
-    def look(options: Options) -> Iterator[Word]:
-        for name in names:
-            if given := options.has(name, env=env):
-                yield Word(name, given.line)
-
-    return look
-
-
-def _value(name: str, env: str = "", applies: Callable[[str], bool] = lambda _: True) -> Look:
-    """Find an option whose value the rule applies to."""
-
-    def look(options: Options) -> Iterator[Word]:
-        given = options.option(name, env=env)
-        if given and applies(given.text):
-            yield Word(f"{name} {given.text}".strip(), given.line)
-
-    return look
-
-
-def _open(
-    missing: str, guarded: Callable[[Options], object], *, host: str = "--host", env: str = "",
-    default: str = _ANYWHERE, in_own_image: str = "",
-    listens: str = "the container listens at 0.0.0.0",
-) -> Look:  # fmt: skip
-    """Find a server that other machines reach and that is not guarded; `missing` is the guard.
-
-    `host` and `env` set the address to listen at. Without them it is `default`, or `in_own_image`
-    in the program's own image.
-    """
-
-    def look(options: Options) -> Iterator[Word]:
-        command, given = options.command, options.option(host, env=env)
-        usual = in_own_image if in_own_image and options.own_image else default
-        reached = reached_from_outside(given.text if given else usual)
-        if command.local or options.opaque or not reached or guarded(options):
-            return
-        reach = Word(f"--host {given.text}" if given else listens, (given or options.program).line)
-        if command.cluster and command.published:
-            reach = command.published
-        yield Word(f"{reach.text}, {missing}", reach.line)
-
-    return look
-
-
 _NO_KEY = "A server without a key can be reached from other machines"
 _VECTORS = "POST /v1/embeddings returns a vector for a text; short texts are read back from it"
 _GUARD_VECTORS = "treat embeddings as the texts: guard whatever stores them as well"
@@ -121,7 +71,7 @@ LLAMA_CPP = Program(
             "POST /slots/0?action=save writes a file with the prompt's token ids, keys and values",
             "leave --slot-save-path out, or keep that folder as secret as prompts; set --api-key",
             "keyhole audit SLOT.bin --model MODEL.gguf", standards.TEXTS_STORED,
-            _value("--slot-save-path", env="LLAMA_ARG_SLOT_SAVE_PATH"),
+            setting("--slot-save-path", env="LLAMA_ARG_SLOT_SAVE_PATH"),
         ),
         OptionRule(
             "KH-CONFIG-LLAMA-TOKEN-STATES", "The last state of every token is returned", Level.HIGH,
@@ -140,36 +90,36 @@ LLAMA_CPP = Program(
             "anyone can read the last layer from the log-probabilities that /completion returns",
             "set --api-key or --api-key-file, or listen at 127.0.0.1 behind a proxy",
             "keyhole extract http://HOST:8080 --method output-layer", standards.SERVER_OPEN,
-            _open(
+            unguarded(
                 "no --api-key",
                 lambda options: options.key("--api-key", env="LLAMA_API_KEY")
                 or options.key("--api-key-file", env="LLAMA_ARG_API_KEY_FILE"),
-                env="LLAMA_ARG_HOST", default="127.0.0.1", in_own_image=_ANYWHERE,
+                env="LLAMA_ARG_HOST", default="127.0.0.1", in_own_image=ANYWHERE,
             ),
         ),
         OptionRule(
             "KH-CONFIG-LLAMA-SLOTS", "Clients can watch the slots of others", Level.LOW,
             "GET /slots shows every client the settings and token counts of the others' prompts",
             "start it with --no-slots",
-            _LLAMA_AUDIT, standards.COUNTS_SHOWN, _flag("--slots", env="LLAMA_ARG_ENDPOINT_SLOTS"),
+            _LLAMA_AUDIT, standards.COUNTS_SHOWN, flag("--slots", env="LLAMA_ARG_ENDPOINT_SLOTS"),
         ),
         OptionRule(
             "KH-CONFIG-LLAMA-PROPS", "Clients can change the server's settings", Level.LOW,
             "POST /props changes settings of the server for all of its clients",
             "leave --props out",
-            _LLAMA_AUDIT, standards.SERVER_OPEN, _flag("--props", env="LLAMA_ARG_ENDPOINT_PROPS"),
+            _LLAMA_AUDIT, standards.SERVER_OPEN, flag("--props", env="LLAMA_ARG_ENDPOINT_PROPS"),
         ),
         OptionRule(
             "KH-CONFIG-LLAMA-METRICS", "Counts of tokens and requests are published", Level.LOW,
             "GET /metrics shows how many tokens were read and written, and no text",
             "leave --metrics out, or let only the monitoring network reach it", _LLAMA_AUDIT,
-            standards.COUNTS_SHOWN, _flag("--metrics", env="LLAMA_ARG_ENDPOINT_METRICS"),
+            standards.COUNTS_SHOWN, flag("--metrics", env="LLAMA_ARG_ENDPOINT_METRICS"),
         ),
         OptionRule(
             "KH-CONFIG-LLAMA-PROMPT-LOG", "Prompts are written to a folder", Level.MEDIUM,
             "every prompt is written to this folder in plain text", "leave --log-prompts-dir out",
             "ls the folder: no attack is needed", standards.PROMPTS_LOGGED,
-            _value("--log-prompts-dir"),
+            setting("--log-prompts-dir"),
         ),
     ),
 )  # fmt: skip
@@ -218,7 +168,7 @@ def _vllm_key(options: Options) -> Word | None:
 
 def _vllm_partial_key(options: Options) -> Iterator[Word]:
     host, key = options.option("--host"), _vllm_key(options)
-    reached = reached_from_outside(host.text if host else _ANYWHERE)
+    reached = reached_from_outside(host.text if host else ANYWHERE)
     if key and reached and not options.command.local:
         listens = f"--host {host.text}" if host else _LISTENS
         yield Word(f"{listens}, with a key", key.line)
@@ -238,13 +188,13 @@ VLLM = Program(
             "KH-CONFIG-VLLM-LOGPROBS", "More log-probabilities than needed are allowed",
             Level.MEDIUM, _MORE_LOGPROBS, f"leave --max-logprobs at {_MAX_LOGPROBS} or below",
             "keyhole extract http://HOST:8000 --method output-layer", standards.WEIGHTS_COPIED,
-            _value("--max-logprobs", applies=_too_many),
+            setting("--max-logprobs", applies=_too_many),
         ),
         OptionRule(
             "KH-CONFIG-VLLM-PROMPT-EMBEDS", "Prompts may be vectors", Level.MEDIUM,
             "clients can send vectors of their choice (prompt_embeds), as attacks on weights do",
             "leave --enable-prompt-embeds out",
-            _VLLM_AUDIT, standards.WEIGHTS_COPIED, _flag("--enable-prompt-embeds"),
+            _VLLM_AUDIT, standards.WEIGHTS_COPIED, flag("--enable-prompt-embeds"),
         ),
         OptionRule(
             "KH-CONFIG-VLLM-TOKEN-STATES", "The last state of every token is returned", Level.HIGH,
@@ -275,14 +225,14 @@ VLLM = Program(
             "let a proxy set a cache_salt for each tenant, which vLLM takes with a request, or "
             "start it with --no-enable-prefix-caching; leave --enable-prompt-tokens-details out",
             _VLLM_AUDIT, standards.COUNTS_SHOWN,
-            _flag("--enable-prefix-caching", "--enable-prompt-tokens-details"),
+            flag("--enable-prefix-caching", "--enable-prompt-tokens-details"),
         ),
         OptionRule(
             "KH-CONFIG-VLLM-OPEN", _NO_KEY, Level.HIGH,
             "anyone can ask for log-probabilities, embeddings and token states",
             "listen at 127.0.0.1 behind a proxy that checks keys and routes; set --api-key as well",
             _VLLM_AUDIT, standards.SERVER_OPEN,
-            _open("no --api-key", _vllm_key, listens=_LISTENS),
+            unguarded("no --api-key", _vllm_key, listens=_LISTENS),
         ),
         OptionRule(
             "KH-CONFIG-VLLM-KEY-FOR-SOME-ROUTES", "The key guards only some routes", Level.LOW,
@@ -308,20 +258,20 @@ SGLANG = Program(
             "KH-CONFIG-SGLANG-HIDDEN-STATES", "Hidden states are returned", Level.HIGH,
             "POST /generate returns hidden states (return_hidden_states), which give texts away",
             "leave --enable-return-hidden-states out",
-            _SGLANG_AUDIT, standards.INPUTS_READ, _flag("--enable-return-hidden-states"),
+            _SGLANG_AUDIT, standards.INPUTS_READ, flag("--enable-return-hidden-states"),
         ),
         OptionRule(
             "KH-CONFIG-SGLANG-EMBEDDINGS", "Embeddings of texts are returned", Level.LOW,
             _VECTORS, _GUARD_VECTORS,
             "keyhole audit http://HOST:30000/v1/embeddings --model MODEL --known TEXTS.txt",
-            standards.EMBEDDINGS_READ, _flag("--is-embedding"),
+            standards.EMBEDDINGS_READ, flag("--is-embedding"),
         ),
         OptionRule(
             "KH-CONFIG-SGLANG-OPEN", _NO_KEY, Level.HIGH,
             "anyone can ask /generate for log-probabilities, by texts or vectors (input_embeds)",
             "set --api-key, or listen at 127.0.0.1 behind a proxy that checks requests",
             _SGLANG_AUDIT, standards.SERVER_OPEN,
-            _open("no --api-key", lambda given: given.key("--api-key"), default="127.0.0.1"),
+            unguarded("no --api-key", lambda given: given.key("--api-key"), default="127.0.0.1"),
         ),
     ),
 )  # fmt: skip
@@ -347,7 +297,7 @@ def _ollama_open(options: Options) -> Iterator[Word]:
     if command.local or in_cluster or _is_ollama_client(options):
         return
     address = None if host is None else _ADDRESS.fullmatch(host.text)
-    if host and host.text and address and reached_from_outside(address["host"] or _ANYWHERE):
+    if host and host.text and address and reached_from_outside(address["host"] or ANYWHERE):
         yield Word(f"OLLAMA_HOST={host.text}", host.line)
     elif host is None and command.published and options.own_image:  # the image listens at 0.0.0.0
         reach = command.published
@@ -386,7 +336,7 @@ OLLAMA = Program(
 
 # text-embeddings-inference and TGI
 
-_HUGGING_FACE_OPEN = _open(
+_HUGGING_FACE_OPEN = unguarded(
     "no --api-key", lambda options: options.key("--api-key", env="API_KEY"),
     host="--hostname", env="HOSTNAME", listens=_LISTENS,
 )  # fmt: skip
@@ -421,185 +371,7 @@ TGI = Program(
             "KH-CONFIG-TGI-LOGPROBS", "More log-probabilities than needed are allowed",
             Level.MEDIUM, _MORE_LOGPROBS, "leave --max-top-n-tokens at 5, its default",
             "keyhole extract http://HOST:8080 --method output-layer", standards.WEIGHTS_COPIED,
-            _value("--max-top-n-tokens", env="MAX_TOP_N_TOKENS", applies=_too_many),
+            setting("--max-top-n-tokens", env="MAX_TOP_N_TOKENS", applies=_too_many),
         ),
     ),
 )  # fmt: skip
-
-# Stores
-
-_CHROMA_AUDIT = "keyhole audit chroma:FOLDER --model ENCODER"
-_EMBEDDINGS = "anyone can read all embeddings, and many of their texts with the encoder"
-_ANONYMOUS = "AUTHENTICATION_ANONYMOUS_ACCESS_ENABLED"
-
-
-def _chroma_reset(options: Options) -> Iterator[Word]:
-    env = options.command.env
-    reset = env.get("ALLOW_RESET") or env.get("CHROMA_ALLOW_RESET")
-    if reset and _is_on(reset):
-        yield Word(f"ALLOW_RESET={reset.text}", reset.line)
-
-
-def _may_have(options: Options, *variables: str) -> bool:
-    return any(_may_be_on(options.command.env.get(f"{name}_ENABLED")) for name in variables)
-
-
-_weaviate_without_login = _open(
-    "no authentication",
-    lambda options: (
-        options.option("--config-file")
-        or _may_have(
-            options, "AUTHENTICATION_APIKEY", "AUTHENTICATION_OIDC", "AUTHENTICATION_DB_USERS"
-        )
-    ),
-)
-
-
-def _weaviate_open(options: Options) -> Iterator[Word]:
-    """Weaviate lets everybody in if anonymous access is on, or if no login is configured."""
-    anonymous = options.command.env.get(_ANONYMOUS)
-    # A list of rights may leave none to a client without a name.
-    limited = _may_have(options, "AUTHORIZATION_RBAC", "AUTHORIZATION_ADMINLIST")
-    if anonymous is None:
-        yield from _weaviate_without_login(options)
-    elif _is_on(anonymous) and not limited and not options.command.local:
-        yield Word(f"{_ANONYMOUS}={anonymous.text}", anonymous.line)
-
-
-def _milvus_guarded(options: Options) -> bool:
-    """Return whether authorization is on, or a mounted configuration file may turn it on.
-
-    Milvus takes common.security.authorizationEnabled in any case, with dots or underscores.
-    """
-    env = {re.sub(r"[._]", "", name).lower(): word for name, word in options.command.env.items()}
-    required = _may_be_on(env.get("commonsecurityauthorizationenabled"))
-    return required or options.mounts("/milvus/configs")
-
-
-CHROMA_RESET = OptionRule(
-    "KH-CONFIG-CHROMA-RESET", "Clients can delete everything", Level.MEDIUM,
-    "POST /reset deletes all collections: clients that read a store should not be able to empty it",
-    "set allow_reset to false (ALLOW_RESET), which is the default",
-    _CHROMA_AUDIT, standards.STORE_OPEN, _chroma_reset,
-)  # fmt: skip
-QDRANT_OPEN = OptionRule(
-    "KH-CONFIG-QDRANT-OPEN", "A store without a key can be reached from other machines", Level.HIGH,
-    _EMBEDDINGS,
-    "set service.api_key (QDRANT__SERVICE__API_KEY) and TLS, or listen at 127.0.0.1",
-    "keyhole audit qdrant:FOLDER --model ENCODER", standards.STORE_OPEN,
-    _open(
-        "no QDRANT__SERVICE__API_KEY",
-        # A configuration file may hold the key, and is checked by itself.
-        lambda options: options.key(env="QDRANT__SERVICE__API_KEY")
-        or options.option("--config-path") or options.mounts("/qdrant/config"),
-        host="", env="QDRANT__SERVICE__HOST",
-    ),
-)  # fmt: skip
-WEAVIATE_OPEN = OptionRule(
-    "KH-CONFIG-WEAVIATE-OPEN", "A store lets everybody in", Level.HIGH, _EMBEDDINGS,
-    "set AUTHENTICATION_ANONYMOUS_ACCESS_ENABLED to false and AUTHENTICATION_APIKEY_ENABLED to "
-    "true, or listen at 127.0.0.1",
-    "keyhole audit weaviate:http://HOST:8080 --model ENCODER", standards.STORE_OPEN, _weaviate_open,
-)  # fmt: skip
-MILVUS_OPEN = OptionRule(
-    "KH-CONFIG-MILVUS-OPEN", "A store lets everybody in", Level.HIGH, _EMBEDDINGS,
-    "set common.security.authorizationEnabled and change root's password, or listen at 127.0.0.1",
-    "keyhole audit milvus:http://HOST:19530 --model ENCODER", standards.STORE_OPEN,
-    _open("authorization is not on", _milvus_guarded, host=""),
-)  # fmt: skip
-CHROMA = Program(
-    "store", "Chroma", ("chroma", "allow_reset"),
-    starts=("chroma run",),
-    image=re.compile(r"chromadb/chroma|chroma-core/chroma"),
-    rules=(
-        OptionRule(
-            "KH-CONFIG-CHROMA-OPEN",
-            "A store without authentication can be reached from other machines", Level.HIGH,
-            _EMBEDDINGS,
-            "listen at 127.0.0.1, or put a proxy in front that checks keys (Chroma has none of its "
-            "own since 1.0)",
-            _CHROMA_AUDIT, standards.STORE_OPEN,
-            _open(
-                "no authentication",
-                lambda options: any(
-                    name.startswith("CHROMA_SERVER_AUTH") and word.text
-                    for name, word in options.command.env.items()
-                ),
-                default="localhost", in_own_image=_ANYWHERE,
-            ),
-        ),
-        CHROMA_RESET,
-    ),
-)  # fmt: skip
-QDRANT = Program(
-    "store", "Qdrant", ("qdrant", "storage_path"),
-    starts=("qdrant",), image=re.compile(r"qdrant/qdrant"), rules=(QDRANT_OPEN,),
-)  # fmt: skip
-WEAVIATE = Program(
-    "store", "Weaviate", ("weaviate", _ANONYMOUS, "anonymous_access"),
-    starts=("weaviate",), image=re.compile(r"(^|/)weaviate(:|@|$)"), rules=(WEAVIATE_OPEN,),
-    variables=(_ANONYMOUS,),
-)  # fmt: skip
-MILVUS = Program(
-    "store", "Milvus", ("milvus", "authorizationEnabled"),
-    starts=("milvus run",), image=re.compile(r"(^|/)milvus(:|@|$)"), rules=(MILVUS_OPEN,),
-)  # fmt: skip
-PROGRAMS = (LLAMA_CPP, VLLM, LMCACHE, SGLANG, OLLAMA, TEI, TGI, CHROMA, QDRANT, WEAVIATE, MILVUS)
-
-
-# Configuration files of the stores, recognised by what they contain
-
-
-def look_at_settings(roots: list[Node]) -> Iterator[Recognised]:
-    """Recognise configuration files of stores and of LMCache, also inside other files."""
-    for root in roots:
-        if isinstance(root, Mapping):
-            yield from _chroma_settings(root)
-            yield from _qdrant_settings(root)
-            yield from lmcache_settings(root)
-        for node in walk(root):
-            if isinstance(node, Mapping):
-                yield from _weaviate_settings(node)
-                yield from _milvus_settings(node)
-                for name, text in node.pairs.items():
-                    if isinstance(text, Scalar) and name.endswith((".yaml", ".yml")):
-                        yield from look_at_settings(inside(text))
-
-
-def _chroma_settings(root: Mapping) -> Iterator[Recognised]:
-    reset = root.scalar("allow_reset")
-    if reset and _is_on(reset):
-        hit = Finding(CHROMA_RESET, reset.line, "allow_reset: true")
-        yield Recognised("store", "Chroma", reset.line, (hit,))
-
-
-def _qdrant_settings(root: Mapping) -> Iterator[Recognised]:
-    service = root.mapping("service")
-    if service is None or root.at("storage", "storage_path") is None:
-        return
-    host, key = service.scalar("host"), service.scalar("api_key")
-    hits = ()
-    if reached_from_outside(host.text if host else _ANYWHERE) and not (key and key.text):
-        hits = (Finding(QDRANT_OPEN, (host or service).line, "service without api_key"),)
-    yield Recognised("store", "Qdrant", service.line, hits)
-
-
-def _weaviate_settings(node: Mapping) -> Iterator[Recognised]:
-    anonymous = node.mapping("authentication", "anonymous_access")
-    if anonymous is None:
-        return
-    enabled = anonymous.scalar("enabled")
-    rights = ("admin_list", "rbac")
-    limited = any(_may_be_on(node.scalar("authorization", name, "enabled")) for name in rights)
-    hits = ()
-    if enabled and _is_on(enabled) and not limited and not in_cluster_only(node):
-        hits = (Finding(WEAVIATE_OPEN, enabled.line, "anonymous_access.enabled: true"),)
-    yield Recognised("store", "Weaviate", anonymous.line, hits)
-
-
-def _milvus_settings(node: Mapping) -> Iterator[Recognised]:
-    required = node.scalar("security", "authorizationEnabled")
-    if required is not None:
-        off = Finding(MILVUS_OPEN, required.line, f"authorizationEnabled: {required.text}")
-        on = _may_be_on(required) or "{{" in required.text
-        yield Recognised("store", "Milvus", required.line, () if on else (off,))
