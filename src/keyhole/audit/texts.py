@@ -40,7 +40,7 @@ from keyhole.recover import Mark, TextRecovery, recover_text, recover_texts
 from keyhole.recover.attack import Attack
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
 from keyhole.recover.embeddings.reader import CountedReader
-from keyhole.recover.files.sources import Opened, Sealed, WrittenIds
+from keyhole.recover.files.contents import Opened, Sealed, WrittenIds
 from keyhole.recover.layers.mixed import MixedKeys
 from keyhole.recover.leaks import Leak
 from keyhole.recover.originals import Original

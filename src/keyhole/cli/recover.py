@@ -86,7 +86,7 @@ def recover(
     {braces} and red. With --out, leaks that are there already are not read again.
     """
     from keyhole.data import read_texts
-    from keyhole.recover.files.sources import leak_files
+    from keyhole.recover.files.contents import leak_files
     from keyhole.recover.gradients import is_update
     from keyhole.recover.run import run
 
@@ -134,7 +134,7 @@ def _recover_updates(
     from keyhole.data import read_texts
     from keyhole.models.anatomy import anatomy
     from keyhole.models.demo import open_model
-    from keyhole.recover.files.sources import leak_files
+    from keyhole.recover.files.contents import leak_files
     from keyhole.recover.gradients.recover_batch import recovering_updates
     from keyhole.recover.originals import Original
     from keyhole.recover.simulate import MAX_LENGTH

@@ -22,8 +22,15 @@ from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded
 from keyhole.recover.attack import Attack, Target
 from keyhole.recover.files.arrays import Dump, arrays_of
-from keyhole.recover.files.contents import opened_by, task_for
-from keyhole.recover.files.sources import Opened, Sealed, Source, WrittenIds, read_sources
+from keyhole.recover.files.contents import (
+    Opened,
+    Sealed,
+    Source,
+    WrittenIds,
+    opened_by,
+    read_sources,
+    task_for,
+)
 from keyhole.recover.leaks import TYPES, Leak
 from keyhole.recover.originals import Original, Shared
 from keyhole.recover.recovery import TextRecovery

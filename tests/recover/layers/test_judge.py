@@ -17,7 +17,7 @@ from keyhole.invert import Mark
 from keyhole.models import Exposure, capture
 from keyhole.models.demo import load_demo
 from keyhole.recover.attack import Target
-from keyhole.recover.files.sources import WrittenIds
+from keyhole.recover.files.contents import WrittenIds
 from keyhole.recover.layers.judge import Compared, alternatives, judge_rows
 from keyhole.recover.layers.precision import precision_of
 from keyhole.recover.simulate import degrade

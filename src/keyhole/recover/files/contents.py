@@ -1,8 +1,10 @@
-"""The leaks in files of other programs: one for each text.
+"""The leaks in files and folders of files: Keyhole's own, and one for each text in those of others.
 
-Of several exposures in one file, the lowest layer is taken, which is nearest to the text. Where the
-layer or the order of axes is not known, every likely reading is tried on the shortest text, and
-only one that gives a verified text is accepted: rows of another layer are refused, not misread.
+A file that Keyhole wrote says what it is. Files of other programs are read as arrays (arrays.py),
+and only with the model can it be found what they are (readings.py). Of several exposures in one
+file, the lowest layer is taken, which is nearest to the text. Where the layer or the order of axes
+is not known, every likely reading is tried on the shortest text, and only one that gives a verified
+text is accepted: rows of another layer are refused, not misread.
 
 Padding before a text may or may not count in its positions: transformers' generate() leaves it out,
 and a plain call of the model does not. Both are tried, too.
@@ -13,31 +15,27 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
+from keyhole.core.files import is_folder
 from keyhole.models import demo
 from keyhole.models.anatomy import Anatomy
 from keyhole.models.branches import Branches
-from keyhole.models.capture import (
-    ARITHMETICS,
-    EIGHT_BITS,
-    Exposure,
-    capture,
-    eight_bit_activations,
-)
-from keyhole.recover.attack import Target
-from keyhole.recover.files.arrays import Dump
+from keyhole.models.capture import ARITHMETICS, EIGHT_BITS, Exposure, capture
+from keyhole.recover.attack import Proposal, Target
+from keyhole.recover.files.arrays import SUFFIXES, Dump, arrays_of, read_dump
 from keyhole.recover.files.readings import IDS, MASKS, Reading, Section, readings_of, turned
-from keyhole.recover.files.sources import Opened
 from keyhole.recover.layers.decoder import DecoderStates
 from keyhole.recover.layers.key_values import CachedKeys
 from keyhole.recover.layers.precision import rounding_error
-from keyhole.recover.leaks import TYPES, Leak, rows_of
+from keyhole.recover.leaks import TYPES, BaseLeak, Leak, own_leak, rows_of
 from keyhole.recover.texts import checked_leaks, recover_each
 
 _TRIED = 4  # likely layers that are tried
@@ -49,6 +47,90 @@ _PER_TEXT = ("pooled", "logits")  # these have no positions
 _MIN_SPREAD = 1e-6  # of the largest: a number that hardly varies must not decide alone
 _TEXTS = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES[::2]))  # ordinary ones
 _MARGIN = 1.5  # times the largest error of a position of ordinary texts; chosen, not fitted
+Source = Any  # a file, a folder of files, a leak, or arrays: of NumPy, torch, lists of them
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """A leak by the name of its file, with the token ids that the file holds, if any.
+
+    `sealed` says how it is encrypted: then the leak has only its length, and nothing to attack.
+    """
+
+    name: str
+    leak: Leak
+    ids: Sequence[int] | None = None
+    sealed: str = ""
+
+
+@dataclass(frozen=True)
+class WrittenIds:
+    """Proposes the ids that stand in the file for the judge to check; nothing is attacked."""
+
+    ids: Sequence[Sequence[int]]
+
+    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
+        for number in range(len(leaks)):
+            known = [token for token in self.ids[number] if 0 <= token < target.vocabulary]
+            yield number, Proposal(known, note="the token ids stand in the file")
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """Reports how the file is encrypted and how long its text is; nothing can be attacked."""
+
+    how: str
+
+    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:  # noqa: ARG002
+        reason = (
+            f"{self.how}: not read without the key; its size is that of {leaks[0].length} tokens"
+        )
+        raise Unsuccessful(Status.NOT_APPLICABLE, reason)
+
+
+def read_sources(leaks: Source | Sequence[Source]) -> list[Opened | Dump]:
+    """Read files, and take leaks and arrays as they are.
+
+    A list of arrays alone is one source. Beside files or leaks, each array is one by itself.
+    """
+    kinds = str | Path | BaseLeak | Opened | Dump
+    several = isinstance(leaks, list | tuple) and (
+        not leaks or any(isinstance(leak, kinds) for leak in leaks)
+    )
+    read: list[Opened | Dump] = []
+    for source in leaks if several else [leaks]:
+        if isinstance(source, str | Path):
+            read += [_read(path) for path in leak_files([Path(source)])]
+        elif isinstance(source, Opened | Dump):
+            read.append(source)
+        elif isinstance(source, BaseLeak):
+            read.append(Opened(f"leak {len(read) + 1}", cast("Leak", source)))
+        else:
+            read.append(Dump("", arrays_of(source)))
+    if not read:
+        raise InputError("no leak was given")
+    return read
+
+
+def leak_files(sources: Sequence[Path]) -> list[Path]:
+    """Return the files of leaks; those in folders are sorted by name."""
+    files: list[Path] = []
+    for source in sources:
+        if not is_folder(source):
+            files.append(source)
+            continue
+        inside = sorted(file for file in source.iterdir() if file.suffix in SUFFIXES)
+        if not inside:
+            raise InputError(f"{source} holds no leaks ({', '.join(SUFFIXES)})")
+        files += inside
+    return files
+
+
+def _read(path: Path) -> Opened | Dump:
+    metadata, dump = read_dump(path)
+    if "keyhole" in metadata:
+        return Opened(str(path), own_leak(metadata, dict(dump.arrays), path))
+    return dump
 
 
 def task_for(sources: Sequence[Opened | Dump], expose: Exposure | None) -> str:
@@ -327,7 +409,7 @@ def as_served(target: Target, exposure: Exposure) -> Generator[None]:
     # What is measured on the model itself, and remembered, has to be measured before.
     Branches(target.model, torch.zeros(1, dtype=torch.long, device=target.parts.device))
     rounding_error(target, exposure)
-    with eight_bit_activations(target.model):
+    with ARITHMETICS[EIGHT_BITS](target.model):
         yield
 
 
