@@ -28,9 +28,8 @@ which gives M closely enough to tell the units' signs; then 1 + M is the linear 
 give one y, and the search for v begins near p. So x is short, since the right v is then near p, and
 p is long, since few units bend near a long vector.
 
-Blocks with norms in front are read by blocks/pre_norm.py, from a width of 128 on by
-blocks/wide_pre_norm.py; those with norms behind the sums (BERT, PyTorch's layer) by
-blocks/post_norm.py.
+Blocks with norms in front are read by blocks/pre_norm.py; those with norms behind the sums (BERT,
+PyTorch's layer) by blocks/post_norm.py.
 
 What can be known. Besides the symmetries of attention (sub_layer.py), these are free:
 - the order of the units;

@@ -29,8 +29,9 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import KeyholeError
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import batch_rows, random_orthogonal
-from keyhole.oracle.protocol import Oracle, ask
+from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.blocks.view import answered_tokens, last
+from keyhole.oracle.protocol import Oracle
 
 _SAME = 1e-9  # relative
 _ALMOST = 1e-5
@@ -92,8 +93,7 @@ class Surroundings:
         if self.epsilon is not None:
             left = 1 - tokens.square().mean(-1, keepdim=True)
             tokens = tokens * (self.epsilon / left).sqrt()
-        rows = batch_rows(*tokens.shape[1:])
-        answers = torch.cat([_last(self.oracle, part) for part in tokens.split(rows)]) - self.b
+        answers = last(self.oracle, tokens) - self.b
         return answers - tokens[:, -1] if self.residual else answers
 
 
@@ -102,15 +102,18 @@ def open_surroundings(oracle: Oracle, stream: torch.Generator) -> Surroundings:
     d = oracle.dim
     x = torch.randn(d, generator=stream, dtype=torch.float64)
     x = x * math.sqrt(d) / torch.linalg.vector_norm(x)
-    every_token, causal = _seen(oracle, x)
-    b, near, twice = _last(oracle, torch.stack([0 * x, x, 2 * x]).unsqueeze(1))
+    answers, every_token, causal = answered_tokens(oracle, x)
+    if answers.ndim not in (2, 3):
+        shape = tuple(answers.shape[1:])
+        raise Unsuccessful(Status.NOT_APPLICABLE, f"expected vectors, got answers of shape {shape}")
+    b, near, twice = last(oracle, torch.stack([0 * x, x, 2 * x]).unsqueeze(1))
     plain = Surroundings(oracle, b, every_token=every_token, causal=causal)
     size = max(float(part.abs().max()) for part in (b, near, twice))
     if not size:
         raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero")
     if float((twice - 2 * near + b).abs().max()) <= _SAME * size:
         return plain
-    far, further = _last(oracle, _FAR * torch.stack([x, 2 * x]).unsqueeze(1))
+    far, further = last(oracle, _FAR * torch.stack([x, 2 * x]).unsqueeze(1))
     growth = (further - far) / _FAR
     residual = len(growth) == d and float((growth - x).abs().max()) <= _ALMOST * float(
         x.abs().max()
@@ -120,21 +123,12 @@ def open_surroundings(oracle: Oracle, stream: torch.Generator) -> Surroundings:
     return replace(plain, epsilon=_epsilon(plain, x, near, residual), residual=residual)
 
 
-def _seen(oracle: Oracle, x: Tensor) -> tuple[bool, bool]:
-    """Return whether every token has an answer, and whether the mask is causal."""
-    pairs = ask(oracle, torch.stack([torch.stack([x, -x]), torch.stack([x, 2 * x])]))
-    if pairs.ndim != 3:
-        return False, False
-    apart = (pairs[0, 0] - pairs[1, 0]).abs().max()
-    return True, bool(apart <= _SAME * pairs.abs().max())
-
-
 def _epsilon(plain: Surroundings, x: Tensor, near: Tensor, residual: bool) -> float:
     """Return the ε of an RMS norm, from short tokens; x has a mean square of 1."""
     behind = x if residual else torch.zeros_like(near)
     ordinary = near - plain.b - behind  # √(1 + ε) times shorter than for long tokens
     for short in _FADING:
-        faded = _last(plain.oracle, short * x[None, None])[0] - plain.b - short * behind
+        faded = last(plain.oracle, short * x[None, None])[0] - plain.b - short * behind
         ratio = float(faded @ ordinary / (ordinary @ ordinary))
         if float((faded - ratio * ordinary).abs().max()) > _ALMOST * float(ordinary.abs().max()):
             break
@@ -153,14 +147,6 @@ def _another_kind() -> Unsuccessful:
         "answers to longer and longer tokens are neither those of attention alone nor of attention "
         "behind an RMS norm: a norm behind a sub-layer removes the length of every answer",
     )
-
-
-def _last(oracle: Oracle, sequences: Tensor) -> Tensor:
-    answers = ask(oracle, sequences)
-    if answers.ndim not in (2, 3):
-        shape = tuple(answers.shape[1:])
-        raise Unsuccessful(Status.NOT_APPLICABLE, f"expected vectors, got answers of shape {shape}")
-    return answers[:, -1] if answers.ndim == 3 else answers
 
 
 def read_total(view: Surroundings, length: float, stream: torch.Generator) -> Tensor:

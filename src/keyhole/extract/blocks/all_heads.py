@@ -1,15 +1,19 @@
 """All numbers of all heads fitted at once, to answers for whole sequences (ours).
 
-A sequence is `[w_1 ; … ; w_p ; x]`: a list of keys and a query. Each list is used for many x, so
-most of the work is done once for a list. The heads are those of oracle/sub_layer.py; shared keys
-and values, the frequencies of rotary positions and position biases are fitted as well. What follows
-attention is known.
+For `[w_1 ; … ; w_p ; x]`, a list of keys and a query, the heads add
 
-Reading heads step by step costs digits; this fit (descent.py) is as precise as the answers. Its
-preconditioner is that of K-FAC: for a map with inputs U (N, …) the Gram matrix of the Jacobian is
-taken to be `UᵀU/N ⊗ SᵀS`, where S, the slopes of the answers by the map's outputs, is sampled with
-random cotangents. Frequencies are a map as well, from places to angles, and so are position biases,
-from distances.
+    Σ_h Σ_j softmax_j((xQ_h + q_h)·(w_j K_h))·w_j V_h O_h + b        (with the key x as well)
+
+to x, and what follows turns the sum into an answer by a known function. Reading heads step by step
+costs digits. This least-squares fit of Q, q, K, V, O and b to many answers, by Gauss–Newton steps
+(descent.py), is as precise as the answers. Shared keys and values, the frequencies of rotary
+positions and position biases are fitted as well. Each list of keys is used for many x, so most of
+the work is done once for a list.
+
+The preconditioner is that of K-FAC: for a map with inputs U (N, …) the Gram matrix of the Jacobian
+is taken to be `UᵀU/N ⊗ SᵀS`, where S, the slopes of the answers by the map's outputs, is sampled
+with random cotangents. Frequencies are a map too, from places to angles, and so are position
+biases, from distances.
 """
 
 from __future__ import annotations

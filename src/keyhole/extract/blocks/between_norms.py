@@ -1,13 +1,15 @@
-"""The layer between two norms, R(n) = n·L + C·f(n) + c with n on a sphere, fitted at once (ours).
+"""The layer between two norms, all numbers fitted at once (ours): L, C, A, a and c in
 
-The fit (descent.py) starts from the units that curvature has shown (wide_curvature.py). Layers of
-trained models need three things more:
+    ŷ = √d·R/√(|R|² + d·ε₂),    R(n) = n·L + C·φ(A·n + a) + c,    |n| = √d
+
+from answers ŷ, which have lost the length of R. The least-squares fit (descent.py) starts from the
+units that curvature has shown (wide_curvature.py). Layers of trained models need three things more:
 
     doubtful    a unit whose row is orthogonal to the plane of the base points has the same
-    curvature
-                at all of them, whatever its length. It is read on the great circle through its own
-                row: answers show the direction ŷ of `R(n) + c_k·φ(a_k·n + α_k)`, with R known up to
-                an affine function, so `(1 − ŷŷᵀ)·R(n) = −(1 − ŷŷᵀ)·c_k·φ(a_k·n + α_k)`
+                curvature at all of them, whatever its length. It is read on the great circle
+                through its own row: answers show the direction ŷ of `R(n) + c_k·φ(a_k·n + α_k)`,
+                with R known up to an affine function, so `(1 − ŷŷᵀ)·R(n) = −(1 − ŷŷᵀ)·c_k·φ(a_k·n
+                + α_k)`
     rare        a unit that is off nearly everywhere, |α| ≫ |a|, does not show its row at random
                 points: more are drawn, at which many such units are on at once
     slow        conjugate gradients converge slowly if parameters of a unit have nearly the same

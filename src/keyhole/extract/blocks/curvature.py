@@ -37,7 +37,7 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.blocks.rank_ones import packed, rank_ones, symmetric, unpacked
+from keyhole.extract.blocks.rank_ones import packed, rank_ones, symmetric
 from keyhole.extract.blocks.shapes import SMOOTH, random_shapes
 from keyhole.extract.blocks.units import Units, derivative, with_ones
 
@@ -49,7 +49,7 @@ _AXES_OF_SCORES = 5  # one number tells units apart by their φ'' at many points
 _ERRORS = 1e-6  # smaller singular values of the Hessians, relative, are errors of differences
 _CLIFF = 10.0  # the least ratio of the singular values on either side of the rank
 _FULL = 0.9  # of the dimension that S may have for rank one to be rare in it
-_RANK_ONE = 1e-5  # what of a product may be outside S, if answers are single numbers
+_RANK_ONE = (1e-4, 1e-3, 3e-3)  # what of a product may be outside S: Hessians are inexact
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,7 @@ def find_units(field: Field, stream: torch.Generator) -> Units:
             )
         q = min(q + 1 if scores else math.ceil(1.3 * q), d - _FEWEST)
     count = hessians.dimension - field.sphere
-    allowed = _RANK_ONE / (1 if field.numbers == 1 else 100)  # by what Hessians are off
-    units, partners = rank_ones(unpacked(hessians.basis, q), count, stream, allowed)
+    units, partners = rank_ones(hessians.outside, q, count, stream, allowed=_RANK_ONE)
     if partners is None:
         return _plain(field, frame, hessians, units)
     return _gated(field, frame, hessians, units, partners)
@@ -137,11 +136,12 @@ class _Hessians:
     points: Tensor  # (P, d)
     first: Tensor  # (P, q, m)
     second: Tensor  # (P, m, q(q+1)/2), packed
-    basis: Tensor  # (dimension, q(q+1)/2) of S, orthonormal
+    outside: Tensor  # (n, q(q+1)/2), orthonormal: what is orthogonal to S
 
     @property
     def dimension(self) -> int:
-        return len(self.basis)
+        """The dimension of S."""
+        return self.outside.shape[1] - len(self.outside)
 
     @classmethod
     def measured(cls, field: Field, frame: _Frame, stream: torch.Generator) -> _Hessians:
@@ -163,7 +163,7 @@ class _Hessians:
         count = int(ratios.argmax()) + 1
         if float(ratios[count - 1]) < _CLIFF:  # the layer is wider than what was asked shows
             count = len(sizes)
-        return cls(points, first[:, diagonal], second, right[:count])
+        return cls(points, first[:, diagonal], second, right[count:])
 
     def coefficients(self, products: Tensor) -> Tensor:
         """Return those of the Hessians in terms of packed matrices (r, q(q+1)/2): (P, m, r)."""

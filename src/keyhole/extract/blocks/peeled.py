@@ -1,6 +1,10 @@
-"""What a block's attention adds to the last token, once everything behind attention is known.
+"""What a block's attention adds to the last token x, once everything behind attention is known.
 
-`y = h + F(N(h))` (oracle/block.py) is solved for h: then h − x is what attention has added.
+    y = h + F(N(h)),    h = x + Attention(…)
+
+The answer y is solved for h, by the contraction h ← y − F(N(h)) and Newton's method; h − x is what
+attention has added. So the block becomes an oracle of its attention alone (`Peeled`), which
+extract/sub_layer.py reads.
 """
 
 from __future__ import annotations

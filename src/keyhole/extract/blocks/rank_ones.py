@@ -1,7 +1,9 @@
 """All matrices of rank one in a space S of symmetric ones, by the subspace power method.
 
 Kileel and Pereira, arXiv 1912.04007: in general position the aaᵀ in S are the maxima, with value 1,
-of `‖P_S(aaᵀ)‖` over |a| = 1. Iterates `a ← P_S(aaᵀ)·a` from random starts climb to them.
+of `‖P_S(aaᵀ)‖` over |a| = 1. Iterates `a ← P_S(aaᵀ)·a` from random starts climb to them, and
+Gauss–Newton steps for `(1 − P_S)(aaᵀ) = 0` end there. Once half of the matrices are found, starts
+are first moved into what is left of S without them.
 
 Units with gates bring two matrices each, aaᵀ and the symmetric product awᵀ + waᵀ of a with its
 *partner* w (ours). Towards w the maximum is flat: aaᵀ leaves S with the fourth power of the angle,
@@ -9,17 +11,15 @@ so iterates stop in the plane of a and w, where `(1 − P_S)(a·)` nearly vanish
 two of three symmetric matrices; the third, orthogonal to both, is nnᵀ with n orthogonal to a. From
 there Newton's method solves `(1 − P_S)(aaᵀ) = 0` and `(1 − P_S)(awᵀ + waᵀ) = 0` together.
 
-There are two versions. `rank_ones` is for a few hundred dimensions and is given a basis of S.
-`rank_ones_of_wide` is for thousands of dimensions: it is given a basis of what is orthogonal to S,
-which is smaller, and once most matrices are found it starts from what is left of S without them.
-
 Symmetric matrices (q, q) are packed as vectors of q(q + 1)/2 numbers, with √2 off the diagonal, so
-that inner products stay the same.
+that inner products stay the same. S is given by a basis F of what is orthogonal to it, so that
+`(1 − P_S)(aaᵀ) = 0` says that aᵀFa = 0 for every F.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,24 +27,13 @@ from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
 
-_SHIFT = 0.1  # of a, added to each step: it keeps the iteration from alternating
-_ROUNDS = 12
-_STARTS = 256
-_POWERS = 400
-_STEADY = 1e-11
-_RANK_ONE = 1e-5  # 1 − ‖P_S(aaᵀ)‖² below this
-_NEARLY = 1e-2
-_ALONE = 1e-5  # how far from S the product of a unit without a gate with any other vector is
-_TURNS = 4
-_NEWTON = 20
-_SAME = 1e-4  # difference of cosines
-
 FOUND = 1e-5  # what of aaᵀ may be outside S
-_WIDE_ROUNDS = 40
-_WIDE_POWERS = 80
-_WIDE_TURNS = 2
-_WIDE_NEWTON = 8
-_WIDE_SAME = 1e-5
+_SHIFT = 0.1  # of a, added to each step: it keeps the iteration from alternating
+_ROUNDS = 40
+_POWERS = 80
+_TURNS = 2  # of planes towards a and its partner
+_NEWTON = 8
+_SAME, _SAME_PARTNER = 1e-5, 1e-4  # difference of cosines
 _FLAT = 1e-3  # curvature towards a partner, relative to the mean curvature
 _BATCH = 256
 
@@ -75,7 +64,7 @@ def unpacked(vectors: Tensor, q: int) -> Tensor:
     return full
 
 
-def _distinct(vectors: Tensor, same: float = _SAME) -> Tensor:
+def _distinct(vectors: Tensor, same: float) -> Tensor:
     """Return the indices of unit vectors, without those that repeat an earlier one up to a sign."""
     numbers = torch.arange(len(vectors), device=vectors.device)
     if not len(vectors):
@@ -99,85 +88,6 @@ def _in_plane(first: Tensor, second: Tensor, outside: Tensor) -> tuple[Tensor, T
     return x * first + y * second, x * second - y * first
 
 
-def rank_ones(
-    basis: Tensor, most: int, stream: torch.Generator, allowed: float = _RANK_ONE / 100
-) -> tuple[Tensor, Tensor | None]:
-    """Return unit vectors a with aaᵀ in the span of `basis` (dim S, q, q), and their partners.
-
-    There are `most` of them without partners, or half as many, each with a partner orthogonal to
-    it. Of either product, `allowed` may be outside the span.
-    """
-    q = basis.shape[-1]
-    plains = gates = torch.empty(0, q, dtype=torch.float64)
-    quiet = 0
-    for _ in range(_ROUNDS):
-        a = normalize(torch.randn(_STARTS, q, generator=stream, dtype=torch.float64), dim=1)
-        before = a
-        for _ in range(_POWERS):
-            at = torch.einsum("sij,nj->nsi", basis, a)
-            forms = torch.einsum("nsi,ni->ns", at, a)
-            step = torch.einsum("ns,nsi->ni", forms, at)
-            a, before = normalize(step + _SHIFT * a, dim=1), a
-            if float((a - before).abs().max()) < _STEADY:
-                break
-        plain, gated = _solutions(basis, a, before, allowed)
-        count = len(gates)
-        plains, gates = torch.cat([plains, plain]), torch.cat([gates, gated])
-        plains, gates = plains[_distinct(plains)], gates[_distinct(gates)]
-        quiet = quiet + 1 if len(gates) == count else 0
-        if len(plains) == most and 2 * len(gates) < most:
-            return plains, None
-        if quiet >= 2 and 2 * len(gates) >= most:
-            break
-    if 2 * len(gates) == most:
-        return gates, _partners(basis, gates)
-    raise Unsuccessful(
-        Status.NOT_APPLICABLE,
-        f"curvature spans {most} dimensions, but {len(plains)} units were found in it, "
-        f"{len(gates)} with gates; a plain layer has {most} and a gated one {most // 2}: try "
-        "another seed",
-    )
-
-
-def _outside(basis: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Return ⟨x∘e_i, (1 − P_S)(y∘e_j)⟩, x∘y = (xyᵀ + yxᵀ)/2, of vectors (n, q): (n, q, q)."""
-    own = (x * y).sum(1)[:, None, None] * torch.eye(x.shape[1], dtype=torch.float64)
-    own = (own + y[:, :, None] * x[:, None]) / 2
-    at_x, at_y = (torch.einsum("sij,nj->nsi", basis, each) for each in (x, y))
-    return own - at_x.mT @ at_y
-
-
-def _solutions(basis: Tensor, a: Tensor, before: Tensor, allowed: float) -> tuple[Tensor, Tensor]:
-    """Return the iterates that are solutions, as units without gates and as units with gates."""
-    own = torch.einsum("ni,nij,nj->n", a, _outside(basis, a, a), a)
-    steady = (a - before).abs().amax(1) < 1e4 * _STEADY
-    plain = torch.cat([a[(own < _RANK_ONE) & steady], _newton(basis, a[~steady])])
-    a = a[own < _NEARLY]
-    if not len(a):
-        return plain, a
-    span = packed(basis)
-    for _ in range(_TURNS):
-        first, second = torch.linalg.eigh(_outside(basis, a, a))[1][..., :2].unbind(2)
-        products = [symmetric(first, first), math.sqrt(2) * symmetric(first, second),
-                    symmetric(second, second)]  # fmt: skip
-        in_plane = torch.stack(products, 1)
-        a = normalize(_in_plane(first, second, in_plane - (in_plane @ span.mT) @ span)[0], dim=1)
-    w = _partners(basis, a)
-    q = a.shape[1]
-    for _ in range(_NEWTON):
-        aa, wa = _outside(basis, a, a), _outside(basis, w, a)
-        top = torch.cat([4 * aa + _outside(basis, w, w), wa], 2)
-        square = torch.cat([top, torch.cat([wa.mT, aa], 2)], 1)
-        slope = torch.cat([2 * aa @ a[..., None] + wa @ w[..., None], aa @ w[..., None]], 1)
-        ridge = 1e-9 * torch.eye(2 * q, dtype=torch.float64)
-        step = torch.linalg.solve(square + ridge, slope)[..., 0]
-        a, w = _stepped(a, w, step)
-    both = torch.stack(
-        [torch.einsum("ni,nij,nj->n", x, _outside(basis, a, a), x) for x in (a, w)]
-    ).amax(0)
-    return plain, a[both < allowed]
-
-
 def _stepped(a: Tensor, w: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
     """Return orthonormal a and w after a step of both."""
     along, aside = step.chunk(2, 1)
@@ -185,39 +95,38 @@ def _stepped(a: Tensor, w: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
     return a, normalize(w - a * (a * w).sum(1, keepdim=True), dim=1)
 
 
-def _newton(basis: Tensor, a: Tensor) -> Tensor:
-    """Return the solutions without partners that iterates are still on their way to."""
-    ridge = 1e-12 * torch.eye(a.shape[1], dtype=torch.float64)
-    for _ in range(_NEWTON):
-        form = _outside(basis, a, a)
-        square = 4 * form + a[:, :, None] * a[:, None] + ridge
-        a = normalize(a - torch.linalg.solve(square, 2 * form @ a[..., None])[..., 0], dim=1)
-    form = _outside(basis, a, a)
-    own, alone = (a[:, None] @ form @ a[..., None])[:, 0, 0], torch.linalg.eigvalsh(form)[:, 1]
-    return a[(own < _RANK_ONE) & (alone > _ALONE)]
-
-
-def _partners(basis: Tensor, units: Tensor) -> Tensor:
-    """Return for each a the unit vector w, orthogonal to a, with a∘w in S."""
-    form = _outside(basis, units, units) + units[:, :, None] * units[:, None]
-    return torch.linalg.eigh(form)[1][..., 0]
-
-
-def rank_ones_of_wide(
-    outside: Tensor, q: int, most: int, stream: torch.Generator, starts: int,
-    allowed: float = FOUND, gates: bool = True,
+def rank_ones(
+    outside: Tensor, q: int, most: int, stream: torch.Generator, starts: int = 256,
+    allowed: Sequence[float] = (FOUND,), gates: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return unit vectors a (n, q) with aaᵀ orthogonal to `outside`, and their partners.
 
-    `outside` has orthonormal rows, packed. There are at most `most` vectors, or, if there may be
-    `gates`, half as many, each with a partner orthogonal to it. Of either product, `allowed` may be
-    outside S.
+    `outside` has orthonormal rows, packed. There are `most` vectors, or, if there may be `gates`,
+    half as many, each with a partner orthogonal to it. Of either product, the first of `allowed`
+    may be outside S, or, if not all are found, the next.
     """
+    units, partners = torch.empty(0, q), None
+    for each in allowed:
+        units, partners = _search(outside, q, most, stream, starts, each, gates)
+        if (1 if partners is None else 2) * len(units) == most:
+            return units, partners
+    raise Unsuccessful(
+        Status.NOT_APPLICABLE,
+        f"curvature spans {most} dimensions, but {len(units)} units were found in it: a layer of "
+        f"one kind of unit has {most}, and half as many with gates: try another seed",
+    )
+
+
+def _search(
+    outside: Tensor, q: int, most: int, stream: torch.Generator, starts: int, allowed: float,
+    gates: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return the vectors that are found until there are enough, or rounds end."""
     device = outside.device
     flat = unpacked(outside, q).flatten(0, 1)  # (codimension·q, q)
     found = torch.empty(0, q, dtype=torch.float64, device=device)
     left, gated = outside, None if gates else False
-    for _ in range(_WIDE_ROUNDS):
+    for _ in range(_ROUNDS):
         a = torch.randn(starts, q, generator=stream, dtype=torch.float64).to(device)
         a = _powers(normalize(a, dim=1), left)
         if left is not outside:
@@ -228,12 +137,12 @@ def rank_ones_of_wide(
             most = most // 2 if gated else most
         if gated:
             a = torch.cat([found.view(-1, 2, q)[:, 0], a])
-            kept = _distinct(a, _SAME)
+            kept = _distinct(a, _SAME_PARTNER)
             a = _with_partners(a[kept[kept >= len(found)]], flat, allowed)
         else:
             a = a.unsqueeze(1)
         found = torch.cat([found.view(-1, *a.shape[1:]), a])
-        found = found[_distinct(found[:, 0], _WIDE_SAME)]
+        found = found[_distinct(found[:, 0], _SAME)]
         if len(found) >= most:
             break
         if len(found) > most // 2:
@@ -244,7 +153,7 @@ def rank_ones_of_wide(
 
 def _powers(a: Tensor, outside: Tensor) -> Tensor:
     q = a.shape[1]
-    for _ in range(_WIDE_POWERS):
+    for _ in range(_POWERS):
         product = symmetric(a, a)
         inside = product - (product @ outside.mT) @ outside
         step = (unpacked(inside, q) @ a[..., None])[..., 0]
@@ -270,7 +179,7 @@ def _gauss_newton(a: Tensor, flat: Tensor, allowed: float) -> Tensor:
     ended: list[Tensor] = []
     eye = torch.eye(a.shape[1], dtype=torch.float64, device=a.device)
     for at in a.split(_BATCH):
-        for _ in range(_WIDE_NEWTON):
+        for _ in range(_NEWTON):
             J = _forms(at, flat)
             square = 4 * J.mT @ J
             size = square.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
@@ -295,7 +204,7 @@ def _with_partners(a: Tensor, flat: Tensor, allowed: float) -> Tensor:
     eye = torch.eye(2 * q, dtype=torch.float64, device=a.device)
     for at in a.split(_BATCH) if len(a) else ():
         a, w = _in_planes(at, flat)
-        for _ in range(_WIDE_NEWTON):
+        for _ in range(_NEWTON):
             of_a, of_w = _forms(a, flat), _forms(w, flat)
             aa, wa = of_a.mT @ of_a, of_w.mT @ of_a
             top = torch.cat([4 * aa + of_w.mT @ of_w, wa], 2)
@@ -314,7 +223,7 @@ def _with_partners(a: Tensor, flat: Tensor, allowed: float) -> Tensor:
 def _in_planes(a: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
     """Return a and w of the planes in which iterates are."""
     w = a
-    for _ in range(_WIDE_TURNS):
+    for _ in range(_TURNS):
         J = _forms(a, flat)
         first, second = torch.linalg.eigh(J.mT @ J)[1][..., :2].unbind(2)
         at_first, at_second = _forms(first, flat), _forms(second, flat)

@@ -1,4 +1,4 @@
-"""The activation, slope and offset of each unit, from its second derivatives at some base points.
+"""The activation φ, slope and offset of each unit, from its second derivatives at some base points.
 
 At base points p, a unit `φ(a·p + α)` shows numbers `size·φ''(a·p + α)`. One with a gate, whose
 partner is known up to a multiple τ of a, shows (see wide_curvature.py for the symbols)

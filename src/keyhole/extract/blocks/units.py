@@ -1,7 +1,7 @@
 """The units of a feed-forward layer: what they compute, and which of φ(z) and φ(−z) each one is.
 
     f_k(u) = φ(a_k·u + α_k)                       or, with gates,
-    f_k(u) = φ(a_k·u + α_k)·(g_k·u + γ_k)
+    f_k(u) = φ(a_k·u + α_k)·(g_k·u + γ_k)         and the layer is Σ_k c_k f_k(u)
 
 For ReLU, GELU and SiLU, φ(z) = φ(−z) + z: neither curvature nor kinks tell the two apart, since the
 difference is linear. So the right signs are those for which nothing linear is left next to the
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.numerics import least_squares
 from keyhole.oracle.block import ACTIVATIONS
 
 _SIGN = 0.05  # how far from 0 or 1 the solution for a sign may be
@@ -102,25 +101,18 @@ class Units:
 
         None if no choice of signs does it.
         """
-        products = (self.A[:, :, None] * self.C.mT[:, None]).flatten(1)  # a_k ⊗ c_k
-        if len(self.G):
-            shares = torch.zeros(len(self.A), dtype=torch.float64)
-        elif products.shape[1] < len(products):
+        A, C = self.A, self.C.mT
+        shares = torch.zeros_like(self.a)
+        if not len(self.G) and linear.numel() < len(A):
+            products = (A[:, :, None] * C[:, None]).flatten(1)  # a_k ⊗ c_k
             shares = subset_sum(products, -linear.flatten())
-        else:
-            shares = least_squares(products.mT, -linear.flatten()[:, None])[:, 0]
+        elif not len(self.G):  # by Gram matrices: products of a wide layer would not fit in memory
+            gram = (A @ A.mT) * (C @ C.mT)
+            shares = torch.linalg.solve_ex(gram, -((A @ linear) * C).sum(1))[0]
         flips = (shares > 0.5).to(torch.float64)
-        rest = linear.flatten() + flips @ products
-        if clear_flips(shares, flips, rest, linear):
-            return flips
-        return None
-
-
-def clear_flips(shares: Tensor, flips: Tensor, rest: Tensor, linear: Tensor) -> bool:
-    """Return whether solutions `shares` are nearly 0 or 1, and leave little of a linear map."""
-    return float((shares - flips).abs().max()) <= _SIGN and float(
-        rest.abs().max()
-    ) <= _LEFT_OVER * float(1 + linear.abs().max())
+        rest, most = linear + A.mT @ (flips[:, None] * C), _LEFT_OVER * (1 + linear.abs().max())
+        clear = bool((shares - flips).abs().max() <= _SIGN) and bool(rest.abs().max() <= most)
+        return flips if clear else None
 
 
 def subset_sum(vectors: Tensor, total: Tensor) -> Tensor:

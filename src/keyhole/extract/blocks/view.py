@@ -1,4 +1,14 @@
-"""What single tokens show of a block: its norms, and whether it answers vectors or scores."""
+"""What single tokens show of a block: its norms, and whether it answers vectors or scores.
+
+For long tokens Λx and Λ → ∞ the answer y, a vector, behaves in one of three ways:
+
+    y stays bounded          a norm is behind the sums (post_norm.py)
+    y − Λx stays bounded     a norm is in front of the parts: N(Λx) has one length for all Λ
+    y − Λx grows with Λ      there is no norm
+
+A LayerNorm ignores the mean of a token, and an RMS norm does not. Scores `w·h + F(N(h))` behave in
+the same way next to w·Λx; w is their odd part.
+"""
 
 from __future__ import annotations
 
@@ -55,16 +65,12 @@ class View:
         """Find the norms: from how answers grow with a token, and whether its mean matters."""
         d = oracle.dim
         x = math.sqrt(d) * random_orthogonal(d, stream)[0]
-        pairs = ask(oracle, torch.stack([torch.stack([x, -x]), torch.stack([x, 2 * x])]))
-        if pairs.ndim == 1:
+        answers, *seen = answered_tokens(oracle, x)
+        if answers.ndim == 1:
             return cls._of_scores(oracle, x, stream)
-        expect_vectors(pairs, d)
-        every = pairs.ndim == 3
-        causal = every and bool(
-            (pairs[0, 0] - pairs[1, 0]).abs().max() <= _SAME * pairs.abs().max()
-        )
+        expect_vectors(answers, d)
         identity = torch.eye(d, dtype=torch.float64)
-        view = cls(oracle, "none", identity, identity, every, causal)
+        view = cls(oracle, "none", identity, identity, *seen)
         one, two, shifted = view.ask(FAR * torch.stack([x, 2 * x, x + x.mean().sign()]))
         if float(two.abs().max()) < 2 * math.sqrt(FAR):
             return replace(view, norm="behind")
@@ -146,6 +152,15 @@ def not_a_block() -> Unsuccessful:
         Status.NOT_APPLICABLE,
         "what single tokens answer is not a residual and a feed-forward layer",
     )
+
+
+def answered_tokens(oracle: Oracle, x: Tensor) -> tuple[Tensor, bool, bool]:
+    """Return answers to pairs, whether every token has one, and whether the mask is causal."""
+    pairs = ask(oracle, torch.stack([torch.stack([x, -x]), torch.stack([x, 2 * x])]))
+    if pairs.ndim != 3:
+        return pairs, False, False
+    apart = (pairs[0, 0] - pairs[1, 0]).abs().max()
+    return pairs, True, bool(apart <= _SAME * pairs.abs().max())
 
 
 def last(oracle: Oracle, sequences: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 f_k is φ(a_k·n + α_k), or φ(a_k·n + α_k)(g_k·n + γ_k) with gates. Behind a norm, answers have lost
 their length: ŷ = R/s with s = |R|. post_norm.py says how second derivatives in a subspace U show
-the units then; σ are the slopes of log s. If answers keep their length (wide_pre_norm.py), σ = 0
+the units then; σ are the slopes of log s. If answers keep their length (pre_norm.py), σ = 0
 and s = 1. At a base point p the second derivatives in U are sums over the units of
 
     c_k φ'' λ²·ââᵀ    or, with gates,    c_k λ(φ''λω + 2τφ')·ââᵀ + c_k λφ'·(âŵᵀ + ŵâᵀ)
@@ -33,13 +33,7 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.blocks.rank_ones import (
-    FOUND,
-    packed,
-    rank_ones_of_wide,
-    symmetric,
-    unpacked,
-)
+from keyhole.extract.blocks.rank_ones import FOUND, packed, rank_ones, symmetric, unpacked
 from keyhole.extract.blocks.shapes import grid_shapes, grid_shapes_and_lengths
 from keyhole.extract.blocks.units import Units
 
@@ -253,19 +247,9 @@ def find_units(
     most = q * (q + 1) // 2 - len(outside) - 1
     most -= 0 if sphere.centred else len(measured.points)
     starts = 2048 if device.type == "cuda" else 256
-    for allowed in (FOUND, _ROUGHLY):
-        units, partners = rank_ones_of_wide(
-            outside, q, most, stream, starts, allowed, gates=sphere.centred
-        )
-        each = 1 if partners is None else 2
-        if each * len(units) == most:
-            break
-    else:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            f"curvature spans {most + 1} dimensions, but {len(units)} units were found in it: "
-            f"a layer of one kind of unit has {most}, and half as many with gates",
-        )
+    units, partners = rank_ones(
+        outside, q, most, stream, starts, (FOUND, _ROUGHLY), gates=sphere.centred
+    )
     if partners is not None and sphere.touched is None:
         raise Unsuccessful(
             Status.NOT_APPLICABLE, "units with gates in front of a norm of their sum are not read"
