@@ -7,7 +7,7 @@ import torch
 
 from keyhole import extract, oracle
 from keyhole.core.errors import InputError
-from keyhole.extract.adapted import Copied
+from keyhole.extract.defences import Copied
 
 TARGET = oracle.plant(dim=5, seed=4)
 

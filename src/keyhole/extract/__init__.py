@@ -4,11 +4,11 @@ docs/mathematics.md has all of it in one notation.
 """
 
 from keyhole.core import Status
-from keyhole.extract.adapted import Adapted
 from keyhole.extract.attention_layers import AttentionLayers
 from keyhole.extract.auto import Auto, choose
 from keyhole.extract.block import TransformerBlock
 from keyhole.extract.canonical import canonical, same_function
+from keyhole.extract.defences import Adapted
 from keyhole.extract.extraction import Check, Extraction
 from keyhole.extract.fitted import Fitted
 from keyhole.extract.fitted_layer import FittedLayer
@@ -34,38 +34,11 @@ from keyhole.extract.tolerant_as_published import TolerantAsPublished
 from keyhole.extract.transformer_blocks import TransformerBlocks
 
 __all__ = [
-    "Adapted",
-    "AttentionLayers",
-    "AttentionSubLayer",
-    "Auto",
-    "Check",
-    "Extraction",
-    "Fitted",
-    "FittedLayer",
-    "FittedSigns",
-    "FullOutput",
-    "LowRank",
-    "Method",
-    "MultiHead",
-    "MultiHeadAsPublished",
-    "NuclearNorm",
-    "OneLayerTransformer",
-    "OrdinaryLabels",
-    "OrdinaryQuestions",
-    "OrthogonalHeads",
-    "OutputLayer",
-    "ReluNetwork",
-    "SignOnly",
-    "SignOnlyAsPublished",
-    "SingleHead",
-    "Status",
-    "Tolerant",
-    "TolerantAsPublished",
-    "TransformerBlock",
-    "TransformerBlocks",
-    "canonical",
-    "choose",
-    "judge",
-    "run",
+    "Adapted", "AttentionLayers", "AttentionSubLayer", "Auto", "Check", "Extraction", "Fitted",
+    "FittedLayer", "FittedSigns", "FullOutput", "LowRank", "Method", "MultiHead",
+    "MultiHeadAsPublished", "NuclearNorm", "OneLayerTransformer", "OrdinaryLabels",
+    "OrdinaryQuestions", "OrthogonalHeads", "OutputLayer", "ReluNetwork", "SignOnly",
+    "SignOnlyAsPublished", "SingleHead", "Status", "Tolerant", "TolerantAsPublished",
+    "TransformerBlock", "TransformerBlocks", "canonical", "choose", "judge", "run",
     "same_function",
-]
+]  # fmt: skip

@@ -22,7 +22,6 @@ kind, heads are fitted by least squares before the attack gives up.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -37,7 +36,7 @@ from keyhole.extract.bilinear import random_units
 from keyhole.extract.block import TransformerBlock
 from keyhole.extract.blocks.view import last
 from keyhole.extract.domain import CHANGED, Witness, within
-from keyhole.extract.extraction import Extraction, Step
+from keyhole.extract.extraction import Extraction
 from keyhole.extract.fitted import Fitted, Refined, find_norm
 from keyhole.extract.fitted_layer import FittedLayer
 from keyhole.extract.fitted_signs import FittedSigns
@@ -217,10 +216,6 @@ class Auto(Method):
                 result, status=Status.MISMATCH, reason=reason, guarantee=None, guarantee_v=None
             )
         return result
-
-    def steps(self, oracle: Oracle) -> Iterator[Step]:
-        choice = choose(oracle, self.seed)
-        yield from choice.method.steps(choice.view(oracle))
 
 
 def _cost(result: Extraction) -> int:
