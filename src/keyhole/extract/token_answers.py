@@ -1,15 +1,19 @@
-"""The answers from which a last layer is extracted: one row for each random prompt.
+"""Rows of logits, from which output_layer.py extracts a last layer; also where few are answered.
 
-A row holds the logit ℓ_i of every token i that is asked about, up to a constant for each row.
-`WholeVectors` takes one query a row. `ChosenTokens` is for a target that gives only the best k
-tokens: each query asks about a reference token, the same in all queries, and k − 1 others, which a
-bias raises above the rest of the vocabulary. Differences to the reference do not depend on the
-bias. If k = 1, the one raised token is sampled, and the server states its log-probability without
-the bias (oracle/completions.py). If k = 0 there are no log-probabilities. Then two tokens i and j
-are raised, with biases that differ by t. Which of them is sampled, at temperature 0, is the sign of
-ℓ_i − ℓ_j + t, and bisection of t measures the difference. Without a bias, a sampled token i shows
-only that ℓ_i ≥ ℓ_j for all j, and no rank: a layer of width 2, whose rows lie on a circle, can give
-any sampled tokens.
+A row is ℓ_i − ℓ_r of one random prompt, for all tokens i that are asked about: the logits up to a
+constant of the row. r is a *reference* token, the same in all rows. `WholeVectors` is for targets
+that answer with every logit. Of others, a query may raise some tokens by a bias, and
+`ChosenTokens` reads rows of n tokens from the best `top` = k that they give:
+
+    k ≥ 2    r and k − 1 tokens are raised above all others, so these come back with numbers.
+             Their differences do not depend on the bias            ⌈(n − 1)/(k − 1)⌉ queries a row
+    k = 1    one token is raised, so it is sampled. The server states its log-probability
+             without the bias (oracle/completions.py)               n queries
+    k = 0    no numbers: r is raised by b, i by b + t. At temperature 0 i is sampled if
+             ℓ_i − ℓ_r + t > 0, and bisection of t measures ℓ_i − ℓ_r    20(n − 1) queries
+
+Without a bias, a sampled token i shows only that ℓ_i ≥ ℓ_j for all j, and no rank: a layer of width
+2, whose rows lie on a circle, can give any sampled tokens.
 
 The bias is added to a logit in float32, where every doubling of the sum costs a binary digit. So
 the smallest bias that raises the tokens is used, and a larger one for a token whose probability is
@@ -146,12 +150,12 @@ class ChosenTokens:
         """Return the first `count` rows (count, tokens); missing numbers are queried."""
         if not self._rows:
             self._choose_reference()
-        self._choose(min(self.vocabulary, max(count + self._spare, self._min_tokens)))
+        self._choose_tokens(min(self.vocabulary, max(count + self._spare, self._min_tokens)))
         while len(self._rows) < count:
             self._row_prompts.append(self._prompts.draw(self.vocabulary))
             self._rows.append(_NONE)
         for places in torch.arange(count).split(_ROWS_AT_ONCE):
-            self._fill_up(places.tolist())
+            self._complete(places.tolist())
         return torch.stack(self._rows[:count])
 
     def complete_rows(self) -> Tensor:
@@ -170,7 +174,7 @@ class ChosenTokens:
                 return prompt, row
         raise Unsuccessful(Status.NOT_APPLICABLE, "the target gives no number for some tokens")
 
-    def _fill_up(self, places: list[int]) -> None:
+    def _complete(self, places: list[int]) -> None:
         """Query what the rows in these places miss; replace rows for which it is not given."""
         known = [self._rows[place] for place in places]
         more = self._read(
@@ -191,7 +195,9 @@ class ChosenTokens:
         for tried, reference in enumerate(self._order):
             second = [] if self._top == 1 else [(reference + 1) % self.vocabulary]
             ids = [reference, *second]
-            values = self._raised([prompt], [ids])[0] if self._top else self._bisect(prompt, *ids)
+            values = (
+                self._logits([prompt], [ids])[0] if self._top else self._differences(prompt, *ids)
+            )
             if float(values.min()) > ABSENT:
                 self._chosen, self._row_prompts = [reference], [prompt]
                 self._rows = [values if self._top == 1 else torch.zeros(1, dtype=torch.float64)]
@@ -204,7 +210,7 @@ class ChosenTokens:
             "raised tokens do not come back: the target takes no bias" + shown * (self._top != 1),
         )
 
-    def _choose(self, count: int) -> None:
+    def _choose_tokens(self, count: int) -> None:
         """Choose more tokens, among those that the target gives for the first prompt."""
         while len(self._chosen) < count:
             many = self._top - 1 if self._top else count - len(self._chosen)
@@ -229,7 +235,7 @@ class ChosenTokens:
             others = [token for token in wanted if self._top == 1 or token != reference]
             parts.append([torch.zeros(len(wanted) - len(others), dtype=torch.float64)])
             if not self._top:
-                parts[number].append(self._bisect(prompt, reference, *others))
+                parts[number].append(self._differences(prompt, reference, *others))
             elif self._top == 1:
                 asked += [(number, [token]) for token in others]
             else:
@@ -239,7 +245,7 @@ class ChosenTokens:
             sorted(asked, key=lambda each: -len(each[1])), lambda each: len(each[1])
         ):
             numbers, groups = zip(*alike, strict=True)
-            values = self._raised([prompts[number] for number in numbers], list(groups))
+            values = self._logits([prompts[number] for number in numbers], list(groups))
             if self._top > 1:
                 given = (values > ABSENT) & (values[:, :1] > ABSENT)
                 values = torch.where(given, values - values[:, :1], ABSENT)[:, 1:]
@@ -247,7 +253,7 @@ class ChosenTokens:
                 parts[number].append(row)
         return [torch.cat(part) for part in parts]
 
-    def _bisect(self, prompt: Tensor, reference: int, *others: int) -> Tensor:
+    def _differences(self, prompt: Tensor, reference: int, *others: int) -> Tensor:
         """Return ℓ − ℓ_reference of other tokens, ABSENT outside of ±_RANGE, from what is sampled.
 
         It is between `low` and `low + step`, and every question halves this range. An answer has a
@@ -268,7 +274,7 @@ class ChosenTokens:
         inside = sampled & (low > -_RANGE) & (low + step < _RANGE)
         return torch.where(inside, low + step / 2, ABSENT)
 
-    def _raised(self, prompts: list[Tensor], groups: list[list[int]]) -> Tensor:
+    def _logits(self, prompts: list[Tensor], groups: list[list[int]]) -> Tensor:
         """Return logits of raised tokens (groups, tokens), each group after its prompt.
 
         Biases grow until every token has a number. Tokens that have none at the largest bias, since
