@@ -350,7 +350,7 @@ WRONG = {
         ["disrupt", "my-classifier", "-o", "target=7"],
         "the target must be from 0 to 1 for this model, got 7",
     ),
-    "bad share": (["disrupt", "my-classifier", "--share", "2"], "share must be from 0 to 1"),
+    "bad share": (["disrupt", "my-classifier", "--share", "2"], "share must be at most 1"),
     "bad count": (
         ["disrupt", "my-classifier", "--examples", "0"],
         "--examples must be 1 or more, not 0",

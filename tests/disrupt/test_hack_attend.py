@@ -413,7 +413,7 @@ def test_only_the_released_settings_are_called_as_released(changes, words):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: HackAttend(share=2), "share must be from 0 to 1, got 2"),
+        (lambda: HackAttend(share=2), "share must be at most 1, not 2"),
         (lambda: HackAttend(ranking="best"), "ranking must be one of removal, .*not best"),
         (lambda: HackAttend(scope="layer"), "scope must be one of head, model, not layer"),
         (lambda: HackAttend(spare="none"), "spare must be one of special, .*not none"),

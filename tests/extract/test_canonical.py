@@ -111,9 +111,9 @@ def test_other_dimensions_and_other_numbers_of_heads_differ():
 @pytest.mark.parametrize("tolerance", [-1.0, 1.0, 1e9, math.nan])
 def test_a_tolerance_must_be_one(tolerance):
     for use in (canonical, remarks):
-        with pytest.raises(InputError, match="the tolerance must be at least 0 and below 1"):
+        with pytest.raises(InputError, match="tolerance must be"):
             use(heads(2, 1, 0), tolerance=tolerance)
-    with pytest.raises(InputError, match="the tolerance must be at least 0 and below 1"):
+    with pytest.raises(InputError, match="tolerance must be"):
         same_function(heads(2, 1, 0), heads(2, 1, 1), tolerance=tolerance)
 
 

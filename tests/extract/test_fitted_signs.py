@@ -49,5 +49,5 @@ def test_labels_of_several_heads_are_no_mismatch():
     v = torch.tensor([1.0, -0.5, 0.3], dtype=torch.float64)
     result = extract.Auto()(oracle.SignOnly(oracle.MultiHead(W, [v, -v])))
     assert result.status is not Status.MISMATCH
-    with pytest.raises(InputError, match="the accuracy must lie between"):
+    with pytest.raises(InputError, match="accuracy must be"):
         FittedSigns(accuracy=0.5)

@@ -80,8 +80,8 @@ def test_bases_are_checked():
     for name, value, message in (
         ("points", 0, "points must be 1 or more, not 0"),
         ("levels", 0, "levels must be 1 or more, not 0"),
-        ("precision", 0.0, r"the precision must lie between 0 and 1: got 0\.0"),
-        ("precision", 2.0, r"the precision must lie between 0 and 1: got 2\.0"),
+        ("precision", 0.0, r"precision must be above 0, not 0\.0"),
+        ("precision", 2.0, r"precision must be below 1, not 2\.0"),
     ):
         with pytest.raises(InputError, match=message):
             OrthogonalHeads(**{name: value})

@@ -175,10 +175,10 @@ def test_every_other_oracle_ends_in_a_status(name):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("accuracy", 0.0, r"the accuracy must lie between 1e-12 and 1: got 0\.0"),
-        ("accuracy", math.nan, "the accuracy must lie between 1e-12 and 1: got nan"),
-        ("accuracy", 1.0, r"the accuracy must lie between 1e-12 and 1: got 1\.0"),
-        ("accuracy", 1e-15, "the accuracy must lie between 1e-12 and 1: got 1e-15"),
+        ("accuracy", 0.0, r"accuracy must be 1e-12 or more, not 0\.0"),
+        ("accuracy", math.nan, "accuracy must be 1e-12 or more, not nan"),
+        ("accuracy", 1.0, r"accuracy must be below 1, not 1\.0"),
+        ("accuracy", 1e-15, "accuracy must be 1e-12 or more, not 1e-15"),
     ],
 )
 def test_bad_arguments_are_refused(name, value, message):

@@ -114,8 +114,8 @@ def test_a_budget_leaves_what_is_known():
     ("arguments", "message"),
     [
         ({"bound": 0.0}, "bound must be above 0, not 0.0"),
-        ({"margin": 0.0}, "the margin must be above 0 and at most 1: got 0.0"),
-        ({"accuracy": 1.0}, "accuracy must lie between 0 and 1: got 1.0"),
+        ({"margin": 0.0}, "margin must be above 0, not 0.0"),
+        ({"accuracy": 1.0}, "accuracy must be below 1, not 1.0"),
         ({"margin": 0.9}, "the margin must not exceed 1/√d = 0.577, since ‖v‖ = 1: got 0.9"),
     ],
 )

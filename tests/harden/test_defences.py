@@ -376,7 +376,7 @@ def test_dropout_is_drawn_from_the_seed_and_the_state_is_restored():
         (lambda: FreeLB(steps=0), "steps must be 1 or more"),
         (lambda: FreeLB(rate=-1), "rate must be 0 or more"),
         (lambda: SMART(weight=float("nan")), "weight must be 0 or more"),
-        (lambda: ASA(radius=2.0), "radius must be from 0 to 1"),
+        (lambda: ASA(radius=2.0), "radius must be at most 1"),
         (lambda: AttackMasks(share=1.0), "share must be"),
         (lambda: AttackMasks(label="true"), "label must be one of random, predicted"),
         (lambda: AttackMasks(rounds=0), "rounds must be"),

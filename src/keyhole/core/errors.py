@@ -62,8 +62,9 @@ def expect_count(name: str, value: int | None, least: int = 1, most: int = MOST)
 
 
 def expect_number(
-    name: str, value: float | None, *, least: float | None = None, above: float | None = None
-) -> None:
+    name: str, value: float | None, *, least: float | None = None, above: float | None = None,
+    most: float | None = None, below: float | None = None,
+) -> None:  # fmt: skip
     """Raise unless a number is finite and in range; None means that it was not given."""
     if value is None:
         return
@@ -71,6 +72,10 @@ def expect_number(
         raise InputError(f"{name} must be {least:g} or more, not {value}")
     if above is not None and not value > above:
         raise InputError(f"{name} must be above {above:g}, not {value}")
+    if most is not None and not value <= most:
+        raise InputError(f"{name} must be at most {most:g}, not {value}")
+    if below is not None and not value < below:
+        raise InputError(f"{name} must be below {below:g}, not {value}")
     if not math.isfinite(value):
         raise InputError(f"{name} must be finite, not {value}")
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from keyhole.core.errors import InputError, expect_among, expect_count
+from keyhole.core.errors import InputError, expect_among, expect_count, expect_number
 from keyhole.data import Batch
 from keyhole.disrupt.budget import Budget, budget
 from keyhole.disrupt.disruption import Disruption, Outcome, described, joined
@@ -62,8 +62,7 @@ class HackAttend:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise InputError(f"share must be from 0 to 1, got {self.share}")
+        expect_number("share", self.share, least=0, most=1)
         expect_among("ranking", self.ranking, RANKINGS)
         expect_among("scope", self.scope, Scope)
         expect_among("loss", self.loss, Loss)

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.core.errors import InputError, expect_count
+from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.data import Batch
 from keyhole.disrupt.disruption import Disruption, Outcome, described, joined
 from keyhole.disrupt.hack_attend import counts, untouched
@@ -63,8 +63,7 @@ class ReleasedProgram:
     seed: int = 0  # nothing is drawn
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise InputError(f"share must be from 0 to 1, got {self.share}")
+        expect_number("share", self.share, least=0, most=1)
         expect_count("positions", self.positions, 1)
         expect_count("batch", self.batch, 1)
 

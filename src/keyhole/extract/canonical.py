@@ -24,7 +24,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from keyhole.core.errors import InputError
+from keyhole.core.errors import InputError, expect_number
 from keyhole.oracle.block import Block, Blocks
 from keyhole.oracle.planted import MultiHead
 from keyhole.oracle.sub_layer import rotated
@@ -67,7 +67,7 @@ def same_function(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> bool:
 
 def difference(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> str:
     """Say how two sets of heads differ as functions; return "" if they are the same."""
-    _expect_tolerance(tolerance)
+    expect_number("tolerance", tolerance, least=0, below=1)  # from 1 on, all is equal
     if a.dim != b.dim:
         return f"d = {a.dim} against d = {b.dim}"
     (W, v), (W2, v2) = _stacked(canonical(a, tolerance)), _stacked(canonical(b, tolerance))
@@ -86,7 +86,7 @@ def difference(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> str:
 
 def _groups(model: MultiHead, tolerance: float) -> tuple[list[list[int]], list[bool]]:
     """Group heads with equal W, and say of each group whether it is visible."""
-    _expect_tolerance(tolerance)
+    expect_number("tolerance", tolerance, least=0, below=1)  # from 1 on, all is equal
     W, v = _stacked(model)
     equal = _distances(W, W) <= tolerance * float(W.abs().max())
     groups: list[list[int]] = []
@@ -98,12 +98,6 @@ def _groups(model: MultiHead, tolerance: float) -> tuple[list[list[int]], list[b
             home.append(head)
     limit = tolerance * float(v.abs().max())
     return groups, [float(v[group].sum(0).abs().max()) > limit for group in groups]
-
-
-def _expect_tolerance(tolerance: float) -> None:
-    """Raise InputError unless 0 <= tolerance < 1: from 1 on all heads are equal and invisible."""
-    if not 0 <= tolerance < 1:
-        raise InputError(f"the tolerance must be at least 0 and below 1: got {tolerance}")
 
 
 def _distances(a: Tensor, b: Tensor) -> Tensor:
@@ -247,7 +241,7 @@ def difference_of_blocks(
     first: Block | Blocks, second: Block | Blocks, tolerance: float = 1e-9
 ) -> str:
     """Say how two blocks differ as functions; return "" if they are the same."""
-    _expect_tolerance(tolerance)
+    expect_number("tolerance", tolerance, least=0, below=1)  # from 1 on, all is equal
     try:
         errors = compared(first, second)
     except InputError as error:

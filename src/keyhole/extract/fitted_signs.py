@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.core.errors import InputError, expect_count
+from keyhole.core.errors import expect_count, expect_number
 from keyhole.extract.exams import SignMethod
 from keyhole.extract.extraction import Step, setting
 from keyhole.extract.fitted import Fitted
@@ -43,8 +43,7 @@ class FittedSigns(SignMethod):
 
     def __post_init__(self) -> None:
         expect_count("heads", self.heads)
-        if not 1e-10 <= self.accuracy < 1e-2:
-            raise InputError(f"the accuracy must lie between 1e-10 and 0.01: got {self.accuracy}")
+        expect_number("accuracy", self.accuracy, least=1e-10, below=1e-2)
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         direction = Ratios(oracle, torch.Generator().manual_seed(self.seed))

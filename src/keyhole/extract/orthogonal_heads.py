@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.errors import InputError, expect_count
+from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.core.files import read_tensors
 from keyhole.extract.bilinear import (
     BilinearForms,
@@ -68,8 +68,7 @@ class OrthogonalHeads(Method):
     def __post_init__(self) -> None:
         expect_count("points", self.points)
         expect_count("levels", self.levels)
-        if not 0 < self.precision < 1:
-            raise InputError(f"the precision must lie between 0 and 1: got {self.precision}")
+        expect_number("precision", self.precision, above=0, below=1)
         if self.bases is not None:
             _check_bases(self.bases)
 

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.errors import InputError, expect_count
+from keyhole.core.errors import expect_count, expect_number
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import ask_scores, ask_through, random_orthogonal, random_units
 from keyhole.extract.extraction import Step, setting
@@ -71,8 +71,7 @@ class ReluNetwork(Method):
 
     def __post_init__(self) -> None:
         expect_count("width", self.width, 0)
-        if not 0 < self.resolution < 1:
-            raise InputError(f"the resolution must lie between 0 and 1: got {self.resolution}")
+        expect_number("resolution", self.resolution, above=0, below=1)
 
     def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         """Draw single tokens only: in longer sequences, attention may precede the network."""

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.errors import InputError
+from keyhole.core.errors import expect_number
 from keyhole.extract.bilinear import ProbeBasis
 from keyhole.extract.exams import SignMethod, labels_again
 from keyhole.extract.extraction import Step, setting
@@ -64,8 +64,7 @@ class SignOnly(SignMethod):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 1e-12 <= self.accuracy < 1:
-            raise InputError(f"the accuracy must lie between 1e-12 and 1: got {self.accuracy}")
+        expect_number("accuracy", self.accuracy, least=1e-12, below=1)
 
     def expected_queries(self, dim: int) -> int:
         bits = math.log2(1 / self.accuracy) + math.log2(dim) + 1

@@ -120,10 +120,8 @@ class SignOnlyAsPublished(SignMethod):
 
     def __post_init__(self) -> None:
         expect_number("bound", self.bound, above=0)
-        if not 0 < self.margin <= 1:
-            raise InputError(f"the margin must be above 0 and at most 1: got {self.margin}")
-        if not 0 < self.accuracy < 1:
-            raise InputError(f"accuracy must lie between 0 and 1: got {self.accuracy}")
+        expect_number("margin", self.margin, above=0, most=1)
+        expect_number("accuracy", self.accuracy, above=0, below=1)
 
     def __call__(self, oracle: Oracle) -> Extraction:
         if self.margin > 1 / math.sqrt(oracle.dim) * (1 + 1e-9):

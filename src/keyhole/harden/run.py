@@ -102,8 +102,7 @@ def run(
     method = DEFENCES.resolve(method, **options)
     smoothing = smoothing_of(method) if certify else None
     for option, share in (("plain_first", plain_first), ("average", average)):
-        if not 0 <= share < 1:
-            raise InputError(f"{option} must be at least 0 and below 1, got {share}")
+        expect_number(option, share, least=0, below=1)
     method = PlainFirst(plain_first, method) if plain_first else method
     expect_writable(Path(out), str(model))
     if checkpoint is not None:

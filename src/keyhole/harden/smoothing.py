@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Outcome, Result, environment
-from keyhole.core.errors import InputError, expect_among, expect_count
+from keyhole.core.errors import InputError, expect_among, expect_count, expect_number
 from keyhole.core.machine import expect_device
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.core.text import percent
@@ -72,8 +72,7 @@ class Smoothing:
 
     def __post_init__(self) -> None:
         for name in ("keep", "confidence"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"{name} must be from 0 to 1, got {getattr(self, name)}")
+            expect_number(name, getattr(self, name), least=0, most=1)
         expect_among("kind", self.kind, Kind)
         expect_among("spare", self.spare, Spare)
         expect_count("samples", self.samples, 10)

@@ -235,8 +235,7 @@ def _check(run: Run) -> None:
     for name in ("epochs", "batch", "examples", "pool"):
         expect_count(name, getattr(run, name))
     expect_number("rate", run.rate, above=0)
-    if not 0 <= run.average < 1:
-        raise InputError(f"average must be at least 0 and below 1, got {run.average}")
+    expect_number("average", run.average, least=0, below=1)
 
 
 def _peak(device: torch.device) -> int:

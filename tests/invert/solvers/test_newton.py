@@ -193,9 +193,9 @@ def test_known_entries_are_kept_with_a_drawn_hessian():
     [
         ({"gamma": "small"}, 'gamma must be "paper" or a number'),
         ({"gamma": -1.0}, "gamma must be 0 or more"),
-        ({"delta": 0.0}, "delta must lie between 0 and 1"),
-        ({"delta": math.nan}, "delta must lie between 0 and 1"),
-        ({"slack": 1.0}, "slack must be at least 0 and below 1"),
+        ({"delta": 0.0}, "delta must be above 0"),
+        ({"delta": math.nan}, "delta must be above 0"),
+        ({"slack": 1.0}, "slack must be below 1"),
         ({"delta": 0.1, "slack": 0.0}, "delta needs slack above 0"),
     ],
 )

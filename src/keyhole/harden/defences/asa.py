@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from keyhole.core.errors import InputError
+from keyhole.core.errors import expect_number
 from keyhole.harden.defences.defence import Batch, answer, divergence, draw, local, nonnegative
 from keyhole.models.masking import Site, Untouched, rewriting
 
@@ -40,8 +40,7 @@ class ASA:
 
     def __post_init__(self) -> None:
         nonnegative(weight=self.weight, steps=self.steps, rate=self.rate, start=self.start)
-        if not 0 <= self.radius <= 1:
-            raise InputError(f"radius must be from 0 to 1, got {self.radius}")
+        expect_number("radius", self.radius, least=0, most=1)
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from keyhole.core.errors import InputError, expect_among, expect_count
+from keyhole.core.errors import expect_among, expect_count, expect_number
 from keyhole.disrupt.rankings import removal
 from keyhole.harden.defences.defence import Batch, answer, divergence, draw, nonnegative, spared
 from keyhole.models.masking import Site, Untouched, rewriting
@@ -54,8 +54,7 @@ class AttackMasks:
 
     def __post_init__(self) -> None:
         nonnegative(weight=self.weight)
-        if not 0 <= self.share < 1:
-            raise InputError(f"share must be at least 0 and below 1, got {self.share}")
+        expect_number("share", self.share, least=0, below=1)
         expect_among("label", self.label, ("random", "predicted"))
         expect_count("rounds", self.rounds)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from keyhole.core.errors import InputError
+from keyhole.core.errors import InputError, expect_number
 from keyhole.harden.defences.attack_masks import AttackMasks
 from keyhole.harden.defences.defence import Batch, Defence, Plain
 from keyhole.harden.defences.freelb import FreeLB
@@ -55,8 +55,7 @@ class PlainFirst:
     defence: Defence
 
     def __post_init__(self) -> None:
-        if not 0 < self.share < 1:
-            raise InputError(f"plain_first must be at least 0 and below 1, got {self.share}")
+        expect_number("plain_first", self.share, above=0, below=1)
         if isinstance(self.defence, Plain):
             raise InputError(
                 f"plain_first={self.share:g} needs a defence to go on with: choose another "

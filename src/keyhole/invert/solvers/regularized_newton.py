@@ -65,10 +65,8 @@ class RegularizedNewton(Solver):
                 raise InputError(f'gamma must be "paper" or a number, not {self.gamma!r}')
         else:
             expect_number("gamma", self.gamma, least=0)
-        if not 0 <= self.slack < 1:
-            raise InputError(f"slack must be at least 0 and below 1: got {self.slack}")
-        if self.delta is not None and not 0 < self.delta < 1:
-            raise InputError(f"delta must lie between 0 and 1: got {self.delta}")
+        expect_number("slack", self.slack, least=0, below=1)
+        expect_number("delta", self.delta, above=0, below=1)
         if self.delta is not None and self.slack == 0:
             raise InputError("delta needs slack above 0: with 0 nothing is drawn")
         expect_number("radius", self.radius, least=1)
