@@ -143,6 +143,12 @@ def test_of_several_gpus_each_worker_takes_one():
     assert device_of("cpu", 3, gpus=4) == "cpu"
 
 
+def test_a_model_without_data_is_tried_with_as_many_texts_as_asked_for(place):
+    for count, tried in ((None, 3), (1, 1), (2, 2), (9, 3)):
+        opened = open_target(f"{place}/encoder", texts=count)
+        assert [len(model.texts) for model in opened.models.values()] == [tried]
+
+
 def test_touched_files_are_another_target(place, tmp_path):
     named = NamedTarget(str(tmp_path / "copy.safetensors"))
     (tmp_path / "copy.safetensors").write_bytes((place / "head.safetensors").read_bytes())

@@ -299,10 +299,10 @@ class NamedTarget:
         )  # fmt: skip
 
     def _texts(self) -> list[str]:
-        options = self.options
+        options, count = self.options, self.options.texts or TEXTS_OF_A_MODEL
         if options.data is None:
-            return list(demo.TEXTS)
-        return read_texts(options.data, options.column, options.texts or TEXTS_OF_A_MODEL)
+            return list(demo.TEXTS[:count])
+        return read_texts(options.data, options.column, count)
 
     @property
     def _loading(self) -> dict[str, Any]:
