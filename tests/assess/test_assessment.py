@@ -40,6 +40,14 @@ def test_ids_are_of_what_a_finding_is_about_and_do_not_move():
     assert ids([cache]) == ["text-keys-and-values-layer-1-rotated"]
 
 
+def test_an_attack_that_came_to_nothing_moves_no_id():
+    first, second = finding(attack="A"), finding(attack="B")
+    failed = Skip(second.exposure, "B", "no answer", unchecked=True)
+    assert ids([first, second])[:1] == ids([first], [failed]) == ["weights-scores-full-a"]
+    part = replace(failed, attack="none")  # of one attack, such as on some vectors of a store
+    assert ids([first], [part]) == ["weights-scores-full"]
+
+
 def test_ids_are_never_the_same():
     same = [
         finding(),

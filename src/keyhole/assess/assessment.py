@@ -14,7 +14,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from keyhole.assess.severity import ALL, Severity, exact, is_proved, score, share
-from keyhole.core import Audit, Finding, Fleet, Outcome, Readings
+from keyhole.core import Audit, Finding, Fleet, Outcome, Readings, Skip
 from keyhole.core.exposure import Exposure, Family, Rule, rule_of, slug
 from keyhole.core.status import joint_exit_code
 from keyhole.core.text import percent
@@ -222,7 +222,7 @@ def assess(
     `returns` is what the service returns, if not what the audit says.
     """
     audit = replace(audit, returns=tuple(returns) or audit.returns)
-    named = zip(ids(audit.findings), audit.findings, strict=True)
+    named = zip(ids(audit.findings, audit.skips), audit.findings, strict=True)
     items = sorted((_item(name, finding, override) for name, finding in named), key=_order)
     controls = [item for item in items if item.finding.control]
     others = [item for item in items if not item.finding.control]
@@ -231,13 +231,15 @@ def assess(
     return Assessment(audit, tuple(counted), tuple(controls), hypothetical=tuple(hypothetical))
 
 
-def ids(findings: Sequence[Finding]) -> list[str]:
+def ids(findings: Sequence[Finding], skips: Sequence[Skip] = ()) -> list[str]:
     """Return an id for each finding that is the same in every audit: the id of its exposure.
 
-    If several findings are of one exposure, the attack is added, and if that is the same, a number.
+    If several attacks were tried on one exposure, even if one of them came to nothing and is among
+    the skips, the attack is added, and if that is the same, a number.
     """
     plain = [finding.exposure.id for finding in findings]
-    count = Counter(plain)
+    failed = [skip for skip in skips if skip.unchecked and skip.attack != "none"]
+    count = Counter([*plain, *(skip.exposure.id for skip in failed)])
     made: dict[str, None] = {}  # a set that keeps the order
     for name, finding in zip(plain, findings, strict=True):
         longer = slug(name, finding.attack) if count[name] > 1 else name
@@ -488,7 +490,8 @@ def _keys(audit: Audit, has_parts: bool) -> dict[str, str]:
     plain = [
         replace(finding, exposure=_key(finding.exposure, has_parts)) for finding in audit.findings
     ]
-    return dict(zip(ids(audit.findings), ids(plain), strict=True))
+    skips = [replace(skip, exposure=_key(skip.exposure, has_parts)) for skip in audit.skips]
+    return dict(zip(ids(audit.findings, audit.skips), ids(plain, skips), strict=True))
 
 
 def state(item: Item, old: Item | None) -> State:

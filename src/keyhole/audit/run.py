@@ -210,10 +210,11 @@ class Checking:
 
     def take(self, done: Done) -> None:
         """Keep the result of a check, or a skip with the reason if it failed."""
-        key, exposure = done.task.key, self.checks[done.task.key].exposure
+        key, check = done.task.key, self.checks[done.task.key]
+        exposure, attack = check.exposure, check.attack or "none"
         if done.error is not None:
             reason = reason_of(done.error)
-            self._finished[key] = one_skip(exposure, "none", reason, unchecked=True), 0.0
+            self._finished[key] = one_skip(exposure, attack, reason, unchecked=True), 0.0
         else:
             checked: Checked = done.value
             if checked.answered:
