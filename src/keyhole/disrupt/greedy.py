@@ -54,7 +54,6 @@ class Greedy:
         expect_among("scale", self.scale, Scale)
 
     def __call__(self, search: Search) -> Proposal:
-        """Attack every example of the search."""
         queries, noise = search.queries, search.noise
         units = queries.units
         everyone = torch.arange(queries.question.size, device=noise.device)

@@ -54,7 +54,6 @@ class Rerank:
         expect_count("restarts", self.restarts, 0)
 
     def __call__(self, search: Search) -> Proposal:
-        """Attack every example of the search."""
         best = self._walk(search, 0, torch.zeros_like(search.queries.units.free[:, 0]))
         for attempt in range(1, 1 + self.restarts):
             if bool(best.flipped.all()):

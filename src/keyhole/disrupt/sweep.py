@@ -63,7 +63,9 @@ def sweep(
         outcomes = _Outcomes(journal)
         todo = [wanted[key] for key in wanted if key not in outcomes.known]
         work = partial(attack, attacker, source, identity)
-        runner.add(*(_task(work, batch) for batch in _batches(todo, batch_size)))
+        ordered = sorted(todo, key=lambda e: (len(e.choices), len(e.text), e.id))
+        batches = grouped(ordered, batch_size)[::-1]  # no worker waits for a long one at the end
+        runner.add(*(_task(work, batch) for batch in batches))
         done = len(wanted) - len(todo)
         progress(done, len(wanted))
         failed: dict[str, str] = {}
@@ -100,12 +102,6 @@ def attack(
             labels = settled(model, batch, given, getattr(attacker, "target", None))
         with threads_for(largest_matrix(model)):
             return attacker(model, batch, labels, ids=[example.id for example in examples])
-
-
-def _batches(examples: list[Example], size: int) -> list[list[Example]]:
-    """Split examples into batches of similar length, the longest texts first."""
-    ordered = sorted(examples, key=lambda e: (len(e.choices), len(e.text), e.id))
-    return grouped(ordered, size)[::-1]  # no worker waits for a long batch at the end
 
 
 def _task(work: Callable[..., Disruption], batch: Sequence[Example]) -> Task:
@@ -202,8 +198,11 @@ class ModelSource:
         if path.is_file():
             return digest(_summed(path))
         if path.is_dir():
-            files = [file for file in sorted(path.iterdir()) if file.is_file()]
-            return digest({file.name: _summed(file) for file in files if _determines_answers(file)})
+            files = [
+                file for file in sorted(path.iterdir())
+                if file.is_file() and (file.suffix in _PARTS or file.name in _CONFIGS)
+            ]  # fmt: skip
+            return digest({file.name: _summed(file) for file in files})
         commit = getattr(load_config(self.name), "_commit_hash", None)
         return digest([self.name, commit])
 
@@ -212,10 +211,6 @@ class ModelSource:
 _PARTS = (".safetensors", ".bin", ".gguf", ".txt", ".model")
 _CONFIGS = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
             "vocab.json", "added_tokens.json")  # fmt: skip
-
-
-def _determines_answers(file: Path) -> bool:
-    return file.suffix in _PARTS or file.name in _CONFIGS
 
 
 def _summed(file: Path) -> str:

@@ -170,7 +170,6 @@ def blaming_inexact_answers(oracle: Oracle, steps: Iterator[Step]) -> Iterator[S
 
 
 def _relative_error(oracle: Oracle) -> float:
-    """Return the relative error of the answers."""
     x = torch.eye(oracle.dim, dtype=torch.float64)[:2].unsqueeze(0)
     y = ask(oracle, x)
     decimals = exact_decimals(y)

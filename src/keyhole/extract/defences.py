@@ -78,7 +78,6 @@ class Adapted:
 
     @property
     def method(self) -> Method:
-        """The method that fits the defence."""
         change, error, seed = self.change, self.answer_error, self.seed
         least = change.min_tokens or 1
         pair = 2 * math.ceil(least / 2)  # the length of a pair repeated until it is long enough
@@ -291,7 +290,6 @@ class HonestClient:
         return Service(error, refused / len(given))
 
     def error_of(self, copy: Oracle) -> float:
-        """Return the error of a copy."""
         return self._error(torch.cat([ask(copy, part) for part in self.questions]))
 
     def _error(self, given: Tensor) -> float:

@@ -52,7 +52,7 @@ from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.gauss_newton import refined, uncertainty
 from keyhole.extract.judge import NEARLY, Exam, Method
 from keyhole.oracle.links import Link, Undone
-from keyhole.oracle.planted import Attention, BiasedHeads, Head, MultiHead, OneLayer
+from keyhole.oracle.planted import Attention, BiasedHeads, Head, MultiHead, OneLayer, Parametric
 from keyhole.oracle.protocol import Oracle, OracleError, ask
 
 _EPSILON = torch.finfo(torch.float64).eps
@@ -221,12 +221,12 @@ class Fitted(Method):
                         model = refined(model, free, tempered(asked))
                 model = refined(model, free, field.asked)
             models.append(model)
-            if field.missed(model) <= field.sure:
+            if misfit(model, field.asked) <= field.sure:
                 if field.uneven and model.unknowns <= UNKNOWNS:
                     models = [field.settled(model, free, math.ceil(count))]
                 break
-        best = min(models, key=field.missed)
-        return best, field.missed(best)
+        best = min(models, key=lambda model: misfit(model, field.asked))
+        return best, misfit(best, field.asked)
 
 
 def _simplest(model: BiasedHeads, error: float) -> tuple[Head | MultiHead | BiasedHeads, str]:
@@ -295,6 +295,12 @@ def smallest_error(errors: Tensor, answers: Tensor) -> float:
     """Return the least error that any answer counts with: relative errors near 0 are too small."""
     largest = float(answers[answers.isfinite()].abs().max())
     return max(32 * _EPSILON * largest, _LEAST * float(errors.quantile(0.1)))
+
+
+def misfit(model: Parametric, asked: Asked) -> float:
+    """Return the root mean square of the model's residuals, in units of the answers' errors."""
+    misses = torch.cat([(model(X) - y) / error for X, y, error in asked if len(y)])
+    return float(misses.square().mean().sqrt())
 
 
 def tempered(asked: Asked) -> Asked:
@@ -469,11 +475,6 @@ class _NearField:
             self.ask_at_large(count)
             model, count = refined(model, free, self.asked), 2 * count
         return model
-
-    def missed(self, model: BiasedHeads) -> float:
-        """Return the root mean square of the model's residuals, in units of the error."""
-        misses = torch.cat([(model(X) - y) / error for X, y, error in self.asked if len(y)])
-        return float(misses.square().mean().sqrt())
 
     def expect_steady(self) -> None:
         """Raise Unsuccessful if the first queries, repeated, get other answers."""

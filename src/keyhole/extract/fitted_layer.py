@@ -35,6 +35,7 @@ from keyhole.extract.fitted import (
     Asked,
     Fitted,
     Norm,
+    misfit,
     scores,
     smallest_error,
     tempered,
@@ -98,7 +99,7 @@ class FittedLayer(Fitted):
         model = OneLayer(head.W, A, w)
         for answers in (tempered(asked), asked):
             model = refined(model, _ALL, answers)
-        if (missed := _missed(model, asked)) > _EXPLAINED:
+        if (missed := misfit(model, asked)) > _EXPLAINED:
             raise _unexplained(missed, f"a layer with {len(w)} neurons")
         known_by = uncertainty(model, _ALL, asked)
         remark = f"{len(w)} neurons explain the answers"
@@ -134,7 +135,7 @@ class FittedLayer(Fitted):
                 )
                 for answers in (tempered(asked), asked):
                     folds = refined(folds, ("A", "w"), answers)
-                missed = _missed(folds, asked)
+                missed = misfit(folds, asked)
                 least = min(least, missed)
                 if missed <= _EXPLAINED:
                     return folds
@@ -154,11 +155,6 @@ def _unexplained(missed: float, what: str) -> Unsuccessful:
         f"{what} leave residuals {missed:.1e} times the answers' own error: allow more neurons, or "
         "ask for answers with more digits",
     )
-
-
-def _missed(model: Parametric, asked: Asked) -> float:
-    misses = torch.cat([(model(X) - y) / error for X, y, error in asked])
-    return float(misses.square().mean().sqrt())
 
 
 @dataclass(frozen=True, eq=False)

@@ -116,7 +116,9 @@ class _Cross:
         self.columns += 1
         column = self._Zt[j]
         self._largest = max(self._largest, float(torch.linalg.vector_norm(column)))
-        fresh = self._outside(column)
+        fresh = column
+        for _ in range(2):  # twice against rounding
+            fresh = fresh - (fresh @ self._span.mT) @ self._span
         norm = torch.linalg.vector_norm(fresh)
         if self._forms.largest == 0 or norm <= resolution * self._largest:
             return False  # only rounding is outside of the span
@@ -131,12 +133,6 @@ class _Cross:
         """Return `Z = columns @ rows` as an orthonormal basis and its coefficients."""
         basis = self._span.mT
         return basis, torch.linalg.solve(basis[self.rows], self._Zt[:, self.rows].mT)
-
-    def _outside(self, column: Tensor) -> Tensor:
-        """Return the part of a column outside the span, projected twice against rounding."""
-        for _ in range(2):
-            column = column - (column @ self._span.mT) @ self._span
-        return column
 
     def _pivot(self, span: Tensor) -> int:
         """Return the row where the newest direction is furthest from what chosen rows explain."""

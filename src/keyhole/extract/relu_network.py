@@ -389,18 +389,16 @@ class _Search:
     def next_points(self) -> Tensor:
         """Return two points next to each meeting, and the middle of every other open arc."""
         meets = self._meets & ~self._bridge
-        halved = ~(self._settled | self._bridge | self._meets | self._waiting())
+        # An open arc next to a much longer open one waits: that may settle it once divided.
+        open_arcs = torch.where(self._settled, 0.0, self._arcs)
+        longest = torch.maximum(open_arcs.roll(1), open_arcs.roll(-1))
+        halved = ~(self._settled | self._bridge | self._meets | (longest > _LONGER * self._arcs))
         start, at, length = self._t[meets], self._meeting[meets], self._arcs[meets]
         aside = _CLEAR * self._tolerance / self._bend[meets]
         left = torch.maximum(at - 2 * aside, at / 2)  # uneven: half way must not be the kink
         right = torch.minimum(at + aside, (at + length) / 2)
         middles = self._t[halved] + self._arcs[halved] / 2
         return torch.cat([start + left, start + right, middles]).remainder(math.pi)
-
-    def _waiting(self) -> Tensor:
-        """Return open arcs next to a much longer open one, which may settle them once divided."""
-        open_arcs = torch.where(self._settled, 0.0, self._arcs)
-        return torch.maximum(open_arcs.roll(1), open_arcs.roll(-1)) > _LONGER * self._arcs
 
     def pieces(self) -> Pieces:
         """Return the kinks and pieces, once no more points are needed."""

@@ -164,7 +164,11 @@ def evaluate(
     for name, attacker in attacks.items():
         disruption = chosen(name).attack(attacker)
         result = replace(result, disruptions={**result.disruptions, name: disruption})
-        know("attacks", name, _counted(disruption))
+        counted = Measured(
+            len(disruption.attacked), disruption.flips, disruption.queries, disruption.seconds,
+            disruption.share,
+        )  # fmt: skip
+        know("attacks", name, counted)
     for name, donor in (donors or {}).items():
         know("transferred", name, transferred(chosen(name), donor))
     if wrong_label is not None:
@@ -295,10 +299,3 @@ def wrong_labels(model: Any, batch: Batch, part: Sequence[Example], seed: int) -
         steps.append(int(torch.randint(1, scores.shape[-1], (), generator=stream)))
     step = torch.tensor(steps, device=scores.device)
     return (scores.argmax(-1) + step) % scores.shape[-1]
-
-
-def _counted(disruption: Disruption) -> Measured:
-    return Measured(
-        len(disruption.attacked), disruption.flips, disruption.queries, disruption.seconds,
-        disruption.share,
-    )  # fmt: skip

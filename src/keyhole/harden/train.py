@@ -92,7 +92,10 @@ def train(
         repr(defence), epochs, rate, batch, seed, len(examples), max_length, warmup, decay,
         amp, pool, average,
     )  # fmt: skip
-    _check(run)
+    for name in ("epochs", "batch", "examples", "pool"):
+        expect_count(name, getattr(run, name))
+    expect_number("rate", rate, above=0)
+    expect_number("average", average, least=0, below=1)
     # Texts are cut to what the model can take; checkpoints hold the length that was asked for.
     limited = replace(run, max_length=fitting(model, tokenizer, max_length))
     device = torch.device(device)
@@ -114,7 +117,9 @@ def train(
         if folder is not None:
             save(folder, run, state, epoch + 1)
     if state.average is not None:
-        _set_weights(model, state.average)
+        with torch.no_grad():
+            for weight, mean in zip(model.parameters(), state.average, strict=True):
+                weight.copy_(mean)
     model.eval()
     seconds = time.perf_counter() - started
     return Training(state.step, seconds, _peak(device), tuple(state.losses), resumed, reason)
@@ -156,12 +161,6 @@ def _average(means: list[Tensor], model: nn.Module, kept: float, step: int) -> N
     kept = min(kept, step / (step + 10))
     for mean, weight in zip(means, model.parameters(), strict=True):
         mean.lerp_(weight.to(mean), 1 - kept)
-
-
-@torch.no_grad()
-def _set_weights(model: nn.Module, means: list[Tensor]) -> None:
-    for weight, mean in zip(model.parameters(), means, strict=True):
-        weight.copy_(mean)
 
 
 def _backward(
@@ -229,13 +228,6 @@ def _schedule(step: int, steps: int, warmup: float) -> float:
 def _epoch_seed(seed: int, epoch: int, what: str) -> int:
     """Return a seed for each epoch and use; torch's numbers of neighbouring seeds are unrelated."""
     return (seed * 1_000_003 + epoch) * 2 + (what == "order")
-
-
-def _check(run: Run) -> None:
-    for name in ("epochs", "batch", "examples", "pool"):
-        expect_count(name, getattr(run, name))
-    expect_number("rate", run.rate, above=0)
-    expect_number("average", run.average, least=0, below=1)
 
 
 def _peak(device: torch.device) -> int:

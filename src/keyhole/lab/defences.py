@@ -247,7 +247,6 @@ def answers(loaded: Loaded, exposure: Exposure, change: Change) -> Tensor:
 
 @torch.no_grad()
 def predicted(loaded: Loaded, examples: Sequence[Example]) -> Tensor:
-    """Return the classes that a model predicts."""
     classes: list[Tensor] = []
     for start in range(0, len(examples), 32):
         batch, _ = encode(loaded.tokenizer, examples[start : start + 32], max_length=128)

@@ -208,11 +208,6 @@ class Fitted:
             square = square + self.size * numbers["norm"][0]
         return features, R, square.sqrt()
 
-    def _answers(self, affine: Tensor, numbers: Numbers) -> Tensor:
-        _, R, length = self.sums(affine, numbers)
-        hats = self.radius * R / length
-        return (1 + numbers["norm"][1]) * hats + numbers["centre"] if "norm" in numbers else hats
-
     def shown(self, value: Value, n: Tensor) -> tuple[Tensor, Tensor]:
         """Return R as fitted, and ŷ of length 1 as answers show it."""
         R = self.layer(n.to(self.size.device)).to("cpu")
@@ -222,7 +217,11 @@ class Fitted:
         affine = with_ones(n)
 
         def model(numbers: Numbers) -> Tensor:
-            return self._answers(affine, numbers)
+            _, R, length = self.sums(affine, numbers)
+            hats = self.radius * R / length
+            if "norm" not in numbers:
+                return hats
+            return (1 + numbers["norm"][1]) * hats + numbers["centre"]
 
         preconditioner = partial(_Preconditioner.of, self, affine)
         numbers, left = descend(model, self.numbers, y, preconditioner)

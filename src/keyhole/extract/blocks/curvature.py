@@ -140,7 +140,6 @@ class _Hessians:
 
     @property
     def dimension(self) -> int:
-        """The dimension of S."""
         return self.outside.shape[1] - len(self.outside)
 
     @classmethod

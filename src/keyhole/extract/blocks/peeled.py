@@ -141,7 +141,6 @@ class Peeled:
         return replace(plain, epsilon=epsilon, last_norm=math.sqrt(e * (1 - left)))
 
     def block(self, layer: SubLayer) -> Block:
-        """Return the block with this attention."""
         view, lift, (d, e) = self.view, self.view.axes, self.view.axes.shape
         units = self.units.of_length_one
         scale = math.sqrt(e / d)  # an RMS norm of e coordinates relative to that of d

@@ -253,7 +253,6 @@ class PeeledPostNorm:
         return self.layer.units
 
     def block(self, attention: SubLayer) -> Block:
-        """Return the block with this attention."""
         units, lift = self.units.of_length_one, self.axes
         return Block(
             Q=attention.Q, q=attention.q, K=attention.K, V=attention.V,

@@ -88,13 +88,6 @@ def _in_plane(first: Tensor, second: Tensor, outside: Tensor) -> tuple[Tensor, T
     return x * first + y * second, x * second - y * first
 
 
-def _stepped(a: Tensor, w: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """Return orthonormal a and w after a step of both."""
-    along, aside = step.chunk(2, 1)
-    a, w = normalize(a - along, dim=1), w - aside
-    return a, normalize(w - a * (a * w).sum(1, keepdim=True), dim=1)
-
-
 def rank_ones(
     outside: Tensor, q: int, most: int, stream: torch.Generator, starts: int = 256,
     allowed: Sequence[float] = (FOUND,), gates: bool = True,
@@ -213,7 +206,9 @@ def _with_partners(a: Tensor, flat: Tensor, allowed: float) -> Tensor:
             slope = torch.cat([2 * of_a.mT @ own + of_w.mT @ mixed, of_a.mT @ mixed], 1)
             size = square.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
             step = torch.linalg.solve(square + 1e-9 * size * eye, slope)[..., 0]
-            a, w = _stepped(a, w, step)
+            along, aside = step.chunk(2, 1)
+            a, w = normalize(a - along, dim=1), w - aside
+            w = normalize(w - a * (a * w).sum(1, keepdim=True), dim=1)
         of_a = _forms(a, flat)
         off = torch.stack([_times(of_a, x).square().sum(1) for x in (a, w)]).amax(0)
         ended.append(torch.stack([a, w], 1)[off.sqrt() < allowed])

@@ -58,7 +58,6 @@ class Units:
 
     @classmethod
     def plain(cls, A: Tensor, a: Tensor, C: Tensor, activation: str) -> Units:
-        """Return units without gates."""
         return cls(
             A.contiguous(), a.contiguous(), A.new_zeros(0, A.shape[1]), A.new_zeros(0),
             C.contiguous(), activation,

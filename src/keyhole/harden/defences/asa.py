@@ -64,15 +64,14 @@ class ASA:
                     mask.requires_grad_(True)
                 gated = answer(model, batch, seed)
                 gradients = torch.autograd.grad(divergence(clean, gated), gates.masks)
+                sizes = [
+                    each.abs().amax((2, 3), keepdim=True).clamp(min=1e-30) for each in gradients
+                ]
                 gates.masks = [
-                    self._ascend(mask.detach(), gradient)
-                    for mask, gradient in zip(gates.masks, gradients, strict=True)
+                    (mask.detach() + self.rate * gradient / size).clamp(0, self.radius)
+                    for mask, gradient, size in zip(gates.masks, gradients, sizes, strict=True)
                 ]
             yield self.weight * divergence(clean, answer(model, batch, seed))
-
-    def _ascend(self, mask: Tensor, gradient: Tensor) -> Tensor:
-        size = gradient.abs().amax((2, 3), keepdim=True).clamp(min=1e-30)
-        return (mask + self.rate * gradient / size).clamp(0, self.radius)
 
 
 class Gates(Untouched):

@@ -61,7 +61,6 @@ def symmetric(scores: Tensor, others: Tensor) -> Tensor:
 
 
 def draw(stream: torch.Generator) -> int:
-    """Draw a seed."""
     return int(torch.randint(2**62, (), generator=stream, device=stream.device))
 
 

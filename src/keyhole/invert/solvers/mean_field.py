@@ -45,7 +45,8 @@ def mean_field(problem: Problem) -> Tensor | None:
         Y = torch.linalg.solve(V, problem.unbiased, left=False)
         centre = Y.mean(0)
         E = Y - centre
-        Q = _span(E)
+        sizes, directions = torch.linalg.svd(E, full_matrices=False)[1:]
+        Q = directions[sizes > _NEGLIGIBLE * sizes[0]].mT  # in which the tokens vary
         if not Q.shape[1]:  # all tokens have the same output, so the scores do not matter
             return None
         inside = Q.mT @ W @ Q
@@ -59,12 +60,6 @@ def mean_field(problem: Problem) -> Tensor | None:
         return None
     X = D + m
     return X if bool(X.isfinite().all()) else None
-
-
-def _span(E: Tensor) -> Tensor:
-    """Return an orthonormal basis of the directions in which the rows of E vary."""
-    _, sizes, directions = torch.linalg.svd(E, full_matrices=False)
-    return directions[sizes > _NEGLIGIBLE * sizes[0]].mT
 
 
 def covariance_of(W: Tensor, S: Tensor) -> Tensor:

@@ -137,18 +137,14 @@ class Multistart:
         over |= ~loss.isfinite()
         if over.any():
             self._remember(over)
-            self._drop(torch.ones_like(over) if self._done else over)
+            left = torch.zeros_like(over) if self._done else ~over
+            self.state = self.state.keep(left.to(self.state.X.device))
+            self.age, self.history = self.age[left], self.history[left]
         best = self.best_loss
         if len(self.age):
             best = min(best, float(self.state.loss.min()))
         done = self.entered - len(self.age)
         self.progress(done, self.total, f"starts, best {best**0.5:.1e}")
-
-    def _drop(self, over: Tensor) -> None:
-        """Remove starts from the batch."""
-        unfinished = ~over
-        self.state = self.state.keep(unfinished.to(self.state.X.device))
-        self.age, self.history = self.age[unfinished], self.history[unfinished]
 
     def _remember(self, over: Tensor) -> None:
         """Judge those of the ended starts that are promising or better than all before."""

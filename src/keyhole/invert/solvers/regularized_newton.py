@@ -89,7 +89,10 @@ class RegularizedNewton(Solver):
 
     def _radius(self, problem: Problem, start: Tensor | None) -> float:
         """Return an R that covers the weights, the output, the start and twice the known X."""
-        least = max(radius(problem), 2 * _known_norm(problem.known))
+        least = radius(problem)
+        if problem.known is not None:
+            known = problem.known.nan_to_num(nan=0.0)
+            least = max(least, 2 * float(torch.linalg.matrix_norm(known, 2)))
         size = 0.0 if start is None else float(torch.linalg.matrix_norm(start, 2).max())
         if self.radius is None:
             return max(least, size)
@@ -165,10 +168,6 @@ class RegularizedNewton(Solver):
                 f"{self.steps} steps, and that is not the input either: {off}"
             )
         return replace(result, reason=reason)
-
-
-def _known_norm(known: Tensor | None) -> float:
-    return 0.0 if known is None else float(torch.linalg.matrix_norm(known.nan_to_num(nan=0.0), 2))
 
 
 def _inside(X: Tensor, fixed: Tensor | None, R: float) -> Tensor:
