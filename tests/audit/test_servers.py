@@ -260,6 +260,14 @@ def test_states_of_a_stand_in_for_vllm(tmp_path):
     assert "does not guard this route" in given["token states: POST /pooling of vLLM"].remedy
 
 
+@pytest.mark.parametrize(("status", "unchecked"), [(400, False), (404, False), (500, True)])
+def test_a_fault_of_a_server_is_not_a_closed_route(status, unchecked):
+    with standing_in({"/pooling": lambda _: status}, "vllm") as url:
+        audit = keyhole.audit(url, probe_only=True)
+    named = [skip for skip in audit.skips if skip.exposure.name.startswith("POST /pooling")]
+    assert {(skip.unchecked, skip.absent) for skip in named} == {(unchecked, not unchecked)}
+
+
 @pytest.mark.parametrize("texts", ["w1 w20 w3 w4\nw9 w9 w8\nw7\n", "w9 w9 w8\nw7\nw1 w20 w3 w4\n"])
 def test_a_text_that_is_read_counts_whatever_happens_to_others(texts, tmp_path):
     """One text is read, one is answered with random numbers, one is refused: in any order."""

@@ -69,6 +69,7 @@ _ANSWER_SECONDS, _TEXT_PASSES, _STATE_PASSES = 1.0, 65, 6
 _TOLERANCE = 1e-3  # of the state's length: rounding by float32 and by printing
 _SURPLUS = 2  # times as many chosen tokens as a state needs, so that rounding averages out
 _NO_HEAD = "the weights have no head for next tokens"
+_FAULT = 500  # the status of a server's own fault
 _MIN_LOGPROBS = 384  # that a state needs, if its width is unknown
 
 
@@ -277,8 +278,8 @@ def _needed(loaded: Loaded | None) -> int:
 
 
 def _not_given(exposure: Exposure, attack: str, answered: Answered, reason: str = "") -> Checked:
-    """Return the skip of a route that is absent or did not answer."""
-    replied = answered.status != 0
+    """Return the skip of a route that is absent or did not answer; a fault is no answer."""
+    replied = answered.status not in (0, _FAULT)
     return one_skip(
         exposure, attack, f"not given: {reason or answered.reason}", unchecked=not replied,
         absent=replied and not answered.shut,
