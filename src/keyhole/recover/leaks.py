@@ -57,7 +57,6 @@ class BaseLeak:
     leak and the text are then those of the decoder that attends to them.
 
     `tensor_names` are the leaked tensors, and `known_tensors` those that a file stores with them.
-    Files leave out `omitted` values, because older versions lacked these fields.
     """
 
     model: str | None = None
@@ -68,7 +67,6 @@ class BaseLeak:
     kind: ClassVar[str]
     tensor_names: ClassVar[tuple[str, ...]] = ("values",)
     known_tensors: ClassVar[tuple[str, ...]] = ("mask", "encoder")
-    omitted: ClassVar[dict[str, Any]] = {}
     rank: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
@@ -158,11 +156,10 @@ class BaseLeak:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """All that is known about the leak except tensors and `omitted` values."""
+        """All that is known about the leak except tensors."""
         tensors = {*self.tensor_names, *self.known_tensors}
         names = [field.name for field in fields(self) if field.name not in tensors]
-        facts = [(name, getattr(self, name)) for name in names]
-        return dict(fact for fact in facts if fact not in self.omitted.items())
+        return {name: getattr(self, name) for name in names}
 
     @property
     def stored(self) -> dict[str, Tensor]:
@@ -201,7 +198,6 @@ class HiddenStates(BaseLeak):
     permuted: bool = False
     width: int | None = None
     kind: ClassVar[str] = "hidden"
-    omitted: ClassVar[dict[str, Any]] = {"normalised": False, "permuted": False, "width": None}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -212,18 +208,9 @@ class HiddenStates(BaseLeak):
         if self.permuted and self.mask is not None and not bool(self.mask.all()):
             raise InputError("permuted rows take no mask: leave out the rows of padding")
         if self.normalised is None:
-            object.__setattr__(self, "normalised", self._of_unit_length)
-
-    @property
-    def _of_unit_length(self) -> bool:
-        lengths = self.values[self.values.isfinite().all(-1)].norm(dim=-1)
-        return len(lengths) > 0 and bool(((lengths - 1).abs() <= _UNIT_TOLERANCE).all())
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """All that is known about the leak; that rows are whole is, if their lengths belie it."""
-        belied = not self.normalised and self._of_unit_length
-        return super().facts | ({"normalised": False} if belied else {})
+            lengths = self.values[self.values.isfinite().all(-1)].norm(dim=-1)
+            unit = len(lengths) > 0 and bool(((lengths - 1).abs() <= _UNIT_TOLERANCE).all())
+            object.__setattr__(self, "normalised", unit)
 
     @property
     def exposure(self) -> Exposure:
@@ -326,7 +313,6 @@ class Pooled(BaseLeak):
     unit: bool | None = None
     kind: ClassVar[str] = "pooled"
     known_tensors: ClassVar[tuple[str, ...]] = ("mask", "encoder", "steps", "ends", "codebook")
-    omitted: ClassVar[dict[str, Any]] = {"width": None, "unit": None}
     rank: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
