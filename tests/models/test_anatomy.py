@@ -65,7 +65,7 @@ def test_parts_are_those_of_the_source(family, dtype):
         inside = each.get_submodule
         assert attention.module is inside(module)
         assert attention.output is inside(output)
-        maps = [attention.query.module, attention.key.module, attention.value.module]
+        maps = [each.module for each in attention.apart]
         assert maps == [inside(query), inside(key), inside(value)]
         assert parts.opening_norm(number) is (inside(opening) if opening else None)
         last = at(final) if final and number == 3 else None
@@ -78,15 +78,15 @@ def test_parts_are_those_of_the_source(family, dtype):
 @pytest.mark.parametrize(("family", "thirds"), [("gpt2", True), ("gpt_neox", False)])
 def test_a_joint_map_is_split_into_queries_keys_and_values(family, thirds):
     """GPT-2 has queries, then keys, then values; GPT-NeoX has all three head by head."""
-    attention = anatomy(zoo.model(family)).attentions[0]
+    projections = anatomy(zoo.model(family)).attention(1).apart
+    key = projections[1]
     places = torch.arange(96)
     whole = places.view(3, 32) if thirds else places.view(4, 3, 8).transpose(0, 1).flatten(1)
-    found = [attention.query.rows, attention.key.rows, attention.value.rows]
-    assert torch.equal(torch.stack(found), whole)
+    assert torch.equal(torch.stack([each.rows for each in projections]), whole)
     x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
-    expected = attention.key.module(x)[:, whole[1]]
-    assert torch.allclose(attention.key(x), expected)
-    assert torch.allclose(x @ attention.key.weight.T + attention.key.bias, expected, atol=1e-5)
+    expected = key.module(x)[:, whole[1]]
+    assert torch.allclose(key(x), expected)
+    assert torch.allclose(x @ key.weight.T + key.bias, expected, atol=1e-5)
 
 
 def test_discovery_leaves_no_trace_on_the_model_and_does_not_keep_it_alive():

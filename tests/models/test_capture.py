@@ -60,10 +60,10 @@ def test_keys_and_values(case):
         return
     for layer in (1, 2, 3):
         got = capture(model, Exposure("kv", layer), ids=ids)
-        attention = parts.attentions[layer - 1]
+        _, key, value = parts.attention(layer).apart
         states = capture(model, Exposure("hidden", layer - 1), ids=ids)["values"]
-        keys = states @ attention.key.weight.T + attention.key.bias
-        values = states @ attention.value.weight.T + attention.value.bias
+        keys = states @ key.weight.T + key.bias
+        values = states @ value.weight.T + value.bias
         head = torch.stack([got["keys"][:, 1], got["values"][:, 1]])
         expected = torch.stack([keys[..., 8:16], values[..., 8:16]])
         assert torch.allclose(head, expected, atol=1e-6)
@@ -125,7 +125,7 @@ def test_hooks_come_off(exposure):
     with pytest.raises(IndexError):
         capture(model, Exposure.parse(exposure), ids=ids + 10_000)
     assert hooks_of(model) == before
-    broken = anatomy(model).attentions[0].value.module
+    broken = anatomy(model).attention(1).apart[2].module
     handle = broken.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         capture(model, Exposure.parse(exposure), ids=ids)

@@ -326,8 +326,8 @@ class NamedTarget:
             exposure = Exposure(NOT_CHECKED, "demo")
             skip = Skip(exposure, "–", str(missing), unchecked=True, extra=missing.extra)
             return Target(name, endpoints, (skip,))
-        hardened = demo.has_hardened() and demo.load_demo("classification", device, hardened=True)
-        subject = self._with_texts(loaded, demo.EXAMPLES, demo.ABOUT, hardened or None)
+        hardened = demo.load_demo("classification", device, hardened=True)
+        subject = self._with_texts(loaded, demo.EXAMPLES, demo.ABOUT, hardened)
         return Target(name, (*endpoints, ModelPart(loaded.name, subject)))
 
     def _open_server(self, what: str) -> Target:

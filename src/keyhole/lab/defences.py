@@ -633,7 +633,7 @@ class Predictions:
             self.row, "S-Attend", f"rate 0.2, on {_SENTENCES} sentences with its own answers",
             lambda: self.trained(SAttend(rate=0.2, seed=self.seed)),
         )  # fmt: skip
-        if self.loaded.name == NAME and demo.has_hardened():
+        if self.loaded.name == NAME:
             hardened = partial(demo.load_demo, "classification", hardened=True)
             yield "attack masks", partial(self.row, "AttackMasks", "as it ships", hardened)
         yield "smoothing", self.smoothed

@@ -64,22 +64,10 @@ class Attention:
 
     @property
     def apart(self) -> tuple[Projection, Projection, Projection]:
-        """The projections; InputError where there are none."""
+        """Those of queries, keys and values; InputError where there are none."""
         if self.projections is None:
             raise InputError("queries, keys and values are not one linear map each in this model")
         return self.projections
-
-    @property
-    def query(self) -> Projection:
-        return self.apart[0]
-
-    @property
-    def key(self) -> Projection:
-        return self.apart[1]
-
-    @property
-    def value(self) -> Projection:
-        return self.apart[2]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -130,10 +118,6 @@ class Anatomy(Structure):
             return self.positions[0].num_embeddings - self.positions[1]
         configured = getattr(self.base.config, "max_position_embeddings", None)
         return configured if isinstance(configured, int) and configured > 0 else NO_LIMIT
-
-    @property
-    def first_norm(self) -> nn.Module | None:
-        return self.opening_norm(1)
 
     def opening_norm(self, number: int) -> nn.Module | None:
         """Return the norm between the input of block `number` (from 1) and its attention."""

@@ -54,14 +54,10 @@ EXAMPLES = tuple(
 def load_demo(task: str = "base", device: str = "cpu", hardened: bool = False) -> Loaded:
     """Load the classifier, with its head if the task is "classification".
 
-    With `hardened`, load the one trained against the attack on attention (see `has_hardened`).
+    With `hardened`, load the one trained against the attack on attention.
     """
     folder, name = (HARDENED, "the hardened classifier") if hardened else (FOLDER, NAME)
     return replace(load_model(folder, task=task, device=device), name=name)
-
-
-def has_hardened() -> bool:
-    return (HARDENED / "config.json").is_file()
 
 
 def folder_of(model: str) -> str:

@@ -368,11 +368,7 @@ def _gguf_read_once() -> Generator[None]:
     The library also makes the same map of names for each module, and shows a progress bar that no
     setting hides.
     """
-    try:
-        gguf = importlib.import_module("gguf")
-    except ImportError:  # the library reports that
-        yield
-        return
+    gguf = importlib.import_module("gguf")
     reading = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
 
     class Reader(gguf.GGUFReader):  # a slice of a memmap calls Python, one of an array does not

@@ -88,28 +88,23 @@ class Block(Parametric):
     causal: bool = False
     kind = "block"
     NAMES: ClassVar = (*SubLayer.NAMES, "A", "a", "G", "g", "C", "c", "D", "E", "e", "w")
+    SHAPES = (("Q", "h d k"), ("A", "u d"), ("a", "u"), ("C", "m u"), ("c", "m"))
 
     def __post_init__(self) -> None:
         expect_among("activation", self.activation, tuple(ACTIVATIONS))
         expect_among("norm", self.norm, NORMS)
-        d, width = self.Q.shape[1], len(self.A)
-        self._require("A", self.A, None, d)
-        self._require("a", self.a, width)
+        super().__post_init__()
+        d, width = self.dim, len(self.A)
         self._require("G", self.G, width if len(self.G) else 0, d)
         self._require("g", self.g, len(self.G))
         self._require("w", self.w, d if self.scores else 0)
         self._require("C", self.C, self.outputs, width)
-        self._require("c", self.c, self.outputs)
         for name in ("D", "E", "e"):
             self._require(name, getattr(self, name), d if self.norm == "behind" else 0)
         if self.scores and (self.norm == "behind" or self.every_token):
             raise InputError("a score is of the last token, without norms behind the sums")
         if self.sub_layer.outputs != d:
             raise InputError(f"expected {d} outputs of attention, got {self.sub_layer.outputs}")
-
-    @property
-    def dim(self) -> int:
-        return self.A.shape[1]
 
     @property
     def scores(self) -> bool:
@@ -199,16 +194,18 @@ class Blocks(Parametric):
     every_token: bool = False
     causal: bool = False
     kind = "blocks"
+    SHAPES = (
+        ("A", "u d"), ("Q", "h d k"), ("epsilon", "l e"), ("b", "l d"), ("c", "l d"),
+        ("heads", "h"), ("units", "u"),
+    )  # fmt: skip
     NUMBERS: ClassVar = ("Q", "q", "K", "V", "O", "A", "a", "G", "g", "C", "b", "c", "epsilon")
 
     def __post_init__(self) -> None:
         expect_among("norm", self.norm, ("rms", "layer"))
+        super().__post_init__()
         self._require("epsilon", self.epsilon, None, 2)
-        for name in ("b", "c"):
-            self._require(name, getattr(self, name), len(self.epsilon), self.dim)
-        for name, count in (("heads", len(self.Q)), ("units", len(self.A))):
+        for name in ("heads", "units"):
             places = getattr(self, name)
-            self._require(name, places, count)
             if places.unique_consecutive().tolist() != list(range(len(self.epsilon))):
                 raise InputError(f"{name} must be 0, 1, … in order, with some in every block")
         _ = self.blocks
@@ -240,10 +237,6 @@ class Blocks(Parametric):
             heads=places("Q"), units=places("A"), activation=last.activation, norm=last.norm,
             every_token=last.every_token, causal=last.causal,
         )  # fmt: skip
-
-    @property
-    def dim(self) -> int:
-        return self.A.shape[1]
 
     @property
     def unknowns(self) -> int:

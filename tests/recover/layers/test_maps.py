@@ -41,9 +41,9 @@ def right(result, truth):
 def test_measured_scores_are_the_naive_loops(bert):
     ids = tiny.ids(1, 7)
     states = capture(bert, Exposure("hidden", 0), ids=ids)["values"][0]
-    part = anatomy(bert).attentions[0]
+    query, key, _ = anatomy(bert).attention(1).apart
     weights = [w.detach().double().numpy() for w in (
-        part.query.weight, part.query.bias, part.key.weight, part.key.bias)]  # fmt: skip
+        query.weight, query.bias, key.weight, key.bias)]  # fmt: skip
     expected = reference.scores(states.double().numpy(), *weights, heads=4)
     maps = maps_of(bert, ids)[0]
     assert np.allclose(reference.softmax_rows(expected), maps.numpy(), atol=1e-6)

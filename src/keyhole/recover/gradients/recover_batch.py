@@ -374,9 +374,10 @@ def _texts(
     first = parts.attention(1)
     if parts.key_heads != parts.heads:
         raise Unsuccessful(Status.NOT_APPLICABLE, "heads of this encoder share their keys")
-    (values,) = leaked.rows([first.value.module])
+    value = first.apart[2]
+    (values,) = leaked.rows([value.module])
     heads = parts.heads if values.left is None else 1  # Bᵀ mixes what heads give
-    part = values.rows if values.left is not None else first.value.of(values.rows.mT).mT
+    part = values.rows if values.left is not None else value.of(values.rows.mT).mT
     rows = [(each.rows, each.through) for each in leaked.rows(leaked.inputs(1))]
     places = places_of(rows, (part, values.through), heads, inputs, every, len(tokens))
     output = leaked.span([first.output])

@@ -174,7 +174,9 @@ def first_inputs(parts: Anatomy, positions: int) -> FirstInputs:
         Status.NOT_APPLICABLE,
         f"the first attention of {parts.family} takes something else than a norm of embeddings",
     )
-    norm, places = _first_norm(parts), _positions(parts, positions)
+    norm, places = parts.opening_norm(1) or parts.closing_norm(0), _positions(parts, positions)
+    if norm is None:  # ALBERT widens its embeddings after their norm
+        norm = getattr(getattr(parts.base, "embeddings", None), "LayerNorm", None)
     if norm is None or parts.table.shape[1] != places.shape[1]:
         raise other
     words = parts.table.double()
@@ -202,18 +204,10 @@ def first_inputs(parts: Anatomy, positions: int) -> FirstInputs:
     return found
 
 
-def second_inputs(parts: Anatomy, states: Tensor) -> Tensor:
-    """Return the second attention's inputs, from the states after the first block."""
-    norm = parts.opening_norm(2)
+def attention_inputs(parts: Anatomy, number: int, states: Tensor) -> Tensor:
+    """Return the inputs of the attention of block `number` (from 1), from the states before it."""
+    norm = parts.opening_norm(number)
     return states if norm is None else norm(states)
-
-
-def _first_norm(parts: Anatomy) -> nn.Module | None:
-    """Return the norm of the sum of the embeddings of token and position."""
-    norm = parts.first_norm or parts.closing_norm(0)
-    if norm is None:  # ALBERT widens its embeddings after their norm
-        norm = getattr(getattr(parts.base, "embeddings", None), "LayerNorm", None)
-    return norm
 
 
 def _positions(parts: Anatomy, count: int) -> Tensor:
@@ -234,7 +228,7 @@ def _are_its_own(parts: Anatomy, inputs: FirstInputs) -> bool:
     count = _SOME_PLACES if inputs.places is None else min(_SOME_PLACES, inputs.positions)
     ids = torch.arange(len(parts.table), device=parts.device)[-count:]
     given = capture(parts.base, Exposure("hidden", 0), ids=ids[None])["values"][0]
-    given = given if parts.first_norm is None else parts.first_norm(given)
+    given = attention_inputs(parts, 1, given)
     places = range(count) if inputs.places is not None else [0] * count
     rows = [inputs.at(token[None], place) for place, token in zip(places, ids, strict=True)]
     off = torch.cat(rows) - given.double()

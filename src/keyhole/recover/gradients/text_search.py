@@ -37,7 +37,7 @@ from keyhole.models.anatomy import Anatomy, Projection
 from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
-from keyhole.recover.gradients.span import FirstInputs, Span, second_inputs
+from keyhole.recover.gradients.span import FirstInputs, Span, attention_inputs
 
 # Of a causal model
 _SAME = 1e-4  # of a row's length: rows nearer than this count as equal
@@ -117,7 +117,7 @@ class DecoderTexts:
         chain = torch.zeros(len(active), dtype=torch.bool, device=tokens.device)
         ids = tokens.expand(len(active), -1)
         states = branches.expose(Exposure("hidden", 1), chain, ids=ids)["values"]
-        rows = second_inputs(self.target.parts, states)  # (b, c, d)
+        rows = attention_inputs(self.target.parts, 2, states)  # (b, c, d)
         far = self.span.distance(rows)
         most = self.span.tolerance
         if self.standing_out:
@@ -324,7 +324,7 @@ class EncoderTexts:
         given = torch.tensor([ids], device=self.target.parts.device)
         with torch.no_grad():
             states = capture(self.target.model, Exposure("hidden", 1), ids=given)["values"]
-            far = self.span.distance(second_inputs(self.target.parts, states)[0])
+            far = self.span.distance(attention_inputs(self.target.parts, 2, states)[0])
         return bool((far <= self.span.tolerance).all())
 
 

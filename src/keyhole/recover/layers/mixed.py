@@ -1,5 +1,7 @@
 """Read text from a KV cache whose tokens are mixed within blocks by a secret (KV-Cloak).
 
+`MixedKeys` takes a `MixedCache` and proposes token ids, which `judge_mixed` verifies or not.
+
 *Shadow in the Cache* (NDSS 2026, arXiv 2508.09442; code SiO-2/kvcloak) stores, for each layer, head
 and block of b positions, of keys and of values alike,
 
