@@ -30,7 +30,7 @@ def test_a_population_keeps_the_best_texts_once_each(populations, encoder):
     vectors = take(populations, lists, [0] * 5)
     take(populations, lists[:2], [0, 0])
     cosines = vectors @ populations.goals[0]
-    expected = sorted(set(cosines.tolist()), reverse=True)[:3]
+    expected = sorted(cosines[:4].tolist(), reverse=True)[:3]
     assert populations.cosines[0].tolist() == pytest.approx(expected, abs=1e-5)
     assert populations.passes.tolist() == [7, 0]
     assert populations.cosines[1:].max() == -2
