@@ -103,6 +103,20 @@ def test_the_first_screen_has_the_verdict_and_four_cards(browser, path, size, sc
         assert (dark == "rgb(22, 21, 20)") == (scheme == "dark")
 
 
+def test_long_names_and_remedies_leave_the_cards_on_a_phones_first_screen(browser, made, tmp_path):
+    long = "Treat it as the text itself: add noise or sum it over clients before anybody sees it."
+    findings = tuple(
+        replace(
+            finding, remedy=long, exposure=replace(finding.exposure, part="what ships with Keyhole")
+        )
+        for finding in made.findings
+    )
+    file = tmp_path / "page.html"
+    file.write_text(report.render(replace(made, findings=findings)), "utf-8")
+    with opened(browser, file, viewport=PHONE) as page:
+        assert page.evaluate(_BOTTOM, ".cards") <= PHONE["height"]
+
+
 @pytest.mark.parametrize("script", [True, False], ids=["script", "no script"])
 def test_a_permalink_shows_its_finding(browser, path, made, script):
     item = assess(made).items[-1]
