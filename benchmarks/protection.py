@@ -2,8 +2,8 @@
 
 Sentences of SST-2's dev set (`--tokens` long, none of them a line of the corpus) are stored with a
 defence. The attacker has the store, the encoder, SST-2's training set and the defence, all but its
-secret (recover/protection.py). The cost of the defence is recall@10 among `--docs` sentences, for
-other sentences as queries. `--parts` selects:
+secret. The cost of the defence is recall@10 among `--docs` sentences, for other sentences as
+queries. `--parts` selects:
 
     defences  every defence; `--only rounding,truncation` selects some
     near      texts close to the true one, given to the judge: none may be verified
@@ -20,24 +20,28 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import math
 import random
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 import show
 import subjects
 from keyhole.data import read_texts
 from keyhole.models import Exposure, Loaded, load_model
-from keyhole.recover import Pooled, TextRecovery, protection, recover_texts
+from keyhole.models.anatomy import anatomy
+from keyhole.models.hooks import hooks
+from keyhole.recover import Pooled, TextRecovery, recover_texts
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.counts import SHIPPED
 from keyhole.recover.embeddings.edits import Tokens, Vectors, alternatives_to
@@ -45,9 +49,18 @@ from keyhole.recover.embeddings.encoder import Encoder, Texts
 from keyhole.recover.embeddings.judge import judge_vector, may_be
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
+from keyhole.recover.gradients.update import DELTA, noise_for
 from keyhole.recover.layers.unordered import assigned
-from keyhole.recover.protection import Change, Defence
-from keyhole.recover.secrets import Alignment, undo_rotation
+from keyhole.recover.protection import (
+    DISTANCE,
+    Change,
+    Defence,
+    gaussian_noise,
+    noisy_by,
+    recall,
+    rounding,
+)
+from keyhole.recover.secrets import Alignment, random_rotation, undo_rotation
 from keyhole.recover.simulate import ROUNDINGS
 from show import Row
 
@@ -103,7 +116,7 @@ def run(
         setting = prepared(loaded, words[:2], words[2:], 60, SumSearch(passes=300), 5)
         yield from defended(
             setting,
-            [protection.no_defence(), protection.rounding("int4"), protection.projection(16, 32)],
+            [no_defence(), rounding("int4"), projection(16, 32)],
         )
         yield from near_rows(setting, 2)
         drawn = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
@@ -152,22 +165,20 @@ def embedded(target: Target, lines: Sequence[str]) -> Tensor:
 def own_defences(docs: Tensor) -> list[Defence]:
     d = docs.shape[1]
     return [
-        protection.no_defence(),
-        *(protection.gaussian_noise(share, d) for share in (0.05, 0.1, 0.2, 0.5, 1.0)),
-        protection.private_noise(PRIVATE),
-        *(protection.metric_noise(share, d) for share in (0.1, 0.3, 1.0)),
-        *(protection.rounding(precision) for precision in ("int8", "int4", "binary")),
-        *(protection.product_quantisation(d // size, docs) for size in (4, 8, 16)),
-        *(protection.rotation(pairs, d) for pairs in (*PAIRS, d // 4, d)),
-        *(protection.projection(d // part, d) for part in (2, 4, 8)),
-        *(protection.truncation(d // part, d) for part in (2, 4, 8)),
+        no_defence(),
+        *(gaussian_noise(share, d) for share in (0.05, 0.1, 0.2, 0.5, 1.0)),
+        private_noise(PRIVATE),
+        *(metric_noise(share, d) for share in (0.1, 0.3, 1.0)),
+        *(rounding(precision) for precision in ("int8", "int4", "binary")),
+        *(product_quantisation(d // size, docs) for size in (4, 8, 16)),
+        *(rotation(pairs, d) for pairs in (*PAIRS, d // 4, d)),
+        *(projection(d // part, d) for part in (2, 4, 8)),
+        *(truncation(d // part, d) for part in (2, 4, 8)),
     ]
 
 
 def defended(setting: Setting, defences: Sequence[Defence]) -> Iterator[Row]:
-    read = protection.reading(
-        setting.loaded, defences, setting.vectors, setting.reader, setting.known, WAY
-    )
+    read = reading(setting.loaded, defences, setting.vectors, setting.reader, setting.known, WAY)
     for defence, recoveries in read:
         yield row_of(setting, defence, recoveries)
 
@@ -182,7 +193,7 @@ def row_of(setting: Setting, defence: Defence, recoveries: Sequence[TextRecovery
         subjects.f1(*([id_ for id_ in ids if id_ not in special] for ids in (made.ids, secret)))
         for made, secret in pairs
     )
-    found = protection.retrieval(defence, setting.docs, setting.queries)
+    found = retrieval(defence, setting.docs, setting.queries)
     what = f"{setting.name}, {defence.name}, {defence.strength}"
     passes = statistics.mean(made.passes for made, _ in pairs)
     kept = {"row": what, "encoder": setting.name, "defence": defence.name,
@@ -193,6 +204,187 @@ def row_of(setting: Setting, defence: Defence, recoveries: Sequence[TextRecovery
         wrong == 0,
         f"token F1 {f1:.3f}; {verified} verified, {wrong} wrongly; {passes:,.0f} passes", run=kept,
     )  # fmt: skip
+
+
+# The defences of vectors f (d numbers, length one), besides the noise and the rounding that an
+# audit tries (recover/protection.py):
+#
+#     private noise     f + σ g, (ε, δ)-private for σ = Δ·noise(ε), Δ = 2 the largest distance
+#                       (Balle and Wang, arXiv 1805.06530)
+#     metric privacy    f + z with density ∝ e^(−ε‖z‖): a random direction, and a length that is
+#                       Gamma(d, 1/ε); texts at distance D are ε·D-private (Feyisetan et al., 2020)
+#     projection        f P / ‖f P‖, P (d, k) of random numbers, known to everybody
+#     truncation        the first k numbers, normalised to length one
+#     product quant.    one of 256 centroids in each block (Jégou et al., 2011)
+#     secret rotation   f R; m known texts with their vectors give m numbers of f (secrets.py)
+#
+# The attacker adapts. Noise is stated to the judge, and a stored form is judged in its own
+# precision (embeddings/judge.py). If k numbers f P of a vector are known, the attacker uses the
+# encoder with its last states multiplied by P (`mapped`): pooling by the mean commutes with a
+# linear map.
+
+_ROUNDS = 15  # of Lloyd's algorithm
+_CODES = 256
+_MIN_NUMBERS = 3  # of a vector that must be known for its direction to say anything
+
+
+@dataclass(frozen=True, eq=False)
+class Adapted(Defence):
+    """A defence that also changes queries (`ask`), and what an attacker does about it.
+
+    `map` (d, k) is a public linear map that `keep` applies. `undo` finds a secret from the plain
+    and the stored vectors of `pairs` known texts.
+    """
+
+    ask: Change = lambda queries: queries
+    map: Tensor | None = None
+    pairs: int = 0
+    undo: Callable[[Tensor, Tensor], Alignment] | None = None
+
+
+def no_defence() -> Defence:
+    return Defence("none", "as it is", lambda vectors: vectors)
+
+
+def private_noise(epsilon: float, seed: int = 0) -> Defence:
+    """Noise that is (ε, 1e-5)-private."""
+    return noisy_by(DISTANCE * noise_for(epsilon), f"ε = {epsilon:g}, δ = {DELTA:g}", seed)
+
+
+def metric_noise(share: float, d: int, seed: int = 0) -> Defence:
+    """Metric privacy with noise of average length `share` of a vector's: ε = d / share."""
+    epsilon, stream = d / share, torch.Generator().manual_seed(seed)
+
+    def keep(vectors: Tensor) -> Tensor:
+        # The sum of d exponential numbers is Gamma(d, 1).
+        drawn = torch.rand(*vectors.shape, generator=stream, dtype=torch.float64)
+        lengths = -drawn.clamp(min=1e-300).log().sum(-1, keepdim=True) / epsilon
+        along = normalize(torch.randn(vectors.shape, generator=stream), dim=-1)
+        return vectors + (lengths * along).to(vectors)
+
+    each = math.sqrt(d + 1) / epsilon  # E‖z‖² = d (d + 1) / ε²
+    return Defence("metric privacy", f"ε = {epsilon:.2g}", keep, {"noise": each})
+
+
+def projection(width: int, d: int, seed: int = 0) -> Defence:
+    stream = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(d, width, generator=stream) * width**-0.5
+
+    def keep(vectors: Tensor) -> Tensor:
+        return normalize(vectors @ drawn.to(vectors), dim=-1)
+
+    return Adapted("random projection", f"{width} of {d} numbers", keep, ask=keep, map=drawn)
+
+
+def truncation(width: int, d: int) -> Defence:
+    def keep(vectors: Tensor) -> Tensor:
+        return normalize(vectors[:, :width], dim=-1)
+
+    stated = {"width": width, "unit": True}
+    return Adapted("truncation", f"{width} of {d} numbers", keep, stated, ask=keep)
+
+
+def product_quantisation(blocks: int, vectors: Tensor) -> Defence:
+    """Product quantisation with centroids of these vectors (n, d), by Lloyd's algorithm."""
+    points = vectors.unflatten(1, (blocks, -1)).transpose(0, 1)
+    book = points[:, :_CODES].clone()
+    for _ in range(_ROUNDS):
+        nearest = torch.cdist(points, book).argmin(-1)
+        sums = torch.zeros_like(book).scatter_add_(1, nearest[..., None].expand_as(points), points)
+        counts = torch.zeros_like(book[..., 0])
+        counts.scatter_add_(1, nearest, torch.ones_like(nearest, dtype=book.dtype))
+        book = torch.where(counts[..., None] > 0, sums / counts.clamp(min=1)[..., None], book)
+
+    def keep(given: Tensor) -> Tensor:
+        parts = given.unflatten(1, (blocks, -1)).transpose(0, 1)
+        codes = torch.cdist(parts, book.to(given)).argmin(-1)
+        found = book.to(given).gather(1, codes[..., None].expand_as(parts))
+        return found.transpose(0, 1).flatten(1)
+
+    strength = f"{blocks} codes of {book.shape[1]}"
+    return Defence("product quantisation", strength, keep, {"codebook": book.cpu()})
+
+
+def rotation(pairs: int, d: int, seed: int = 0) -> Defence:
+    secret = random_rotation(d, torch.Generator().manual_seed(seed))
+
+    def keep(vectors: Tensor) -> Tensor:
+        return (vectors.double() @ secret.to(vectors.device)).to(vectors)
+
+    known = f"{pairs} known text{'s' * (pairs != 1)}"
+    undo = undo_rotation if pairs else None
+    return Adapted("secret rotation", known, keep, ask=keep, pairs=pairs, undo=undo)
+
+
+def retrieval(defence: Defence, docs: Tensor, queries: Tensor) -> float:
+    """Return the recall that a defence leaves, of texts (n, d) to queries (q, d)."""
+    asked = defence.ask(queries) if isinstance(defence, Adapted) else queries
+    return recall(docs, defence.keep(docs), queries, asked)
+
+
+def reading(
+    loaded: Loaded, defences: Sequence[Defence], vectors: Tensor, reader: CountedReader,
+    known: Tensor, way: Exposure,
+) -> Iterator[tuple[Defence, list[TextRecovery]]]:  # fmt: skip
+    """Yield each defence with what is read of vectors (b, d) that it protects.
+
+    The attacker knows the plain vectors `known` (m, d) of some texts; `way` is how the encoder
+    pools. Defences that keep all numbers are attacked in one batch, and come first.
+    """
+    made: list[tuple[Defence, list[Pooled], Tensor | None]] = []
+    for defence in defences:
+        stored, map_ = _known_numbers(defence, vectors, known)
+        stated = {"width": map_.shape[1], "unit": True} if map_ is not None else defence.stated
+        about = (way.pooling, way.normalised)
+        leaks = [Pooled(row, *about, **stated) for row in stored.float().cpu()]
+        made.append((defence, leaks, map_))
+    whole = [(defence, leaks) for defence, leaks, _ in made if leaks[0].exposure == way]
+    read = iter(_read(loaded, [leak for _, leaks in whole for leak in leaks], reader))
+    for defence, leaks in whole:
+        yield defence, [next(read) for _ in leaks]
+    for defence, leaks, map_ in made:
+        if leaks[0].exposure != way:
+            with nullcontext() if map_ is None else mapped(loaded.model, map_):
+                # What was counted of the corpus is about whole vectors: it is counted anew.
+                recoveries = _read(loaded, leaks, replace(reader, counted=None))
+            yield defence, recoveries
+
+
+def _known_numbers(
+    defence: Defence, vectors: Tensor, known: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the numbers that the attacker knows, and the map (d, k) that plain vectors took."""
+    stored = defence.keep(vectors)
+    if not isinstance(defence, Adapted):
+        return stored, None
+    if defence.undo is None:
+        return stored, defence.map
+    pairs = known[: defence.pairs]
+    found = defence.undo(pairs.cpu(), defence.keep(pairs).cpu())
+    rank, stored = found.own.shape[1], stored.cpu()
+    if _MIN_NUMBERS <= rank < vectors.shape[1]:
+        return normalize(found.numbers(stored), dim=-1), found.own
+    return found.undo(stored), None
+
+
+def _read(loaded: Loaded, leaks: Sequence[Pooled], reader: CountedReader) -> list[TextRecovery]:
+    if leaks and reader.counted is None:
+        target = Target.of(loaded.model, loaded.tokenizer)
+        reader = reader.ready(target, leaks[0].exposure)
+    return recover_texts(loaded.model, loaded.tokenizer, leaks, method=reader)
+
+
+@contextmanager
+def mapped(model: nn.Module, map_: Tensor) -> Generator[None]:
+    """Multiply the model's last states (…, d) by a map (d, k) inside a `with` block."""
+
+    def multiply(_m: nn.Module, _i: Any, output: Any) -> Any:
+        states = output.last_hidden_state
+        output.last_hidden_state = states @ map_.to(states)
+        return output
+
+    with hooks((anatomy(model).base.register_forward_hook, multiply)):
+        yield
 
 
 # Packages that promise to protect vectors, by their own code.
@@ -223,11 +415,11 @@ def turboquant(setting: Setting) -> list[Defence]:
     name, off = "turboquant-vectors", compressed(docs) - docs
     return [
         *(
-            Defence(name, f"PrivateEncoder, {pairs} known", rotated, rotated, pairs=pairs,
+            Adapted(name, f"PrivateEncoder, {pairs} known", rotated, ask=rotated, pairs=pairs,
                     undo=undo_rotation if pairs else None)
             for pairs in (*PAIRS, d)
         ),
-        Defence(name, "compressed, 4 bits", compressed, stated={"noise": float(off.std())}),
+        Defence(name, "compressed, 4 bits", compressed, {"noise": float(off.std())}),
     ]  # fmt: skip
 
 
@@ -248,8 +440,8 @@ def ironcore(setting: Setting) -> list[Defence]:
         stated = {"noise": factor / 4 * (d + 2) ** -0.5}
         statistics_alone = partial(_by_statistics, setting, keep)
         made += [
-            Defence(
-                "ironcore-alloy", f"factor {factor:g}, {pairs} known", keep, keep, stated,
+            Adapted(
+                "ironcore-alloy", f"factor {factor:g}, {pairs} known", keep, stated, ask=keep,
                 pairs=pairs, undo=in_order if pairs else statistics_alone,
             )
             for pairs in PAIRS

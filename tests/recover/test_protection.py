@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn.functional import normalize
@@ -15,8 +18,10 @@ from keyhole.recover.embeddings.pooling import embeddings
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
 from keyhole.recover.gradients.update import epsilon_of
-from keyhole.recover.protection import (
-    gaussian_noise,
+from keyhole.recover.protection import gaussian_noise, recall, rounding
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from protection import (
     mapped,
     metric_noise,
     no_defence,
@@ -24,10 +29,8 @@ from keyhole.recover.protection import (
     product_quantisation,
     projection,
     reading,
-    recall,
     retrieval,
     rotation,
-    rounding,
     truncation,
 )
 

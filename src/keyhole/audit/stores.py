@@ -56,11 +56,10 @@ from keyhole.recover.protection import (
     NEAREST,
     Defence,
     gaussian_noise,
-    reading,
-    retrieval,
+    recall,
     rounding,
 )
-from keyhole.recover.texts import LEARN_MORE, NOT_ARRIVED, recovering
+from keyhole.recover.texts import LEARN_MORE, NOT_ARRIVED, recover_texts, recovering
 from keyhole.report import words
 from keyhole.stores import Store
 
@@ -430,11 +429,15 @@ def _read_behind(
     method, part = attack(track), target.part(0, _BEHIND_DEFENCES)
     started = time.perf_counter()
     pooled, vectors = part.pooling.exposure, part.vectors.float()
-    ((_, recoveries),) = reading(target.loaded, [defence], vectors, method, vectors, pooled)
+    about = (pooled.pooling, pooled.normalised)
+    stored = defence.keep(vectors).float().cpu()
+    leaks = [Pooled(vector, *about, **defence.stated) for vector in stored]
+    model, tokenizer = part.loaded.model, part.loaded.tokenizer
+    recoveries = recover_texts(model, tokenizer, leaks, method=method)
     result = _readings(part, recoveries)
     others = vectors if target.others is None else target.others.float()
     queries, docs = others.tensor_split([-(-len(others) // 10)])
-    count, lost = len(recoveries), 1 - retrieval(defence, docs, queries)
+    count, lost = len(recoveries), 1 - recall(docs, defence.keep(docs), queries, queries)
     status = _status(result, [recovery.status for recovery in recoveries])
     status = Status.UNSOLVED if status is Status.BUDGET else status
     which = "" if count == len(target.rows) else f", the shortest of the {len(target.rows)} tried,"
