@@ -75,6 +75,7 @@ from keyhole.extract.extraction import Step
 from keyhole.extract.gauss_newton import refined
 from keyhole.extract.judge import Method
 from keyhole.extract.output_layer import exact_decimals
+from keyhole.extract.sub_layer import heads_described
 from keyhole.extract.sub_layer_values import LostSum
 from keyhole.oracle.block import Block
 from keyhole.oracle.protocol import NotFinite, Oracle, ask
@@ -306,12 +307,7 @@ def factored(products: Tensor, least: float = _RANK) -> tuple[Tensor, Tensor]:
 
 def _described(model: Block) -> str:
     """Return the kind and number of the block's parts, in words."""
-    heads, _, k = model.Q.shape
-    parts = [f"{heads} heads of width {k}"]
-    if len(model.K) < heads:
-        parts.append(f"{heads // len(model.K)} share keys and values each")
-    if model.sub_layer.rotary:
-        parts.append("rotary positions")
+    parts = heads_described(model.sub_layer)
     if len(model.places):
         parts.append(f"a bias of positions up to a distance of {model.places.shape[1] - 1}")
     parts.append(f"{len(model.A)} {model.activation} units" + " with gates" * bool(len(model.G)))

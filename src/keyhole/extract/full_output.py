@@ -179,9 +179,10 @@ def _all_heads(vectors: VectorOracle, V: Tensor, stream: torch.Generator) -> Ten
     """Return W of every head, with as many keys in a sequence as have independent values."""
     d = vectors.dim
     keys, X = random_orthogonal(d, stream), random_orthogonal(d, stream)
-    for p in range(max(1, min(d, vectors.outputs // len(V))), 0, -1):
+    for p in range(min(d, vectors.outputs // len(V)), 0, -1):
         blocks = list(keys.split(p))
-        if all(_condition(block @ V) < _INDEPENDENT for block in blocks):
+        values = ((block @ V).flatten(0, 1) for block in blocks)
+        if all(float(torch.linalg.cond(each)) < _INDEPENDENT for each in values):
             break
     else:
         raise Unsuccessful(
@@ -199,18 +200,10 @@ def _agrees(vectors: VectorOracle, layer: Attention, stream: torch.Generator, sa
     z = (x @ layer.W @ keys.mT).squeeze(1)  # (H, 2)
     square = float(1 / z.abs().max().clamp(min=2.0**-80))
     weights = (square * z).exp()
-    weights = weights / (vectors.references(1, 0) + weights.sum(1, keepdim=True))
+    weights = weights / (1 + weights.sum(1, keepdim=True))
     expected = torch.einsum("hj,jd,hdm->m", weights, keys, layer.V)
     answer = vectors.respond(keys.unsqueeze(0), x, square)[0, 0]
     return bool((answer - expected).abs().max() <= same * expected.abs().max())
-
-
-def _condition(values: Tensor) -> float:
-    """Return the condition number of all values (H, p, m) together."""
-    sizes = torch.linalg.svdvals(values.flatten(0, 1))
-    if values.shape[0] * values.shape[1] > values.shape[2]:
-        return math.inf
-    return float(sizes[0] / sizes[-1])
 
 
 def _require_known(errors: Tensor) -> None:
@@ -289,11 +282,10 @@ class VectorOracle:
 
     def references(self, queries: int, zeros: int) -> Tensor:
         """Return c, the number of tokens of score 0 that each query sees, itself included."""
-        if not self.every_token:
-            return torch.full((queries,), 1.0 + zeros, dtype=torch.float64)
-        if self.causal:
+        if self.every_token and self.causal:
             return zeros + torch.arange(1, queries + 1, dtype=torch.float64)
-        return torch.full((queries,), float(zeros + queries), dtype=torch.float64)
+        others = queries if self.every_token else 1
+        return torch.full((queries,), float(zeros + others), dtype=torch.float64)
 
     def ask(self, sequences: Tensor) -> Tensor:
         """Return answers in batches, each of the shape that this oracle has shown."""

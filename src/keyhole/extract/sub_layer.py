@@ -183,14 +183,17 @@ def _assembled(view: Surroundings, values: Values, factors: Factors) -> SubLayer
                     every_token=view.every_token, causal=view.causal)  # fmt: skip
 
 
-def _described(model: SubLayer) -> str:
+def heads_described(model: SubLayer) -> list[str]:
+    """Return the number and width of the heads, what they share, and their positions, in words."""
     heads, _, k = model.Q.shape
-    shared = len(model.K)
     parts = [f"{heads} heads of width {k}"]
-    if shared < heads:
-        parts.append(f"{heads // shared} share keys and values each")
-    if model.rotary:
-        parts.append("rotary positions")
+    if len(model.K) < heads:
+        parts.append(f"{heads // len(model.K)} share keys and values each")
+    return [*parts, "rotary positions"] if model.rotary else parts
+
+
+def _described(model: SubLayer) -> str:
+    parts = heads_described(model)
     if model.epsilon is not None:
         parts.append(f"an RMS norm in front (epsilon {model.epsilon:.2e})")
     parts.append("the input added" if model.residual else "no residual")
@@ -224,29 +227,6 @@ class Factors:
     frequencies: Tensor
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """A few x, a basis of keys in blocks, and the scores of x with keys (len(xs), H, d)."""
-
-    reader: Reader
-    xs: Tensor
-    keys: Tensor
-    scores: Tensor
-
-    @property
-    def places(self) -> Tensor:
-        """How far in front of x each key stands."""
-        sizes = [len(part) for part in self.keys.split(self.reader.keys)]
-        return torch.cat([torch.arange(size, 0, -1.0) for size in sizes]).to(torch.float64)
-
-    def shifted(self, gap: int, keys: int) -> Tensor:
-        """Scores of at least the first `keys` keys, each `gap` places further in front of x."""
-        blocks = self.keys[: math.ceil(keys / self.reader.keys) * self.reader.keys].split(
-            self.reader.keys
-        )
-        return torch.cat([self.reader.scores(part, self.xs, gap) for part in blocks], -1)
-
-
 def read_factors(
     reader: Reader, groups: list[list[int]], length: float, reach: float, stream: torch.Generator
 ) -> Factors:
@@ -256,14 +236,23 @@ def read_factors(
     keys = length * random_orthogonal(d, stream)
     count = math.ceil((_ROWS_TURNED if positions else _ROWS) * k / len(groups[0]))
     xs = reader.moderate(longer * random_orthogonal(d, stream)[: min(count, d)], stream)
-    rows = _Rows(reader, xs, keys, torch.empty(0))
-    rows = _Rows(reader, xs, keys, rows.shifted(0, d))
-    moved = [rows.shifted(gap, math.ceil(_KEYS_TURNED * k)) for gap in _SHIFTS] if positions else []
+    blocks = keys.split(reader.keys)
+    # How far in front of x each key stands.
+    places = torch.cat([torch.arange(len(part), 0, -1.0).double() for part in blocks])
+
+    def scores(gap: int, wanted: int) -> Tensor:
+        """Scores (len(xs), H, keys) of `wanted` keys or more, `gap` places further ahead of x."""
+        some = blocks[: math.ceil(wanted / reader.keys)]
+        return torch.cat([reader.scores(part, xs, gap) for part in some], -1)
+
+    own = scores(0, d)
+    moved = [scores(gap, math.ceil(_KEYS_TURNED * k)) for gap in _SHIFTS] if positions else []
     K: list[Tensor] = []
     planes: list[Planes | None] = []
     for group in groups:
         noise = max(_RANK, _GROWN * reader.view.precision) * reach
-        right, plane = _keys_of(rows, moved, group, k, noise)
+        parts = [part[:, group].flatten(0, 1) for part in (own, *moved)]
+        right, plane = _keys_of(parts, places, k, noise)
         K.append(keys.mT @ right / length**2)
         planes.append(plane)
     Q, q = _read_queries(reader, groups, K, planes, (length, longer), stream)
@@ -273,22 +262,24 @@ def read_factors(
 
 
 def _keys_of(
-    rows: _Rows, moved: list[Tensor], group: list[int], k: int, noise: float
+    scores: list[Tensor], places: Tensor, k: int, noise: float
 ) -> tuple[Tensor, Planes | None]:
-    """κ of every key at x's own place (d, k), and the planes in which positions rotate it."""
-    left, sizes, right = torch.linalg.svd(rows.scores[:, group].flatten(0, 1), full_matrices=False)
+    """κ of every key at x's own place (d, k), and the planes in which positions rotate it.
+
+    `scores` are those of a group's heads with keys at their places and, with positions, moved ones.
+    """
+    left, sizes, right = torch.linalg.svd(scores[0], full_matrices=False)
     if len(sizes) > k and float(sizes[k]) > noise * float(sizes[0]):
         raise Unsuccessful(
             Status.MISMATCH,
             f"the scores of heads that share values have a rank above {k}, the width of the values",
         )
     right = right[:k].mT
-    if not moved:
+    if len(scores) == 1:
         return right, None
     inverse = (left[:, :k] / sizes[:k]).mT
-    turned = [(inverse @ part[:, group].flatten(0, 1)).mT for part in moved]
-    plane = find_planes(right, turned, _SHIFTS)
-    return plane.turned(plane.coordinates(right), -rows.places), plane
+    plane = find_planes(right, [(inverse @ part).mT for part in scores[1:]], _SHIFTS)
+    return plane.turned(plane.coordinates(right), -places), plane
 
 
 def _read_queries(
