@@ -84,6 +84,30 @@ def test_a_few_tokens_above_chance_are_given_away_in_part():
     assert verdict([part], "")[0] is Status.INEXACT
 
 
+def test_the_last_full_stop_is_a_guess_whose_place_follows_from_the_length():
+    stop = TOKENIZER.convert_tokens_to_ids("w0")
+    stream = random.Random(2)
+    lines = [
+        " ".join([*(f"w{stream.randrange(10, 190)}" for _ in range(words)), "w0"])
+        for words in range(3, 15)
+    ]
+    originals = [Original.of(TOKENIZER, line, 60) for line in lines]
+    read = []
+    for original in originals:
+        ids = [id_ if id_ in (stop, 2, 3) else 198 for id_ in original.ids]
+        marks = (Mark.UNKNOWN,) * len(ids)
+        read.append(TextRecovery(Status.UNSOLVED, "", "Test", ids, "", False, 1, 0.0, marks))
+    chance = share_by_chance(TOKENIZER, originals, read, 60)
+    readings = tuple(
+        reading_of(TOKENIZER, original, each)
+        for original, each in zip(originals, read, strict=True)
+    )
+    stops = Readings("attention", 1, "float32", readings, chance)
+    assert stops.known == pytest.approx(12 / 114)
+    assert stops.chance == pytest.approx(stops.known, abs=0.02)
+    assert verdict([stops], "")[0] is Status.UNSOLVED
+
+
 def test_one_text_is_held_against_ordinary_sentences():
     original = Original.of(TOKENIZER, texts(1)[0], 60)
     chance = share_by_chance(TOKENIZER, [original], [recovery(original, ())], 60)

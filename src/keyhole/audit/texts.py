@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import cached_property, partial
-from itertools import islice
+from itertools import islice, starmap
 from operator import eq
 from pathlib import Path
 from typing import Any, Literal
@@ -470,9 +470,16 @@ def _without_special(tokenizer: Any, ids: Sequence[int]) -> list[int]:
 
 
 def _agreeing(ids: Sequence[int], truth: Sequence[int], *, in_place: bool) -> tuple[int, int]:
-    """Return how many tokens are right, and of how many; they are aligned unless `in_place`."""
+    """Return how many tokens are right, and of how many; they are aligned unless `in_place`.
+
+    In place, the first half is compared from the beginning and the rest from the end: guesses know
+    the length, and so where the last full stop is.
+    """
     if in_place:
-        return sum(map(eq, ids, truth)), min(len(ids), len(truth))
+        middle = len(ids) // 2
+        fronts = zip(ids[:middle], truth, strict=False)
+        pairs = [*fronts, *zip(ids[middle:][::-1], truth[::-1], strict=False)]
+        return sum(starmap(eq, pairs)), len(pairs)
     blocks = SequenceMatcher(None, truth, ids, autojunk=False).get_matching_blocks()
     return sum(block.size for block in blocks), max(len(ids), len(truth))
 
