@@ -49,6 +49,14 @@ def test_hellaswag(tmp_path):
     assert (example.text, example.choices, example.label) == ("He", ("a", "b", "c", "d"), 3)
 
 
+def test_examples_of_one_id_are_told_apart(tmp_path):
+    row = {"context": "c", "question": "q?", "answers": ["a", "b"], "label": 0, "id_string": "val"}
+    rows = [row, {**row, "label": 1}, {**row, "id_string": "other"}]
+    found = read_examples(write(tmp_path, "val.json", json.dumps(rows)))
+    assert [example.id for example in found] == ["val", "val (2)", "other"]
+    assert [example.label for example in found] == [0, 1, 0]
+
+
 def test_dream_is_one_example_a_question(tmp_path):
     asked = [{"question": "Q?", "choice": ["a", "b", "c"], "answer": "b"},
              {"question": "R?", "choice": ["d", "e", "f"], "answer": "d"}]  # fmt: skip

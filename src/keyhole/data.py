@@ -17,8 +17,9 @@ from __future__ import annotations
 import csv
 import importlib
 import io
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -72,6 +73,11 @@ def read_examples(
     examples = list(islice((each for each in found if each.text.strip()), limit))
     if not examples:
         raise InputError(f"there are no texts in {source}")
+    times = Counter[str]()
+    for place, example in enumerate(examples):  # what is found is kept by the example's id
+        times[example.id] += 1
+        if times[example.id] > 1:
+            examples[place] = replace(example, id=f"{example.id} ({times[example.id]})")
     return examples
 
 

@@ -90,6 +90,17 @@ def test_a_donor_with_other_layers_is_refused(words):
         transferred(Batches(model, words, examples), found)
 
 
+def test_a_donor_that_attacked_other_texts_is_refused(words):
+    model = classifier(seed=1)
+    examples = own(model, words)
+    found = attack(model, words, examples, replace(LIGHT, share=0.0))
+    others = [replace(each, text=f"{each.text} w7") for each in examples]
+    with pytest.raises(InputError, match="must have attacked the same texts"):
+        transferred(Batches(model, words, others), found)
+    turned = [replace(each, label=1 - each.label) for each in examples]
+    assert transferred(Batches(model, words, turned), found).flips == 0
+
+
 @pytest.mark.parametrize("labels", [2, 3])
 def test_wrong_label_masks_do_not_depend_on_the_labels(words, labels):
     model = classifier(seed=1, labels=labels)

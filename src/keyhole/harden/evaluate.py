@@ -195,6 +195,10 @@ def transferred(batches: Batches, donor: Disruption) -> Measured:
     """Cut the units that an attack chose on another model, whether they flipped it or not."""
     if getattr(batches.tokenizer, "padding_side", "right") != "right":
         raise InputError("the tokenizer must pad on the right: otherwise the units are shifted")
+    given = {each.id: replace(each, label=0) for each in donor.examples}
+    mine = [replace(each, label=0) for each in batches.examples]
+    if any(given.get(each.id, each) != each for each in mine):
+        raise InputError("the donor must have attacked the same texts: an id is of another text")
     started, flips, count = time.perf_counter(), 0, 0
     method = HackAttend.from_dict(donor.method)
     cuts = {outcome.id: outcome.cut for outcome in donor.attacked}
