@@ -28,7 +28,6 @@ def careful(bound: float) -> Careful:
 @pytest.fixture
 def methods() -> Registry[object, str]:
     return Registry(
-        "method",
         Entry("fast", Fast, ("scores", "labels")),
         Entry("careful", Careful),
         Entry("bounded", careful, ("vectors",), Careful),

@@ -20,7 +20,7 @@ from keyhole.models.next_token import NextTokenLogits
 from keyhole.oracle.completions import Completions
 from keyhole.oracle.http import Limits
 from keyhole.oracle.open_inference import OpenInference
-from keyhole.oracle.protocol import Oracle, layers
+from keyhole.oracle.protocol import Oracle, stated
 from keyhole.oracle.storage import load, plant
 from keyhole.oracle.token_questions import Logits
 from keyhole.target import (
@@ -124,8 +124,7 @@ def server_and_model(address: str) -> tuple[str, str]:
 
 def describe(name: str, oracle: Oracle) -> str:
     """Return a description of an endpoint for the head of a report."""
-    kinds = (getattr(layer, "kind", None) for layer in layers(oracle))  # inside its wrappers
-    if kind := next(filter(None, kinds), None):
+    if kind := stated(oracle, "kind"):
         return f"planted {kind}, d = {oracle.dim} ({name})"
     public, note = without_password(name), getattr(oracle, "note", "")
     about = f"{public}; {note}" if note else public

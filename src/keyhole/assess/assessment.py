@@ -144,10 +144,6 @@ class Decision:
     rulings: tuple[Ruled, ...]
     source: str
 
-    @property
-    def failing(self) -> tuple[Ruled, ...]:
-        return tuple(ruled for ruled in self.rulings if ruled.ruling is Ruling.FAILS)
-
 
 @dataclass(frozen=True)
 class Assessment:

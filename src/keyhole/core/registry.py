@@ -54,17 +54,16 @@ class Entry(Generic[Method, Row]):
 class Registry(dict[str, Entry[Method, Row]]):
     """Methods by name, in the order in which help and documents show them."""
 
-    def __init__(self, what: str, *entries: Entry[Method, Row]) -> None:
+    def __init__(self, *entries: Entry[Method, Row]) -> None:
         super().__init__({entry.name: entry for entry in entries})
-        self.what = what
 
     def __missing__(self, name: str) -> Entry[Method, Row]:
-        raise InputError(f"there is no {self.what} {name[:40]!r}: choose among {', '.join(self)}")
+        raise InputError(f"there is no method {name[:40]!r}: choose among {', '.join(self)}")
 
     def add(self, entry: Entry[Method, Row]) -> None:
         """Add a method, for example from another package."""
         if entry.name in self:
-            raise InputError(f"there is already a {self.what} {entry.name}: choose another name")
+            raise InputError(f"there is already a method {entry.name}: choose another name")
         self[entry.name] = entry
 
     def resolve(self, method: str | Method, seed: int | None = None, **options: Any) -> Method:

@@ -62,7 +62,6 @@ _CUTS = "KH-PREDICTIONS-CUTS"
 _RANDOM = "The control: heads and units in a random order."
 
 ATTACKERS: Registry[Attacker, Row] = Registry(
-    "method",
     Entry("strongest", _preset(HackAttend.strongest), method=HackAttend, note=_STRONGEST),
     Entry("rerank", _preset(HackAttend.strongest, **vars(Rerank())), (
         Row(Exposure(_CUTS, "head"), _BRIEF),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from keyhole.oracle.protocol import Oracle, OracleError, ask, layers
+from keyhole.oracle.protocol import Oracle, OracleError, ask, stated
 
 EXACT = 1e-12  # relative errors below this are rounding of float64
 ALLOWED = 16.0  # how many times its own error an answer may differ from the model
@@ -33,11 +33,8 @@ _DOUBTFUL = 1e-2  # if reordering tokens changes answers by more, the target use
 
 def precision_of(oracle: Oracle, answers: Tensor) -> float:
     """Return the relative error of an answer: as a wrapper states it, or as the digits show."""
-    for layer in layers(oracle):
-        known = getattr(layer, "precision", None)
-        if isinstance(known, float):
-            return known
-    return digits(answers)
+    known: float | None = stated(oracle, "precision")
+    return digits(answers) if known is None else known
 
 
 def digits(answers: Tensor) -> float:
@@ -102,11 +99,8 @@ def own_error(oracle: Oracle, sequences: Tensor, answers: Tensor, precision: flo
 
 def rounding(oracle: Oracle, answers: Tensor, precision: float) -> Tensor:
     """Return the error that rounding alone causes in each answer; behind a link, in each score."""
-    for layer in layers(oracle):
-        of_scores = getattr(layer, "rounding", None)
-        if of_scores is not None:
-            return of_scores(answers, precision)
-    return precision * answers.abs()
+    of_scores = stated(oracle, "rounding")
+    return of_scores(answers, precision) if of_scores else precision * answers.abs()
 
 
 def exact(oracle: Oracle, answers: Tensor, precision: float) -> bool:

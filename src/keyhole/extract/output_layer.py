@@ -50,8 +50,8 @@ from keyhole.extract.token_answers import (
 from keyhole.models.demo import open_model
 from keyhole.models.next_token import unembedding
 from keyhole.oracle.planted import OutputMatrix
-from keyhole.oracle.protocol import BudgetExhausted, Oracle
-from keyhole.oracle.token_questions import DIM, Logits, stated_by
+from keyhole.oracle.protocol import BudgetExhausted, Oracle, stated
+from keyhole.oracle.token_questions import DIM, Logits
 
 _FIRST = 32  # rows before the rank is first computed
 _SPARE = 16  # rows beyond the rank, at least,
@@ -101,7 +101,7 @@ class OutputLayer(Method):
             )
         stream = torch.Generator().manual_seed(self.seed)
         answers = self._answers(oracle, stream)
-        width = stated_by(oracle, "width")
+        width = stated(oracle, "width")
         look, goal = None, _FIRST
         try:
             while look is None or len(look.rows) < goal:
@@ -140,7 +140,7 @@ class OutputLayer(Method):
 
     def _answers(self, oracle: Oracle, stream: torch.Generator) -> Answers:
         """Return the source of answers: whole vectors, or chosen tokens if there is a `top`."""
-        prompts, vocabulary = Prompts(self.length, stream), stated_by(oracle, "vocabulary")
+        prompts, vocabulary = Prompts(self.length, stream), stated(oracle, "vocabulary")
         if self.top is None:
             return WholeVectors(oracle, prompts, vocabulary)
         if vocabulary is None:

@@ -91,7 +91,6 @@ _signs = partial(Exposure, "KH-WEIGHTS-SIGNS")
 _vectors = partial(Exposure, "KH-WEIGHTS-VECTORS")
 
 METHODS: Registry[Method, Row] = Registry(
-    "method",
     Entry("auto", Auto, (Row(_rounded(), Kind.ROUNDED, _BOUND),)),
     Entry("single-head", SingleHead, (
         Row(_scores("full"), Kind.HEAD, _COARSER),

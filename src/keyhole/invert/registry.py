@@ -61,7 +61,6 @@ def _search(name: str, method: type[Solve], note: str = "") -> Entry[Solve, Row]
 
 
 METHODS: Registry[Solve, Row] = Registry(
-    "method",
     Entry("auto", Auto, (
         Row(_output(), _OUTPUT, settings=_BRIEF),
         Row(_output(defences=("decimals-3",)), _ROUNDED, decimals=3, settings=_BRIEF),

@@ -38,7 +38,12 @@ class LengthLimited(Wrapper):
     def __init__(
         self, inner: Oracle, min_tokens: int | None = None, max_tokens: int | None = None
     ) -> None:
-        expect_lengths(min_tokens, max_tokens)
+        expect_count("min_tokens", min_tokens)
+        expect_count("max_tokens", max_tokens)
+        if min_tokens is not None and max_tokens is not None and min_tokens > max_tokens:
+            raise InputError(
+                f"min_tokens must not exceed max_tokens: they are {min_tokens} and {max_tokens}"
+            )
         super().__init__(inner, f"tokens:{min_tokens}:{max_tokens}")
         self.min_tokens = min_tokens or 1
         self.max_tokens = max_tokens
@@ -52,16 +57,6 @@ class LengthLimited(Wrapper):
         if reason:
             raise Refused(reason, _UNPROCESSABLE)
         return ask(self.inner, sequences)
-
-
-def expect_lengths(min_tokens: int | None, max_tokens: int | None) -> None:
-    """Raise InputError if no length is within the limits."""
-    expect_count("min_tokens", min_tokens)
-    expect_count("max_tokens", max_tokens)
-    if min_tokens is not None and max_tokens is not None and min_tokens > max_tokens:
-        raise InputError(
-            f"min_tokens must not exceed max_tokens: they are {min_tokens} and {max_tokens}"
-        )
 
 
 class UsualOnly(Wrapper):

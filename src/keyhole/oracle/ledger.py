@@ -36,6 +36,7 @@ from keyhole.oracle.protocol import (
     ask,
     check_sequences,
     layers,
+    stated,
 )
 from keyhole.oracle.token_questions import ABSENT
 
@@ -153,8 +154,7 @@ class Ledger(Wrapper):
     def _tolerance(self, answer: Tensor) -> float:
         """Return how far two answers of one model may differ, by rounding and by stated errors."""
         exact = torch.finfo(torch.float64).eps / 2
-        stated = (getattr(layer, "precision", None) for layer in layers(self.inner))
-        precision = float(next((value for value in stated if value is not None), exact))
+        precision = float(stated(self.inner, "precision") or exact)
         rounding = 2 * precision * float(answer.abs().where(answer != ABSENT, 0.0).max())
         return _MAX_ROUNDINGS * rounding + 2 * self._answer_error
 

@@ -253,11 +253,6 @@ def _id_or_text(token: str) -> int | str:
     return int(token.removeprefix(TOKEN_ID)) if token.startswith(TOKEN_ID) else token
 
 
-def _sglang_rows(answer: Any) -> list[list[float]] | None:
-    """Return the first hidden states, which are the prompt's: all rows or only the last one."""
-    return _rows(answer["meta_info"]["hidden_states"][0])
-
-
 def _sglang_logprobs(answer: Any) -> dict[int, float]:
     """Return the log-probabilities of SGLang's triples (log-probability, id, text)."""
     given = answer["meta_info"]
@@ -326,7 +321,8 @@ ROUTES = (
     ),
     Route(
         "SGLang", "/generate", STATES, f"Start it without --enable-return-hidden-states; {_PROXY}.",
-        _sglang_rows,
+        # The first states are those of the prompt: all rows or only the last one.
+        lambda answer: _rows(answer["meta_info"]["hidden_states"][0]),
         {"text": "$text", "sampling_params": {"max_new_tokens": 1}, "return_hidden_states": True},
         arithmetic="bfloat16",
     ),

@@ -124,6 +124,12 @@ def layers(oracle: object) -> Iterator[Any]:
         layer = getattr(layer, "inner", None)
 
 
+def stated(oracle: object, name: str) -> Any:
+    """Return the attribute `name` of an oracle, or of the first inside it that has one."""
+    values = (getattr(layer, name, None) for layer in layers(oracle))
+    return next((value for value in values if value is not None), None)
+
+
 def identity_of(oracle: Oracle) -> str:
     """Return a name that two oracles share only if they are the same target.
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError
-from keyhole.oracle.protocol import Oracle, OracleError, check_sequences, layers
+from keyhole.oracle.protocol import OracleError, check_sequences
 
 DIM = 2
 ABSENT = -1e6  # a log-probability that was not returned; finite, so that a ledger stores it
@@ -70,9 +70,3 @@ class Logits:
             chosen = sequences[:, len(prompt) :, 0].long()
             answers = answers.gather(1, chosen.to(answers.device))
         return answers
-
-
-def stated_by(oracle: Oracle, size: str) -> int | None:
-    """Return the `vocabulary` or `width` that the target states, through all wrappers."""
-    sizes = (getattr(layer, size, None) for layer in layers(oracle))
-    return next((value for value in sizes if isinstance(value, int)), None)

@@ -101,7 +101,6 @@ _inner = partial(
 _logits = Row("logits", True, Exposure("KH-TEXT-LOG-PROBABILITIES"), _LOGITS, lambda _: [], ())
 
 ATTACKS: Registry[Attack, Row] = Registry(
-    "method",
     Entry("encoder-states", EncoderStates, (_hidden(causal=False),)),
     Entry("cached-keys", CachedKeys, (_cached(causal=False), _cached(causal=True))),
     Entry("mixed-keys", MixedKeys, (

@@ -86,7 +86,6 @@ EXPOSURES: dict[tuple[str, ...], str] = {
     ("KH-PREDICTIONS-CUTS", "head-random"): "{name} of each head's attention cut at random",
     ("KH-PREDICTIONS-CUTS", "model"): "{name} of all attention cut",
     (NOT_CHECKED, "target"): "the target",
-    (NOT_CHECKED, "model"): "the whole model",
     (NOT_CHECKED, "demo"):
         "the text and the predictions of the classifier that ships with Keyhole",
     (NOT_CHECKED, "routes"): "what routes return",

@@ -18,7 +18,6 @@ from keyhole.harden.defences.sattend import SAttend
 from keyhole.harden.defences.smart import SMART
 
 DEFENCES: Registry[Defence, None] = Registry(
-    "method",
     Entry("strongest", Combined.strongest, method=Combined),
     Entry("plain", Plain, note="Plain fine-tuning: the baseline of every comparison."),
     Entry("sattend", SAttend),
