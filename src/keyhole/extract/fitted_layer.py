@@ -169,9 +169,6 @@ class _Folds(Parametric):
     def dim(self) -> int:
         return self.A.shape[1]
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {"A": self.A, "w": self.w}
-
     def answers(self, tokens: Tensor) -> Tensor:
         return (tokens[:, 0] @ self.A.mT).abs() @ self.w
 

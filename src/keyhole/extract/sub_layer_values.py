@@ -80,10 +80,6 @@ class Surroundings:
         return self.oracle.dim
 
     @property
-    def outputs(self) -> int:
-        return len(self.b)
-
-    @property
     def radius(self) -> float:
         """All tokens t are shorter than this."""
         return math.inf if self.epsilon is None else math.sqrt(self.dim)

@@ -48,6 +48,7 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.attention_layers import find_network, fit_network
+from keyhole.extract.bilinear import random_units
 from keyhole.extract.block import blaming_inexact_answers, factored
 from keyhole.extract.blocks.heads import attempted
 from keyhole.extract.blocks.pre_norm import far_units
@@ -163,24 +164,22 @@ def _read_heads(view: View, stream: torch.Generator) -> _Heads:
     heads keep their order; they give B and r, from which the networks of all other δ are fitted.
     """
     e = view.axes.shape[1]
-
-    def drawn(count: int) -> Tensor:
-        return normalize(torch.randn(count, e, generator=stream, dtype=torch.float64), dim=1)
-
     for share in _LENGTHS:
         length = share * math.sqrt(view.dim)
-        pairs, first = _Pairs(view, drawn(3 * e + 16)), length * drawn(1)[0]
+        pairs = _Pairs(view, random_units(3 * e + 16, e, stream))
+        first = length * random_units(1, e, stream)[0]
         found = find_network(_sigmoid, *pairs.answers(first), stream)
         if found is None:
             continue
         g, _ = found
         fewer = replace(pairs, directions=pairs.directions[: e + 2 * len(g) + 8])
         for near in _NEAR:
-            deltas = length * normalize(first / length + near * drawn(e + 3), dim=1)
+            aside = near * random_units(e + 3, e, stream)
+            deltas = length * normalize(first / length + aside, dim=1)
             heads = _fitted_heads(fewer, deltas, g.expand(len(deltas), -1, -1))
             if heads is None:
                 continue
-            deltas = length * drawn(e + 6)
+            deltas = length * random_units(e + 6, e, stream)
             heads = _fitted_heads(fewer, deltas, torch.stack([heads.g(each) for each in deltas]))
             if heads is not None:
                 return heads
@@ -214,10 +213,6 @@ class _Shares(Parametric):
     b: Tensor  # (L, d)
     c: Tensor
     kind = "shares"
-
-    @property
-    def dim(self) -> int:
-        return self.view.dim
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in ("of_heads", "of_units", "b", "c")}

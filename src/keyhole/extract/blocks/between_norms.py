@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.extract.bilinear import random_units
 from keyhole.extract.blocks.descent import Numbers, descend, inverse
 from keyhole.extract.blocks.units import Units, derivative, with_ones
 from keyhole.extract.blocks.wide_curvature import Value
@@ -76,6 +77,10 @@ class Layer:
         """Return R."""
         return n @ self.L + self.units.features(n) @ self.units.C.mT + self.c
 
+    def hats(self, h: Tensor) -> Tensor:
+        """Return ŷ of sums h, without ε₂."""
+        return math.sqrt(h.shape[-1] + 1) * normalize(self(self.normed(h)), dim=-1)
+
     def slopes(self, n: Tensor, along: Tensor) -> Tensor:
         """Return dR/dn (n, e, r) along columns (n, e, r)."""
         units = self.units
@@ -121,8 +126,7 @@ class Layer:
 
     def _made(self, sums: Tensor, basis: Tensor, u: Tensor) -> Tensor:
         """Return the output of the second norm (n, q, e)."""
-        radius = math.sqrt(sums.shape[2] + 1)
-        return radius * normalize(self(self.normed(sums + (u @ basis)[:, None])), dim=2)
+        return self.hats(sums + (u @ basis)[:, None])
 
     def _slopes_of_made(self, sums: Tensor, basis: Tensor, u: Tensor) -> Tensor:
         """Return its derivative by u (n, q·e, r), through both norms and the layer."""
@@ -165,9 +169,7 @@ class Fitted:
     left: float = math.inf
 
     @classmethod
-    def started(
-        cls, units: Units, n: Tensor, y: Tensor, radius: float, exact: bool
-    ) -> Fitted:  # fmt: skip
+    def started(cls, units: Units, n: Tensor, y: Tensor, radius: float, exact: bool) -> Fitted:
         """Return a start: linear numbers and lengths of answers, fitted in turns."""
         affine = with_ones(n)
         A = torch.cat([units.A, units.a[:, None]], 1).to(n.device)
@@ -328,7 +330,7 @@ def fitted(
     width, e = units.A.shape
     unknowns = width * (e + 1) + (width + e + 2) * e + 2
     count = math.ceil(_MORE * unknowns / (e - 1)) + _SPARE
-    n = radius * normalize(torch.randn(count, e, generator=stream, dtype=torch.float64), dim=1)
+    n = radius * random_units(count, e, stream)
     y = value(n).to(device)
     n = n.to(device)
     fit = Fitted.started(units, n, y, radius, exact)

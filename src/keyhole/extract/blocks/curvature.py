@@ -1,6 +1,11 @@
 """The units of a smooth feed-forward layer, from second derivatives: a start for fit.py.
 
-A layer `F(x) = Lx + Σ_k c_k φ(a_k·x + α_k)` has second derivatives
+In: answers F(x) at any x (`Field`). Out: the activation φ and all a_k, α_k and c_k (`Units`), to
+about 1e-6, the precision of finite differences. With L any linear map,
+
+    F(x) = Lx + Σ_k c_k φ(a_k·x + α_k)
+
+has the second derivatives
 
     D²F_p(e, e') = Σ_k c_k φ''(a_k·p + α_k)·(a_k·e)(a_k·e'),
 
@@ -20,8 +25,7 @@ third subspace, W, remains.
     length       from the first derivatives: linear
     in W         from D²F_p(e, w): linear
 
-Whether a unit is φ(z) or φ(−z) does not show (units.py). The precision is that of finite
-differences, about 1e-6.
+Whether a unit is φ(z) or φ(−z) does not show (units.py).
 """
 
 from __future__ import annotations
@@ -36,8 +40,8 @@ from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.blocks.rank_ones import packed, rank_ones, symmetric
+from keyhole.extract.bilinear import random_orthogonal, random_units
+from keyhole.extract.blocks.rank_ones import packed, rank_of, rank_ones, symmetric
 from keyhole.extract.blocks.shapes import SMOOTH, random_shapes
 from keyhole.extract.blocks.units import Units, derivative, with_ones
 
@@ -47,7 +51,6 @@ _BEYOND = 1.2  # Hessians for each of their numbers, at least
 _AXES, _FEWEST = 3, 2  # of Π
 _AXES_OF_SCORES = 5  # one number tells units apart by their φ'' at many points
 _ERRORS = 1e-6  # smaller singular values of the Hessians, relative, are errors of differences
-_CLIFF = 10.0  # the least ratio of the singular values on either side of the rank
 _FULL = 0.9  # of the dimension that S may have for rank one to be rare in it
 _RANK_ONE = (1e-4, 1e-3, 3e-3)  # what of a product may be outside S: Hessians are inexact
 
@@ -146,8 +149,7 @@ class _Hessians:
     def measured(cls, field: Field, frame: _Frame, stream: torch.Generator) -> _Hessians:
         q = len(frame.U)
         count = max(_POINTS, math.ceil(_BEYOND * q * (q + 1) / 2 / field.numbers))
-        xi = torch.randn(count, len(frame.Pi), generator=stream, dtype=torch.float64)
-        points = field.radius * normalize(xi, dim=1) @ frame.Pi
+        points = field.radius * random_units(count, len(frame.Pi), stream) @ frame.Pi
         rows, columns = torch.triu_indices(q, q)
         directions = normalize(frame.U[rows] + frame.U[columns], dim=1)
         first, second = field.derivatives(points, directions)
@@ -158,11 +160,10 @@ class _Hessians:
         sizes, right = torch.linalg.svd(second.flatten(0, 1), full_matrices=False)[1:]
         if not float(sizes[0]) > 1e-7:
             raise Unsuccessful(Status.NOT_APPLICABLE, "the answers have no curvature")
-        ratios = sizes[:-1] / sizes[1:].clamp(min=_ERRORS * sizes[0])
-        count = int(ratios.argmax()) + 1
-        if float(ratios[count - 1]) < _CLIFF:  # the layer is wider than what was asked shows
-            count = len(sizes)
-        return cls(points, first[:, diagonal], second, right[count:])
+        rank, clear = rank_of(sizes, _ERRORS)
+        if not clear:  # the layer is wider than what was asked shows
+            rank = len(sizes)
+        return cls(points, first[:, diagonal], second, right[rank:])
 
     def coefficients(self, products: Tensor) -> Tensor:
         """Return those of the Hessians in terms of packed matrices (r, q(q+1)/2): (P, m, r)."""

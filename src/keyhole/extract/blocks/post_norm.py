@@ -2,8 +2,9 @@
 
     y = E·N(D·n + C·f(n) + c) + e,    n = N(x + Attention(x) + b)
 
-Every answer has lost its length and its mean, and so has n. The block is read from the outside in,
-each step by linear algebra:
+In: answers y to sequences. Out: E, e, D, C, c, the units f and every ε, as an oracle of the
+attention alone (`PeeledPostNorm`). Every answer has lost its length and its mean, and so has n. The
+block is read from the outside in, each step by linear algebra:
 
     E, e        y/E has the same sum for all y, and (y − e)/E the same length: two linear systems
     x₀, M       n([x]) is the direction of (x − x₀)(1 + M), so the derivative of y([x]) is 0 along
@@ -58,7 +59,7 @@ from keyhole.extract.blocks.heads import attempted
 from keyhole.extract.blocks.kinks import find_relu_units_on_sphere, straight_on_sphere
 from keyhole.extract.blocks.position_bias import COPIES, Apart, read_placed, told_apart
 from keyhole.extract.blocks.units import Units
-from keyhole.extract.blocks.view import WIDE
+from keyhole.extract.blocks.view import WIDE, without_mean
 from keyhole.extract.blocks.wide_curvature import Sphere, Value, differences, find_units
 from keyhole.extract.sub_layer import read_attention
 from keyhole.extract.sub_layer_values import LostSum, Surroundings
@@ -277,14 +278,11 @@ class PeeledPostNorm:
     def polished(self, attention: SubLayer, stream: torch.Generator) -> SubLayer:
         """Fit all numbers of attention at once."""
         sequences = Sequences.drawn(attention, stream)
-        layer, radius = self.layer.to(self.device), math.sqrt(self.dim)
+        layer, y = self.layer.to(self.device), self._hats(sequences.tokens)
         own = (sequences.asking.flatten(0, 1) @ self.axes).to(self.device)
-
-        def behind(added: Tensor) -> Tensor:
-            return radius * normalize(layer(layer.normed(own + added)), dim=1)
-
-        y = self._hats(sequences.tokens)
-        return fitted_heads(attention, sequences, y, behind, self.device, stream)
+        return fitted_heads(
+            attention, sequences, y, lambda added: layer.hats(own + added), self.device, stream
+        )
 
     @property
     def dim(self) -> int:
@@ -330,8 +328,7 @@ class PeeledPostNorm:
         That error is nearly the same for sums near by.
         """
         x, of = torch.unique(sequences[:, -1], dim=0, return_inverse=True)
-        radius = math.sqrt(self.dim)
-        made = radius * normalize(self.layer(self.layer.normed(self.sums(x))), dim=1)
+        made = self.layer.hats(self.sums(x))
         return self._hats(sequences) + (made - self._hats(x.unsqueeze(1)))[of]
 
     def with_start(self, stream: torch.Generator) -> PeeledPostNorm:
@@ -347,8 +344,7 @@ class PeeledPostNorm:
     def with_epsilon(self, stream: torch.Generator) -> PeeledPostNorm:
         """Return the block with the first ε, from sums so short that it shortens n."""
         d, e = self.axes.shape
-        n = torch.randn(_TOKENS, e, generator=stream, dtype=torch.float64)
-        n = math.sqrt(d) * normalize(n, dim=1)
+        n = math.sqrt(d) * random_units(_TOKENS, e, stream)
         share = 1.0
         for length in _FADING:
             hats = self._hats(self.first.tokens(n @ self.axes.mT, length).unsqueeze(1))
@@ -405,8 +401,7 @@ def _read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> 
         lambda x: undone(_FAR * x.unsqueeze(1)), d, radius, stream, lost=True
     )
     first = FirstSum.read(undone, d, stream, _SHORTEST if kinked else _SHORT)
-    ones = torch.ones(d, 1, dtype=torch.float64)
-    axes = torch.linalg.qr(torch.cat([ones, random_orthogonal(d, stream)[:, 1:]], 1))[0][:, 1:]
+    axes = without_mean(d, stream)
 
     def value(n: Tensor) -> Tensor:
         return undone(first.tokens(n @ axes.mT).unsqueeze(1)) @ axes

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.extract.bilinear import random_units
 
 FOUND = 1e-5  # what of aaᵀ may be outside S
 _SHIFT = 0.1  # of a, added to each step: it keeps the iteration from alternating
@@ -36,6 +37,17 @@ _NEWTON = 8
 _SAME, _SAME_PARTNER = 1e-5, 1e-4  # difference of cosines
 _FLAT = 1e-3  # curvature towards a partner, relative to the mean curvature
 _BATCH = 256
+_CLIFF = 10.0  # the least ratio of the singular values on either side of the rank
+
+
+def rank_of(sizes: Tensor, errors: float) -> tuple[int, bool]:
+    """Return the rank that singular values show, and whether it is clear.
+
+    Values below `errors`, relative to the largest, count as zero.
+    """
+    ratios = sizes[:-1] / sizes[1:].clamp(min=errors * sizes[0])
+    count = int(ratios.argmax()) + 1
+    return count, float(ratios[count - 1]) > _CLIFF
 
 
 def symmetric(x: Tensor, y: Tensor) -> Tensor:
@@ -120,8 +132,7 @@ def _search(
     found = torch.empty(0, q, dtype=torch.float64, device=device)
     left, gated = outside, None if gates else False
     for _ in range(_ROUNDS):
-        a = torch.randn(starts, q, generator=stream, dtype=torch.float64).to(device)
-        a = _powers(normalize(a, dim=1), left)
+        a = _powers(random_units(starts, q, stream).to(device), left)
         if left is not outside:
             a = _powers(a, outside)
         a = _gauss_newton(a, flat, allowed)

@@ -1,6 +1,7 @@
-"""What single tokens show of a block: its norms, and whether it answers vectors or scores.
+"""Which norms a block has, and whether it answers vectors or scores, from a few single tokens.
 
-For long tokens Λx and Λ → ∞ the answer y, a vector, behaves in one of three ways:
+In: an oracle. Out: a `View`, which asks it with the tokens that its norms distinguish. For
+tokens Λx with Λ → ∞ the answer y, a vector, behaves in one of three ways:
 
     y stays bounded          a norm is behind the sums (post_norm.py)
     y − Λx stays bounded     a norm is in front of the parts: N(Λx) has one length for all Λ
@@ -80,7 +81,7 @@ class View:
         moved = shifted - FAR * (x + x.mean().sign()) - rest
         if float(moved.abs().max()) > 1e-6 * float(rest.abs().max()):
             return replace(view, norm="rms")
-        return replace(view, norm="layer", axes=_without_mean(d, stream))
+        return replace(view, norm="layer", axes=without_mean(d, stream))
 
     @classmethod
     def _of_scores(cls, oracle: Oracle, x: Tensor, stream: torch.Generator) -> View:
@@ -101,7 +102,7 @@ class View:
             )
         if abs(shifted - one) > 1e-5 * abs(one):
             return view
-        return replace(view, norm="layer", axes=_without_mean(d, stream))
+        return replace(view, norm="layer", axes=without_mean(d, stream))
 
     def ask(self, tokens: Tensor) -> Tensor:
         """Return the answers to single tokens (n, d)."""
@@ -131,7 +132,7 @@ class View:
         return length * xi @ self.axes.mT
 
 
-def _without_mean(d: int, stream: torch.Generator) -> Tensor:
+def without_mean(d: int, stream: torch.Generator) -> Tensor:
     """Return a random orthonormal basis (d, d − 1) of the vectors of mean 0."""
     rows = [torch.ones(d, 1, dtype=torch.float64), random_orthogonal(d, stream)[:, 1:]]
     return torch.linalg.qr(torch.cat(rows, 1))[0][:, 1:].contiguous()

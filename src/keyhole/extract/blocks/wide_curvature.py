@@ -1,9 +1,11 @@
-"""The units of a wide layer `R(n) = n·L + Σ_k c_k f_k(n) + c`, n on a sphere, from its curvature.
+"""The units of a wide layer on a sphere from its curvature: curvature.py for hundreds of units.
 
-f_k is φ(a_k·n + α_k), or φ(a_k·n + α_k)(g_k·n + γ_k) with gates. Behind a norm, answers have lost
-their length: ŷ = R/s with s = |R|. post_norm.py says how second derivatives in a subspace U show
-the units then; σ are the slopes of log s. If answers keep their length (pre_norm.py), σ = 0
-and s = 1. At a base point p the second derivatives in U are sums over the units of
+    R(n) = n·L + Σ_k c_k f_k(n) + c,    f_k = φ(a_k·n + α_k), with gates times (g_k·n + γ_k)
+
+In: R at any n of one length, or ŷ = R/s, s = |R|, if a norm follows (`Sphere`). Out: the activation
+and all a_k, α_k, g_k, γ_k and c_k (`Units`), as a start for a fit. post_norm.py says how second
+derivatives of ŷ in a subspace U show the units; σ are the slopes of log s, and without a norm
+behind R (pre_norm.py) σ = 0 and s = 1. At a base point p the derivatives in U are sums over k of
 
     c_k φ'' λ²·ââᵀ    or, with gates,    c_k λ(φ''λω + 2τφ')·ââᵀ + c_k λφ'·(âŵᵀ + ŵâᵀ)
 
@@ -33,7 +35,7 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.blocks.rank_ones import FOUND, packed, rank_ones, symmetric, unpacked
+from keyhole.extract.blocks.rank_ones import FOUND, packed, rank_of, rank_ones, symmetric, unpacked
 from keyhole.extract.blocks.shapes import grid_shapes, grid_shapes_and_lengths
 from keyhole.extract.blocks.units import Units
 
@@ -47,7 +49,6 @@ _STEP = 0.02  # of differences, relative to the radius
 _FULL = 0.85  # share of the dimensions of symmetric matrices in U that S may have
 _ERRORS = 1e-9  # smaller relative singular values are errors of differences;
 _SQUARED = 1e-8  # the same for roots of eigenvalues of the Gram matrix
-_CLIFF = 10.0  # the least ratio of the singular values on either side of the rank
 _ROUGHLY = 1e-3  # what of a unit may be outside S if an ε distorts S
 _WIDTHS = (2.0, 4.0, 6.0, 9.0, 13.0)  # how many units for each dimension U is made to hold
 _STEADY = 0.07  # spread of a·n/|a| at base points below which curvature does not show |a|
@@ -179,7 +180,7 @@ class _Measured:
         ])  # fmt: skip
         values, vectors = torch.linalg.eigh(rows.mT @ rows)
         sizes, right = values.flip(0).clamp(min=0).sqrt(), vectors.mT.flip(0)
-        count, clear = _rank(sizes, 10 * _SQUARED)
+        count, clear = rank_of(sizes, 10 * _SQUARED)
         if clear and float(sizes[count - 1]) > 1e3 * _SQUARED * float(sizes[0]):
             # The Gram matrix shows the rank, and one step of inverse iteration the last digits.
             R = torch.linalg.qr(rows, mode="r")[1]
@@ -188,15 +189,8 @@ class _Measured:
             right = torch.cat([right[:count], torch.linalg.qr(found)[0].mT])
         elif float(sizes[-1]) < 1e2 * _SQUARED * float(sizes[0]):
             sizes, right = torch.linalg.svd(rows, full_matrices=False)[1:]
-            count, clear = _rank(sizes, _ERRORS)
+            count, clear = rank_of(sizes, _ERRORS)
         return right[count:].contiguous(), clear and count <= _FULL * len(sizes)
-
-
-def _rank(sizes: Tensor, errors: float) -> tuple[int, bool]:
-    """Return the rank that singular values show, and whether it is clear."""
-    ratios = sizes[:-1] / sizes[1:].clamp(min=errors * sizes[0])
-    count = int(ratios.argmax()) + 1
-    return count, float(ratios[count - 1]) > _CLIFF
 
 
 def _curvature(sphere: Sphere, axes: Tensor, device: torch.device) -> tuple[_Measured, Tensor]:
@@ -392,8 +386,6 @@ class _Reading:
         P, n, kinds = len(at.y), len(directions[0]), 1 if self.partners is None else 2
         r, behind = len(self.units), at.sphere.touched is None
         unknowns = kinds * r * (1 if n == len(axes) else len(axes))
-        if not n:
-            return [self.units[:, :0].to("cpu")] * kinds, self.sigma[:, :0]
         visible = torch.ones(len(at.seen), dtype=torch.bool)
         if at.sphere.touched is not None:
             visible = ~at.sphere.touched(axes)[at.seen]
