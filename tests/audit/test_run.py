@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
 from exposures import by_name
 from keyhole import oracle
+from keyhole.assess import State, assess, compared
 from keyhole.audit import Audit, audit
-from keyhole.audit.target import open_target
+from keyhole.audit.check import Check, Part, one_finding
+from keyhole.audit.target import Target, open_target
 from keyhole.core import Status
-from keyhole.core.errors import InputError
+from keyhole.core.errors import InputError, KeyholeError
+from keyhole.core.exposure import Exposure
 from keyhole.endpoints import demo_endpoints
 from keyhole.extract import registry as extraction
 from keyhole.extract.auto import Kind
@@ -169,3 +173,37 @@ def test_targets_as_people_write_them(tmp_path, monkeypatch):
         open_target("http://127.0.0.1:1/other")
     with pytest.raises(InputError, match=r"there is no nothing\.safetensors"):
         open_target("nothing.safetensors")
+
+
+class TwoAttacks(Part):
+    """A part with two attacks on one exposure, of which the second may break."""
+
+    name, identity, loaded = "", "two attacks", None
+
+    def __init__(self, breaks):
+        self.breaks = breaks
+
+    def checks(self, seed, *, against_defences=False):
+        def run(attack, track):
+            if self.breaks and attack == "second":
+                raise KeyholeError("no answer")
+            return one_finding(SCORES, attack, Status.RECOVERED, "", "", 0.0, queries=1)
+
+        return [Check(SCORES, partial(run, attack), attack) for attack in ("first", "second")]
+
+
+SCORES = Exposure("KH-WEIGHTS-SCORES", "full")
+
+
+def test_an_attack_that_breaks_moves_no_other_id_and_is_not_gone():
+    whole, broken = (
+        assess(audit(Target("two attacks", (TwoAttacks(breaks),)), complete=False))
+        for breaks in (False, True)
+    )
+    assert [item.id for item in whole.items] == [
+        f"weights-scores-full-{n}" for n in ("first", "second")
+    ]
+    assert [item.id for item in broken.items] == ["weights-scores-full-first"]
+    then = compared(broken, whole)
+    assert [item.state for item in then.items] == [State.SAME]
+    assert (then.gone, [item.id for item in then.untried]) == ((), ["weights-scores-full-second"])

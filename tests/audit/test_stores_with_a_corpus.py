@@ -94,6 +94,15 @@ def test_what_noise_would_change_is_measured_on_the_store_itself(target):
     assert strongest.status is Status.NOT_IDENTIFIABLE
 
 
+def test_a_text_that_is_not_read_behind_a_defence_is_kept(target):
+    """The attack ran to its end: a defence that held is no check without a result."""
+    others = replace(target.method, corpus=["w7 w8", "w9"], search=SumSearch(passes=5))
+    found = audit(replace(target, method=others), against_defences=True).findings
+    statuses = {each.status for each in found if each.exposure.variant == "defended"}
+    assert Status.UNSOLVED in statuses
+    assert Status.BUDGET not in statuses
+
+
 def test_a_stopped_audit_goes_on_with_the_checks_that_are_left(target, tmp_path, monkeypatch):
     journal, read, parts = tmp_path / "journal", stores.read, []
 
