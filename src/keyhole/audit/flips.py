@@ -57,7 +57,9 @@ def checks(part: str, target: TextTarget, seed: int, share: float | None = None)
     texts = enumerate(target.texts, 1)
     given = target.examples or [Example(f"text {n}", NO_LABEL, text) for n, text in texts]
     if task == "classification":
-        _expect_labels(loaded, given)
+        classes, largest = int(loaded.model.config.num_labels), max(each.label for each in given)
+        if largest >= classes:
+            raise InputError(f"the model has the labels 0 to {classes - 1}, not {largest}")
 
     @cache
     def examples() -> Sequence[Example]:
@@ -132,14 +134,6 @@ def _batches(loaded: Loaded, examples: Sequence[Example], progress: Progress = s
         loaded.model, loaded.tokenizer, examples, _BATCH_SIZE, _MAX_LENGTH, alike=False,
         progress=progress,
     )  # fmt: skip
-
-
-def _expect_labels(loaded: Loaded, examples: Sequence[Example]) -> None:
-    """Raise if an example has a label that the model does not have."""
-    classes = int(loaded.model.config.num_labels)
-    largest = max((example.label for example in examples), default=NO_LABEL)
-    if largest >= classes:
-        raise InputError(f"the model has the labels 0 to {classes - 1}, not {largest}")
 
 
 def _labelled(loaded: Loaded, examples: Sequence[Example]) -> list[Example]:

@@ -301,14 +301,13 @@ def reading_of(tokenizer: Any, original: Original, recovery: TextRecovery) -> Re
     truth = original.ids
     special = special_ids(tokenizer)
     note = "; ".join(original.notes)
-    pieces = written(tokenizer, recovery.ids)
-    tokens = list(zip(pieces, recovery.marks, recovery.ids, strict=True))
+    read = tokens_read(tokenizer, recovery)
     exact = original.is_exactly(tokenizer, recovery.ids)
     if exact and list(recovery.ids) != list(truth):
         # The first word as another token, with the space before it: no mistake.
-        read = tokens_read(tokenizer, recovery)
         pieces = tuple(Piece(piece, mark.value, True) for piece, mark, _ in read)
-    elif len(tokens) == len(truth):
+    elif len(recovery.ids) == len(truth):
+        every = zip(written(tokenizer, recovery.ids), recovery.marks, recovery.ids, strict=True)
         pieces = tuple(
             # A special token read in place of a word is shown, though it is not part of a text.
             Piece(
@@ -316,12 +315,11 @@ def reading_of(tokenizer: Any, original: Original, recovery: TextRecovery) -> Re
                 mark.value,
                 id_ == true,
             )
-            for (piece, mark, id_), true in zip(tokens, truth, strict=True)
+            for (piece, mark, id_), true in zip(every, truth, strict=True)
             if true not in special
         )
     else:  # another length than the text's, or no proposal at all
-        words_of_text = _without_special(tokenizer, truth)
-        pieces = tuple(aligned(tokens_read(tokenizer, recovery), words_of_text))
+        pieces = tuple(aligned(read, _without_special(tokenizer, truth)))
     return Reading(original.text, pieces, exact, recovery.verified, note)
 
 
@@ -548,22 +546,18 @@ class LeakTarget(Part):
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
         progress = track(f"tokens from {leak.exposure}", leak.length)
         recovery = recover_text(model, tokenizer, leak, method=attack, progress=progress)
-        kind, layer = leak.exposure.kind, leak.exposure.layer
-        readings = (reading_alone(tokenizer, recovery),)
-        result = Readings(kind, layer, leak.precision or "float32", readings)
+        given, readings = leak.exposure, (reading_alone(tokenizer, recovery),)
+        result = Readings(given.kind, given.layer, leak.precision or "float32", readings)
+        remedy = _REMEDY_OF_IDS
+        if not isinstance(attack, WrittenIds):
+            kind = "mixed" if recovery.method == MixedKeys.__name__ else leak.kind
+            remedy = next(row.remedy for _, row in ATTACKS.rows() if row.kind == kind)
         status, reason = recovery.status, recovery.reason
         unfitting = recovery.residual is None or recovery.residual > _UNFITTING
         if status is Status.UNSOLVED and leak.model is None and unfitting:
             status, reason = Status.MISMATCH, f"{reason}; {_OF_ANOTHER_MODEL}"
         return one_finding(
-            exposure, recovery.method, status, reason,
-            _REMEDY_OF_IDS if isinstance(attack, WrittenIds) else _remedy(leak, recovery.method),
-            started,
+            exposure, recovery.method, status, reason, remedy, started,
             queries=0, known=result.known if status is not Status.MISMATCH else 0.0,
             sought="text", texts=(result,),
         )  # fmt: skip
-
-
-def _remedy(leak: Leak, method: str) -> str:
-    kind = "mixed" if method == MixedKeys.__name__ else leak.kind
-    return next(row.remedy for _, row in ATTACKS.rows() if row.kind == kind)

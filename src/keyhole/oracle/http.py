@@ -136,7 +136,10 @@ class Http:
         if authorizes(sent):
             secrets.pop("Authorization", None)
         sent = secrets | sent
-        self._secrets = _secret_words(sent)
+        # The values of headers and the words in them (as after `Bearer`), longest first.
+        words = [word for value in sent.values() for word in (value, *value.split())]
+        secret = {word.encode("utf-8", "replace") for word in words if len(word) >= _MIN_SECRET}
+        self._secrets = sorted(secret, key=len, reverse=True)
         usual = {
             "Accept-Encoding": "gzip, deflate", "Content-Type": "application/json",
             "User-Agent": "keyhole",
@@ -349,13 +352,6 @@ def split_password(url: str) -> tuple[str, dict[str, str]]:
         return public, {}
     pair = f"{unquote(user)}:{unquote(password)}".encode()
     return public, {"Authorization": f"Basic {base64.b64encode(pair).decode()}"}
-
-
-def _secret_words(headers: Mapping[str, str]) -> list[bytes]:
-    """Return the values of headers and the words in them (as after `Bearer`), longest first."""
-    words = [word for value in headers.values() for word in (value, *value.split())]
-    secrets = {word.encode("utf-8", "replace") for word in words if len(word) >= _MIN_SECRET}
-    return sorted(secrets, key=len, reverse=True)
 
 
 def _expect_trusted(error: BaseException, url: str) -> None:

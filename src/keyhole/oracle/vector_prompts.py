@@ -3,7 +3,7 @@
     vLLM     POST /v1/completions   prompt_embeds: a tensor (n, d) of torch.save, in base64
     SGLang   POST /generate         input_embeds: n lists of d numbers
 
-The answer to a sequence is the log-probabilities of the `best` likeliest next tokens, in descending
+The answer to a sequence is the log-probabilities of the BEST likeliest next tokens, in descending
 order. It depends on the vectors alone, and not on how the server numbers its tokens.
 """
 
@@ -31,24 +31,23 @@ class Form:
 
     path: str
     remedy: str
-    request: Callable[[Tensor, str, int], dict[str, Any]]
+    request: Callable[[Tensor, str], dict[str, Any]]
     read: Callable[[Any], list[float]]
 
     def name(self, server: str) -> str:
         return f"POST {self.path} of {server}"
 
 
-def _vllm(rows: Tensor, model: str, best: int) -> dict[str, Any]:
+def _vllm(rows: Tensor, model: str) -> dict[str, Any]:
     file = io.BytesIO()
     torch.save(rows.float(), file)
     vectors = base64.b64encode(file.getvalue()).decode()
-    return {"model": model, "prompt_embeds": vectors, "max_tokens": 1, "logprobs": best,
+    return {"model": model, "prompt_embeds": vectors, "max_tokens": 1, "logprobs": BEST,
             "temperature": 0, "return_tokens_as_token_ids": True}  # fmt: skip
 
 
-def _sglang(rows: Tensor, model: str, best: int) -> dict[str, Any]:
-    del model
-    return {"input_embeds": rows.float().tolist(), "return_logprob": True, "top_logprobs_num": best,
+def _sglang(rows: Tensor, _model: str) -> dict[str, Any]:
+    return {"input_embeds": rows.float().tolist(), "return_logprob": True, "top_logprobs_num": BEST,
             "sampling_params": {"max_new_tokens": 1, "temperature": 0}}  # fmt: skip
 
 
@@ -68,7 +67,7 @@ FORMS: Mapping[str, Form] = {
 
 
 class VectorPrompts:
-    """The `best` largest log-probabilities after a sequence of vectors (n, d), with d = `dim`.
+    """The BEST largest log-probabilities after a sequence of vectors (n, d), with d = `dim`.
 
     The key and other secrets of `server` are sent only with `key`: without it, an answer shows that
     the route is open to all.
@@ -77,11 +76,11 @@ class VectorPrompts:
     may_change = True  # the server may load another model under the same address
     precision = 2.0**-9  # relative; servers compute in bfloat16
 
-    def __init__(self, server: Server, dim: int, best: int = BEST, *, key: bool = True) -> None:
+    def __init__(self, server: Server, dim: int, *, key: bool = True) -> None:
         if server.kind not in FORMS:
             known = " or ".join(FORMS)
             raise InputError(f"this needs a server of {known}, not {server.kind or 'another kind'}")
-        self.server, self.dim, self.best = server, dim, best
+        self.server, self.dim = server, dim
         self.form = FORMS[server.kind]
         self._http = server.http(key=key)
 
@@ -98,13 +97,11 @@ class VectorPrompts:
 
     def _answer(self, rows: Tensor) -> Tensor:
         url = f"{self.server.url}{self.form.path}"
-        answer: Any = self._http.ask(
-            "POST", url, self.form.request(rows, self.server.model, self.best)
-        )
+        answer: Any = self._http.ask("POST", url, self.form.request(rows, self.server.model))
         try:
             values = sorted((float(value) for value in self.form.read(answer)), reverse=True)
         except WRONG_FORM:
             values = []
-        if len(values) < self.best:
-            raise OracleError(f"{url} gave {len(values)} log-probabilities instead of {self.best}")
-        return torch.tensor(values[: self.best], dtype=torch.float64)
+        if len(values) < BEST:
+            raise OracleError(f"{url} gave {len(values)} log-probabilities instead of {BEST}")
+        return torch.tensor(values[:BEST], dtype=torch.float64)

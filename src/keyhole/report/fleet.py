@@ -102,19 +102,13 @@ MOST_RUNS = 20  # that GitHub accepts in a SARIF file
 
 
 def as_json(assessment: FleetAssessment) -> str:
-    return f"{dump(document(assessment))}\n"
-
-
-def document(assessment: FleetAssessment) -> dict[str, Any]:
     """Return the JSON file that `Fleet.load` reads, with the meaning of all audits."""
-    return {
-        **assessment.fleet.to_dict(),
-        "assessment": {
-            "verdict": assessment.verdict,
-            "exit_code": assessment.exit_code,
-            "targets": {name: json_form.meaning(a) for name, a in assessment.targets.items()},
-        },
+    meaning = {
+        "verdict": assessment.verdict,
+        "exit_code": assessment.exit_code,
+        "targets": {name: json_form.meaning(a) for name, a in assessment.targets.items()},
     }
+    return f"{dump({**assessment.fleet.to_dict(), 'assessment': meaning})}\n"
 
 
 def as_sarif(assessment: FleetAssessment, keep: Callable[[dict[str, Any]], bool] = bool) -> str:

@@ -180,10 +180,12 @@ def _verified(dump: Dump, target: Target, expose: Exposure | None) -> list[Opene
     chosen = [
         (section, reading) for reading in readings for section in _chosen(reading, target, expose)
     ]
+    padded_before = mask is not None and bool((mask[:, :1] == 0).any())
     made = [
         (_texts(section, mask, ids, counted), reading, counted)
         for section, reading in chosen
-        for counted in ((False, True) if _is_padded_before(section, mask) else (False,))
+        # Whether padding before a text counts in its positions is not known.
+        for counted in (False, True)[: 1 + (padded_before and section.kind not in _PER_TEXT)]
     ]
     if len(made) == 1:
         return made[0][0]
@@ -258,11 +260,6 @@ def _depth(section: Section, parts: Anatomy) -> tuple[int, int]:
     """Return what sections are sorted by: the layer, counted from 1, and the preferred kind."""
     from_0 = section.kind == "kv" and parts.causal  # so layers of a cache are counted
     return (section.layer or 0) + from_0, _PREFERRED.index(section.kind)
-
-
-def _is_padded_before(section: Section, mask: Tensor | None) -> bool:
-    """Return whether padding that may count in the positions comes before a text."""
-    return section.kind not in _PER_TEXT and mask is not None and bool((mask[:, :1] == 0).any())
 
 
 def _texts(
