@@ -15,7 +15,6 @@ JSON is recognised by its fields. Other names are datasets on the hub, read with
 from __future__ import annotations
 
 import csv
-import importlib
 import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +26,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from keyhole.core.errors import InputError, MissingExtra, expect_count, first_line
+from keyhole.core.errors import InputError, expect_count, first_line, optional
 from keyhole.core.files import exists, parse, read_text
 
 TEXT_COLUMNS = ("sentence", "text")  # tried in this order if no column is named
@@ -250,11 +249,8 @@ def _dream(entry: list[Any], where: str) -> Iterator[Example]:
 
 
 def _from_hub(name: str, columns: _Columns) -> Iterator[Example]:
-    try:
-        library = importlib.import_module("datasets")
-    except ImportError as error:
-        reason = f"there is no file {name}, and names on the hub need the package datasets"
-        raise MissingExtra(reason, "hub") from error
+    reason = f"there is no file {name}, and names on the hub need the package datasets"
+    library = optional("datasets", reason, "hub")
     parts = name.split(":")  # "glue:sst2" is the configuration sst2 of glue
     try:
         rows = library.load_dataset(*parts, split="validation")

@@ -71,7 +71,7 @@ def true_solution(problem, X):
     """Return the distance from X to the exact solution for B, in 60 digits."""
     W, V = (t if t.ndim == 3 else t[None] for t in (problem.W, problem.V))
     u = None if problem.key_bias is None else problem.key_bias.reshape(len(W), -1)
-    unknown = [tuple(index) for index in balls.unknown(problem).nonzero().tolist()]
+    unknown = [tuple(index) for index in problem.unknown.nonzero().tolist()]
     solution = reference.solve(
         decimals(X), decimals(problem.B), unknown, W=decimals(W), V=decimals(V),
         key_bias=decimals(u), output_bias=decimals(problem.output_bias),
@@ -123,7 +123,7 @@ def test_solutions_for_outputs_within_the_tolerance_are_inside(name, tau):
     certificate = certify(replace(problem, tolerance=tau), X)
     assert certificate.tolerance == tau
     assert certificate.radius < certificate.radius_within
-    free = balls.unknown(problem)
+    free = problem.unknown
     J = Equations.of(problem).jacobian(X[None])[0][:, free.flatten()]
     inverse = torch.linalg.inv(J)
     stream = torch.Generator().manual_seed(0)
@@ -305,7 +305,7 @@ def test_ball_residuals_are_those_of_the_layer(name):
     other = torch.randn(X.shape, generator=stream, dtype=torch.float64)
     M = torch.randn(problem.outputs, problem.outputs, generator=stream, dtype=torch.float64)
     M = torch.eye(problem.outputs) if name == "plain" else M
-    with balls.precision(128):
+    with balls.flint().ctx.workprec(128):
         column = balls.Balls.of(problem, M).residuals(balls.exact(other))
     result = torch.tensor([float(entry) for entry in column.entries()], dtype=torch.float64)
     naive = (reference_output(problem, other) - problem.B) @ M.double()
@@ -328,10 +328,10 @@ def reference_output(problem, X):
 def test_enclosure_contains_the_jacobian_at_points_of_the_box(name, seed, exponent):
     radius = 10**exponent
     problem, X = plant(3, 3, seed=seed, scale=1.0, **VARIANTS[name])
-    free = balls.unknown(problem)
+    free = problem.unknown
     stream = torch.Generator().manual_seed(seed)
     M = torch.randn(problem.outputs, problem.outputs, generator=stream, dtype=torch.float64)
-    with balls.precision(128):
+    with balls.flint().ctx.workprec(128):
         enclosure = balls.Balls.of(problem, M).jacobian(balls.exact(X), radius)
     low, high = (
         torch.tensor([float(getattr(e, end)()) for e in enclosure.entries()], dtype=torch.float64)
@@ -364,7 +364,7 @@ def test_the_enclosure_is_not_much_wider_than_the_derivatives():
     """Compared with the change of the derivatives over a small box, by second derivatives."""
     problem, X = plant(3, 3, seed=5)
     radius = 1e-6
-    with balls.precision(128):
+    with balls.flint().ctx.workprec(128):
         enclosure = balls.Balls.of(problem).jacobian(balls.exact(X), radius)
     widths = torch.tensor([float(e.rad()) for e in enclosure.entries()], dtype=torch.float64)
     second = jacobian(lambda Z: jacobian(problem.output, Z, create_graph=True), X)

@@ -5,6 +5,7 @@ An attack that does not succeed is no error: it ends with a Status (core/status.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
@@ -28,6 +29,17 @@ class MissingExtra(InputError):
 
     def __str__(self) -> str:
         return f"{self.args[0]}: pip install 'keyhole[{self.extra}]'"
+
+
+def optional(module: str, message: str, extra: str) -> Any:
+    """Return a module that only some of Keyhole needs; raise MissingExtra if it is not installed.
+
+    It is imported by its name, because it may be missing and may have no types.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtra(message, extra) from error
 
 
 _IN_EXTRA_MODELS = {

@@ -9,7 +9,6 @@ If a task raises an exception, that is the outcome of the task, and the run goes
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import signal
@@ -30,7 +29,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from keyhole.core.errors import InputError, KeyholeError, MissingExtra, first_line
+from keyhole.core.errors import InputError, KeyholeError, first_line, optional
 
 MOST_PROCESSES = 1024
 _POLL = 0.5  # seconds between two looks at the workers of a cluster
@@ -277,12 +276,8 @@ def cluster_at(address: str) -> Generator[Cluster]:
     """Connect to the Dask cluster whose scheduler is at this address."""
     if not address.strip():  # Dask would then start a cluster of its own
         raise InputError("the address of a Dask scheduler must not be empty")
-    try:
-        library = importlib.import_module("distributed")
-    except ImportError as missing:
-        raise MissingExtra(
-            "a Dask cluster needs distributed, which is not installed", "cluster"
-        ) from missing
+    reason = "a Dask cluster needs distributed, which is not installed"
+    library = optional("distributed", reason, "cluster")
     try:
         client: Any = library.Client(address, timeout="10s")
     except (OSError, ValueError, TypeError) as error:

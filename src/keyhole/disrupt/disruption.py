@@ -190,6 +190,18 @@ class Disruption(Result):
         return {**data, "success": self.success, "accuracy": accuracy, "share": self.share}
 
 
+def disrupted(
+    attacker: Attacker, model: Any, task: str, outcomes: Sequence[Outcome], control: Control,
+    seconds: float,
+) -> Disruption:  # fmt: skip
+    """Return the result of an attack on one batch, by a model in this process."""
+    parameter = next(model.parameters())
+    return Disruption(
+        described(attacker), tuple(outcomes), control, seconds, type(model).__name__,
+        str(parameter.device), str(parameter.dtype).removeprefix("torch."), task=task,
+    )  # fmt: skip
+
+
 def joined(parts: list[Disruption]) -> Disruption:
     """Combine the batches of one run into one result."""
     control = parts[0].control

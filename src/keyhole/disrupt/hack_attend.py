@@ -21,7 +21,7 @@ from torch import Tensor
 from keyhole.core.errors import InputError, expect_among, expect_count, expect_number
 from keyhole.data import Batch
 from keyhole.disrupt.budget import Budget, budget
-from keyhole.disrupt.disruption import Disruption, Outcome, described, joined
+from keyhole.disrupt.disruption import Disruption, Outcome, disrupted, joined
 from keyhole.disrupt.greedy import Greedy, Order, Scale
 from keyhole.disrupt.judge import judge, run_control
 from keyhole.disrupt.masked_queries import MaskedQueries, Search
@@ -193,11 +193,7 @@ class HackAttend:
             for number, found in zip(chosen.tolist(), self._found(model, *attacked), strict=True):
                 outcomes[number] = replace(outcomes[number], **found)
         seconds = time.perf_counter() - started
-        parameter = next(model.parameters())
-        return Disruption(
-            described(self), tuple(outcomes), control, seconds, type(model).__name__,
-            str(parameter.device), str(parameter.dtype).removeprefix("torch."), task=question.task,
-        )  # fmt: skip
+        return disrupted(self, model, question.task, outcomes, control, seconds)
 
     def _found(
         self, model: Any, question: Question, units: Units, limits: Budget

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.data import Batch
-from keyhole.disrupt.disruption import Disruption, Outcome, described, joined
+from keyhole.disrupt.disruption import Disruption, Outcome, disrupted, joined
 from keyhole.disrupt.hack_attend import counts, untouched
 from keyhole.disrupt.judge import run_control
 from keyhole.disrupt.masked_queries import MaskedQueries
@@ -86,12 +86,8 @@ class ReleasedProgram:
             raise InputError("the released program attacks classifiers and multiple choice only")
         names = list(ids) or [str(number) for number in range(question.size)]
         rows = torch.arange(question.size, device=question.labels.device).split(1)
-        return joined(
-            [
-                self._attack(model, question.part(row), name)
-                for row, name in zip(rows, names, strict=True)
-            ]
-        )
+        alone = zip(map(question.part, rows), names, strict=True)
+        return joined([self._attack(model, each, name) for each, name in alone])
 
     def _attack(self, model: Any, question: Question, name: str) -> Disruption:
         started = time.perf_counter()
@@ -101,12 +97,8 @@ class ReleasedProgram:
         outcome = untouched(question, clean, 0, name, right)
         if right:
             outcome = _Program(self, model, question, units).attack(outcome)
-        parameter = next(model.parameters())
-        return Disruption(
-            described(self), (outcome,), control, time.perf_counter() - started,
-            type(model).__name__, str(parameter.device),
-            str(parameter.dtype).removeprefix("torch."), task=question.task,
-        )  # fmt: skip
+        seconds = time.perf_counter() - started
+        return disrupted(self, model, question.task, [outcome], control, seconds)
 
 
 class _Masks(Untouched):

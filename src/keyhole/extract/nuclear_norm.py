@@ -17,7 +17,6 @@ than `expected_queries`. A pair with a small vᵀδ keeps fewer digits; almost s
 
 from __future__ import annotations
 
-import importlib
 import math
 import warnings
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.errors import MissingExtra, expect_count, expect_number
+from keyhole.core.errors import expect_count, expect_number, optional
 from keyhole.extract.bilinear import BilinearForms, read_values
 from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.judge import Method
@@ -98,7 +97,4 @@ class NuclearNorm(Method):
 
 
 def _cvxpy() -> Any:
-    try:
-        return importlib.import_module("cvxpy")  # by name: it is optional and has no types
-    except ModuleNotFoundError as missing:
-        raise MissingExtra("NuclearNorm needs CVXPY, which is not installed", "convex") from missing
+    return optional("cvxpy", "NuclearNorm needs CVXPY, which is not installed", "convex")

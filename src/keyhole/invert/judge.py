@@ -52,13 +52,13 @@ def judge(problem: Problem, X: Tensor, *, unique: bool = False) -> Verdict:
     the Jacobian is not examined.
     """
     residual = residual_of(problem, X)
-    off = float((problem.output(X) - problem.B).abs().max())
     exact = residual <= ROUNDING
+    within = exact or bool((problem.output(X) - problem.B).abs().max() <= problem.tolerance)
     reason = f"residual {residual:.1e}"
     against, size = _against_known(problem, X), float(X.abs().max())
     if contradicts := against > ROUNDING * size:
         reason += f"; X contradicts the known entries, by up to {against:.1e}"
-    if contradicts or (not exact and not off <= problem.tolerance):
+    if contradicts or not within:
         nearly = residual <= NEARLY and not against > NEARLY * size
         status = Status.INEXACT if nearly else Status.UNSOLVED
         return Verdict(status, reason, residual, None)
@@ -66,7 +66,8 @@ def judge(problem: Problem, X: Tensor, *, unique: bool = False) -> Verdict:
     if not exact:
         reason += f", within the tolerance {problem.tolerance:.1e} of the output"
     if missing is None:
-        reason += f"; uniqueness not checked: {_unknowns(problem):,} unknowns are too many"
+        unknowns = int(problem.unknown.sum())
+        reason += f"; uniqueness not checked: {unknowns:,} unknowns are too many"
     elif missing:
         count = f"at least {missing:,}" if _too_large(problem) else missing
         reason += f"; {count} directions at X leave the output as it is: X is one of a family"
@@ -89,11 +90,15 @@ def _condition(problem: Problem, X: Tensor) -> tuple[float | None, int | None]:
     which is the least that it can be. It is None if there are as many equations: then nothing is
     known about it.
     """
-    unknowns = _unknowns(problem)
+    unknowns = int(problem.unknown.sum())
     if unknowns == 0:
         return 1.0, 0
     if _too_large(problem):
-        missing = unknowns - problem.length * _independent(problem)
+        independent = problem.outputs  # entries of a token's output
+        if not problem.residual:
+            values = problem.V.reshape(-1, problem.outputs)
+            independent = int(torch.linalg.matrix_rank(values, rtol=_SINGULAR))
+        missing = unknowns - problem.length * independent
         return None, missing if missing > 0 else None
     J = Equations.of(problem, X.device).jacobian(X.unsqueeze(0))[0]
     if problem.known is not None:
@@ -107,21 +112,6 @@ def _condition(problem: Problem, X: Tensor) -> tuple[float | None, int | None]:
 def _too_large(problem: Problem) -> bool:
     """Return whether the Jacobian is too large to be factorised."""
     return problem.length * problem.dim > DENSE
-
-
-def _unknowns(problem: Problem) -> int:
-    """Return how many entries of X are not known."""
-    if problem.known is None:
-        return problem.length * problem.dim
-    return int(problem.known.isnan().sum())
-
-
-def _independent(problem: Problem) -> int:
-    """Return how many entries of a token's output are independent: the rank of all values."""
-    if problem.residual:
-        return problem.outputs
-    values = problem.V.reshape(-1, problem.outputs)
-    return int(torch.linalg.matrix_rank(values, rtol=_SINGULAR))
 
 
 def distinct(inputs: list[Tensor]) -> list[Tensor]:

@@ -29,19 +29,16 @@ What is proved:
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import math
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from keyhole.core.errors import InputError, MissingExtra, expect_count, expect_number
+from keyhole.core.errors import InputError, expect_count, expect_number, optional
 from keyhole.core.result import FORMAT, restored
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.problem import Problem
@@ -107,7 +104,7 @@ def certify(
     expect_number("tolerance", tolerance, least=0)
     expect_count("bits", bits, least=64)
     flint()
-    unknowns = int(unknown(problem).sum())
+    unknowns = int(problem.unknown.sum())
     blank = Certificate(None, _unfit(problem, X), None, tolerance, None, unknowns, bits)
     certificate = blank if blank.reason else _attempt(problem, X, blank)
     return replace(certificate, seconds=time.perf_counter() - started)
@@ -137,7 +134,7 @@ def _unfit(problem: Problem, X: Tensor) -> str:
             "does not apply: with γ > 0 the solution minimises a sum and does not reproduce the "
             "output exactly; certify against the problem with γ = 0"
         )
-    free = unknown(problem).cpu()
+    free = problem.unknown.cpu()
     equations, unknowns = problem.B.numel(), int(free.sum())
     if equations != unknowns:
         kind = (
@@ -158,7 +155,7 @@ def _unfit(problem: Problem, X: Tensor) -> str:
 
 def _attempt(problem: Problem, X: Tensor, blank: Certificate) -> Certificate:
     J = Equations.of(problem, "cpu").jacobian(X.unsqueeze(0))[0]
-    J = J[:, unknown(problem).cpu().flatten()]
+    J = J[:, problem.unknown.cpu().flatten()]
     if not J.isfinite().all():
         return replace(blank, reason="does not apply: the layer overflows float64 at this X")
     Y, mix = _preconditioners(problem, J)
@@ -173,7 +170,7 @@ def _attempt(problem: Problem, X: Tensor, blank: Certificate) -> Certificate:
     )
     if not Y.isfinite().all():
         return replace(blank, reason=singular)
-    with precision(blank.bits):
+    with flint().ctx.workprec(blank.bits):
         test = _Krawczyk.at(problem, X, Y, mix)
         if not test.contraction(0.0)[1] < 1:
             return replace(blank, reason=singular)
@@ -301,25 +298,13 @@ def _largest(column: arb_mat) -> float:
 # test. The solutions are the same unless M is singular; then J is singular too, and there is no
 # certificate.
 #
-# All methods compute at the precision that the caller sets (`precision`).
+# All methods compute at the precision that the caller sets (flint's `workprec`).
 
 Rows = list[list["arb"]]
 
 
 def flint() -> Any:
-    try:
-        return importlib.import_module("flint")  # by name, because it is an optional extra
-    except ModuleNotFoundError as missing:
-        raise MissingExtra(
-            "certificates need python-flint, which is not installed", "proofs"
-        ) from missing
-
-
-@contextmanager
-def precision(bits: int) -> Generator[None]:
-    """Set Arb's working precision, which is global to the process, and restore it at the end."""
-    with flint().ctx.workprec(bits):
-        yield
+    return optional("flint", "certificates need python-flint, which is not installed", "proofs")
 
 
 def exact(matrix: Tensor) -> arb_mat:
@@ -375,7 +360,7 @@ class Balls:
         biases = None
         if u is not None:
             biases = [exact(bias).transpose() for bias in u.reshape(len(W), -1)]
-        free = unknown(problem).tolist()
+        free = problem.unknown.tolist()
         V = [values * M for values in V]
         return cls(W, V, B * M, M, biases, free, problem.causal, problem.residual)
 
@@ -466,13 +451,6 @@ class _Head:
     C: Rows
     queries: Rows
     keys: arb_mat
-
-
-def unknown(problem: Problem) -> Tensor:
-    """Return True for each unknown entry of X: (n, d)."""
-    if problem.known is None:
-        return problem.B.new_ones(problem.length, problem.dim).bool()
-    return problem.known.isnan()
 
 
 def _softmax(scores: list[arb]) -> list[arb]:

@@ -105,6 +105,13 @@ class Problem:
         return 1 if self.W.ndim == 2 else self.W.shape[0]
 
     @property
+    def unknown(self) -> Tensor:
+        """True for each entry of X that is not known: (n, d)."""
+        if self.known is None:
+            return self.B.new_ones(self.length, self.dim).bool()
+        return self.known.isnan()
+
+    @property
     def unbiased(self) -> Tensor:
         """B without the output bias."""
         return self.B if self.output_bias is None else self.B - self.output_bias

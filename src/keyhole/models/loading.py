@@ -38,7 +38,7 @@ import torch
 from rich.filesize import decimal
 from torch import Tensor, nn
 
-from keyhole.core.errors import InputError, MissingExtra, expect_among, first_line
+from keyhole.core.errors import InputError, expect_among, first_line, optional
 from keyhole.core.files import exists, expect_file, is_folder, unwritable
 from keyhole.core.machine import available, expect_device, expect_memory
 from keyhole.models.hooks import evaluating
@@ -111,10 +111,7 @@ class Loaded:
 
 def transformers() -> Any:
     """Return the transformers library; raise MissingExtra if it is not installed."""
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise MissingExtra("transformers is not installed", "models") from error
+    return optional("transformers", "transformers is not installed", "models")
 
 
 _lock = threading.RLock()  # a cluster's worker may have several threads, but memory for one model

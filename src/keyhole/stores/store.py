@@ -7,7 +7,6 @@ length of a `with` block. Stores are opened for reading only: no file or databas
 from __future__ import annotations
 
 import hashlib
-import importlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from keyhole.core.errors import InputError, MissingExtra
+from keyhole.core.errors import InputError, optional
 from keyhole.data import TEXT_COLUMNS
 
 TEXT_NAMES = (*TEXT_COLUMNS, "document", "content", "page_content", "chunk", "body")
@@ -136,12 +135,9 @@ class Kind:
 
 def library(module: str, package: str = "") -> Any:
     """Import the package that reads a kind of store, or raise an error that names the extra."""
-    try:
-        with warnings.catch_warnings():  # the package's own code may be outdated
-            warnings.simplefilter("ignore", DeprecationWarning)
-            return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingExtra(f"{package or module} is not installed", "stores") from error
+    with warnings.catch_warnings():  # the package's own code may be outdated
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return optional(module, f"{package or module} is not installed", "stores")
 
 
 def column_store(
