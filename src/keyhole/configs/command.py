@@ -1,4 +1,8 @@
-"""Command lines in configurations: their words, their environment, and who can reach them."""
+"""Command lines in configurations: their words, their environment, and who can reach them.
+
+`from_shell` takes the text of a script and returns its commands. A `Program` recognises itself in a
+command (`options`), and its rules look for settings there (`findings`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The results of a check: rules, findings with their lines, and files that could not be read."""
+"""The results of a check: rules, findings with their lines, and files that could not be read.
+
+registry.py reads each file (`read`), looks for rules in it, and returns everything as `Checked`.
+"""
 
 from __future__ import annotations
 

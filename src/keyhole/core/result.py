@@ -1,4 +1,8 @@
-"""The base of all results: a summary for people, and a JSON file that can be loaded again."""
+"""The base of all results: a summary for people, and a JSON file that can be loaded again.
+
+`Result.save` writes it and `load` reads it back. Files are not trusted: `restored` makes a
+dataclass of JSON data and checks the type of every field.
+"""
 
 from __future__ import annotations
 

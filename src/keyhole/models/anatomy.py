@@ -1,4 +1,8 @@
-"""The parts of a model as attacks use them; discovery.py finds them by running the model."""
+"""The parts of a model as attacks use them; discovery.py finds them by running the model.
+
+`anatomy(model)` takes any Hugging Face model and returns its blocks, attentions, token table, norms
+and rotations. So no attack has to know what a family of models calls them.
+"""
 
 from __future__ import annotations
 

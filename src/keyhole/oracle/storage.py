@@ -1,4 +1,8 @@
-"""Random targets of known weights, and their files (.safetensors)."""
+"""Random targets of known weights, and their files (.safetensors).
+
+`plant` makes a target, `save` writes it and `load` opens it as an oracle, so that an extraction can
+be compared with the truth. An extraction's own model is saved in the same form.
+"""
 
 from __future__ import annotations
 

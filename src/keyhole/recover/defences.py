@@ -34,7 +34,7 @@ from keyhole.recover.secrets import (
     unshielded,
     with_matrices,
 )
-from keyhole.recover.simulate import MAX_LENGTH, degrade, leak_of
+from keyhole.recover.simulate import MAX_LENGTH, degrade, leak_of, token_ids
 from keyhole.recover.texts import recover_texts
 
 DEFENCES = ("none", "permuted", "int8", "int4", *SECRETS)
@@ -84,10 +84,7 @@ def read_behind(
     target = Target.of(loaded.model, loaded.tokenizer)
     plain = [leak_of(loaded.model, loaded.tokenizer, text, exposure) for text in texts]
     max_length = min(MAX_LENGTH, target.parts.max_length)
-    truths = [
-        loaded.tokenizer(text, truncation=True, max_length=max_length)["input_ids"]
-        for text in texts
-    ]
+    truths = [token_ids(loaded.tokenizer, text, max_length) for text in texts]
     tried = LeakTried(defence, str(exposure), len(texts))
     try:
         leaks = [

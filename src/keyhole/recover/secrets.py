@@ -1,5 +1,9 @@
 """Secrets that hide a leak (rotated, shielded, cloaked), and how known texts give them away.
 
+`secrets_of` and `hidden_by` put a leak behind such a secret. `unrotated` and `unshielded` take
+texts whose plain leaks are known and return other leaks without it; `by_lengths` needs no known
+text.
+
 Rows that attention reads can be multiplied by a secret matrix if the weights are changed to match.
 So a cache or a store may hold secret rows without any change in the model's answers. For each
 matrix of rows X (n, k) of a leak (hidden states have one, keys and values one for each head), with

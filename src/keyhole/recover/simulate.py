@@ -59,11 +59,7 @@ def leak_of(
     exposure.block(parts)  # refuses a layer that the model does not have
     ids = text
     if isinstance(text, str):
-        max_length = min(max_length, parts.max_length)
-        given = opening(text, max_length)
-        ids = tokenizer(given, truncation=True, max_length=max_length)["input_ids"]
-        if ids == tokenizer("")["input_ids"]:  # at most special tokens
-            raise InputError(f"a text must have at least one token: {text[:40]!r}")
+        ids = token_ids(tokenizer, text, min(max_length, parts.max_length))
     if not ids:
         raise InputError("a text must have at least one token")
     with torch.no_grad():
@@ -79,6 +75,15 @@ def leak_of(
     else:
         about["layer"] = exposure.layer
     return TYPES[exposure.kind](**tensors, **about)
+
+
+def token_ids(tokenizer: Any, text: str, max_length: int) -> list[int]:
+    """Return the ids of a text, cut off after `max_length` tokens."""
+    given = opening(text, max_length)
+    ids = tokenizer(given, truncation=True, max_length=max_length)["input_ids"]
+    if ids == tokenizer("")["input_ids"]:  # at most special tokens
+        raise InputError(f"a text must have at least one token: {text[:40]!r}")
+    return ids
 
 
 def degrade(

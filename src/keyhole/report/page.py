@@ -1,4 +1,8 @@
-"""An audit as one HTML page, which needs no network and can be read without its script."""
+"""An audit as one HTML page, which needs no network and can be read without its script.
+
+`render` takes an audit, or an assessment of one, and returns the page. What it draws is computed
+here; templates/page.html puts it together.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Recovered texts as a page shows them, and a table of how many were read, by length."""
+"""Recovered texts as a page shows them, and a table of how many were read, by length.
+
+Both are made of the `Readings` of a finding, for the page and the terminal.
+"""
 
 from __future__ import annotations
 

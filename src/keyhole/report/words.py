@@ -1,4 +1,7 @@
-"""Words and figures that several formats of the report share."""
+"""Words and figures that several formats of the report share.
+
+Findings and exposures hold fields alone: the words for them are made here.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Vectors in databases and on servers.
 
-Chroma, Qdrant's local mode, LanceDB, Milvus, Weaviate, PostgreSQL; servers of embeddings.
+Chroma, Qdrant's local mode, LanceDB, Milvus, Weaviate, PostgreSQL; servers of embeddings. Each
+`open_…` function takes a `Place` and yields a `Store` (store.py).
 """
 
 from __future__ import annotations

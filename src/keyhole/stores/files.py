@@ -1,4 +1,7 @@
-"""Vectors in files: NumPy arrays, JSON lines, Parquet, and indices of FAISS."""
+"""Vectors in files: NumPy arrays, JSON lines, Parquet, and indices of FAISS.
+
+Each `open_…` function takes a `Place` and yields a `Store` (store.py).
+"""
 
 from __future__ import annotations
 

@@ -116,10 +116,9 @@ def test_layers_with_a_window_come_after_the_others(tmp_path):
     parts = anatomy(model)
     model.config.layer_types[:] = ["sliding_attention", "full_attention", "sliding_attention"]
     first = {name: float(rows[0, 0]) for name, rows in arrays_of_slot(slot).items() if "g" in name}
-    assert {(role_of(name, parts).layer, role_of(name, parts).part): number
-            for name, number in first.items()} == {
-        (0, "keys"): 10, (1, "keys"): 0, (2, "keys"): 11,
-        (0, "values"): 12, (1, "values"): 1, (2, "values"): 13,
+    assert {role_of(name, parts)[1:]: number for name, number in first.items()} == {
+        (0, "paired"): 10, (1, "paired"): 0, (2, "paired"): 11,
+        (0, "rows"): 12, (1, "rows"): 1, (2, "rows"): 13,
     }  # fmt: skip
 
 

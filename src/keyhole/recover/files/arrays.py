@@ -1,5 +1,7 @@
 """Files of arrays from any program, read as tensors by name.
 
+`read_dump` takes a file's name and returns its arrays and metadata. Nothing in a file is run.
+
 The first bytes of a file show its format, whatever its name. Nested lists and dictionaries are
 flattened: `hidden_states.3`, `past_key_values.layers.0.keys`, `0.1`.
 """

@@ -1,5 +1,8 @@
 """The leaks in files and folders of files: Keyhole's own, and one for each text in those of others.
 
+`read_sources` takes files, folders, leaks or arrays; `opened_by` takes the model as well, and
+returns a leak for each text (`Opened`), which attacks can read.
+
 A file that Keyhole wrote says what it is. Files of other programs are read as arrays (arrays.py),
 and only with the model can it be found what they are (readings.py). Of several exposures in one
 file, the lowest layer is taken, which is nearest to the text. Where the layer or the order of axes

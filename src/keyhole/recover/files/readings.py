@@ -1,5 +1,8 @@
 """Every possible reading of a file's arrays, by their names or else by their shapes.
 
+`readings_of` takes arrays by name and the model's anatomy, and returns for every reading the kind,
+the layer and the tensors, in the form that leaks have (`Section`). contents.py chooses among them.
+
 The names are known of the outputs of
 
 - transformers: `hidden_states.3`, `last_hidden_state`, `attentions.0`, `logits`,
@@ -362,21 +365,6 @@ def _rotated(keys: Tensor, by: int, parts: Anatomy) -> Tensor:
     return parts.rotated(0, keys.to(parts.device), positions).cpu()
 
 
-@dataclass(frozen=True)
-class Role:
-    """What an array is: the `part` of the exposure `kind` of `layer`.
-
-    With `positions_first`, its axes are (texts, positions, heads, numbers). If `paired`, the two
-    numbers of each rotated plane may be neighbours, as llama.cpp stores them for some models.
-    """
-
-    kind: str
-    layer: int
-    part: str = "values"
-    positions_first: bool = False
-    paired: bool = False
-
-
 # Pattern, kind, form, and whether the state is that before the block or after it. The form:
 #
 # | form | the array is |
@@ -410,11 +398,16 @@ _PATTERNS: tuple[tuple[str, str, str, int], ...] = (
 _FINAL = re.compile(r"(?:^|\.)(last_hidden_state|logits)$")
 
 
-def role_of(name: str, parts: Anatomy) -> Role | None:
-    """Return what an array of that name is, or None if the name is unknown."""
+_KEYS = ("keys", "rotated", "raw", "paired")  # the forms that are keys
+_POSITIONS_FIRST = ("rotated", "raw", "paired", "rows")
+
+
+def role_of(name: str, parts: Anatomy) -> tuple[str, int, str] | None:
+    """Return the kind, the layer and the form of an array by its name; None if it is unknown."""
     final = _FINAL.search(name)
     if final is not None:
-        return Role("logits", 0) if final[1] == "logits" else Role("hidden", parts.layers)
+        kind, layer = ("logits", 0) if final[1] == "logits" else ("hidden", parts.layers)
+        return kind, layer, "values"
     for pattern, kind, form, side in _PATTERNS:
         match = re.search(pattern, name)
         if match is None:
@@ -426,46 +419,35 @@ def role_of(name: str, parts: Anatomy) -> Role | None:
             if number >= len(layers):
                 return None
             number = layers[number]
-        return _role(kind, form, number + side, parts)
+        number += side  # of the block, from 1
+        # The final norm follows the last block of a causal model.
+        before_norm = form == "after" and parts.causal and number == parts.layers
+        if before_norm or (form == "raw" and parts.rotary):
+            return None
+        return kind, number - (kind == "kv" and parts.causal), form
     return None
-
-
-def _role(kind: str, form: str, number: int, parts: Anatomy) -> Role | None:
-    """Return the role of an array in a form of `_PATTERNS`, made by block `number` (from 1)."""
-    if form == "raw" and parts.rotary:
-        return None
-    if form == "after":  # the final norm follows the last block of a causal model
-        return None if parts.causal and number == parts.layers else Role(kind, number)
-    if kind != "kv":
-        return Role(kind, number, form)
-    return Role(
-        kind,
-        layer=number - parts.causal,
-        part="values" if form in ("values", "rows") else "keys",
-        positions_first=form not in ("keys", "values"),
-        paired=form == "paired",
-    )
 
 
 def sections_by_name(arrays: Mapping[str, Tensor], parts: Anatomy) -> list[Section]:
     """Return the arrays with known names, as a section for each kind and layer."""
-    chosen: dict[tuple[str, int], dict[str, tuple[str, Role]]] = {}
+    chosen: dict[tuple[str, int], dict[str, tuple[str, str]]] = {}  # by part, the name and the form
     for name, tensor in arrays.items():
         role = role_of(name, parts) if tensor.is_floating_point() else None
         if role is not None:
-            chosen.setdefault((role.kind, role.layer), {})[role.part] = (name, role)
+            part = "keys" if role[2] in _KEYS else "values"
+            chosen.setdefault(role[:2], {})[part] = (name, role[2])
     sections: list[Section] = []
-    name, first = chosen.get(("kv", 0), {}).get("keys", ("", None))
+    name, form = chosen.get(("kv", 0), {}).get("keys", ("", ""))
     ids = arrays.get("input_ids")
-    paired = first is not None and first.paired
-    paired = paired and ids is not None and _interleaved(arrays[name], ids, parts)
+    paired = form == "paired" and ids is not None and _interleaved(arrays[name], ids, parts)
     for (kind, layer), taken in chosen.items():
         if kind == "kv" and len(taken) < 2:  # no attack reads keys or values alone
             continue
         tensors: dict[str, Tensor] = {}
-        for part, (name, role) in taken.items():
-            whole = _batched(kind, arrays[name], parts, positions_first=role.positions_first)
-            tensors[part] = _unpaired(whole) if role.paired and paired else whole
+        for part, (name, form) in taken.items():
+            first = form in _POSITIONS_FIRST
+            whole = _batched(kind, arrays[name], parts, positions_first=first)
+            tensors[part] = _unpaired(whole) if form == "paired" and paired else whole
         shapes = {tuple(tensor.shape) for tensor in tensors.values()}
         if len(shapes) > 1:
             words = " and ".join(map(str, shapes))

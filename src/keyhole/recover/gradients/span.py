@@ -1,5 +1,9 @@
 """The span of a layer's inputs, from the gradient of its weights (DAGER, arXiv 2405.15586).
 
+`span_of` takes the gradient of a layer's weights and returns the span of what went into the layer;
+`tokens_in` returns the tokens whose inputs lie in it, for each position. text_search.py makes texts
+of them.
+
 For Y = X Wᵀ the gradient of W is (∂L/∂Y)ᵀ X = Σ_i δ_i x_iᵀ: its rows are linear combinations of the
 inputs x_i. If there are fewer inputs than the layer is wide, and the δ_i are linearly independent,
 the row space is the span of the inputs: inputs lie in it, and other vectors almost surely do not.

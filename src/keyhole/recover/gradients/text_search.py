@@ -1,5 +1,8 @@
 """The texts of a batch, formed of the tokens that may stand at each position and tested by spans.
 
+`DecoderTexts` and `EncoderTexts` take these tokens and the span of the second attention's inputs
+(span.py), and yield the ids of texts, the surest first.
+
 **A causal model** (`DecoderTexts`; DAGER, arXiv 2405.15586). What the second attention receives at
 position t depends only on the tokens up to t, so a prefix lies in the span of its gradient exactly
 if some text of the batch begins with it. All prefixes are extended side by side by all tokens of

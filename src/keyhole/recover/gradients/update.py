@@ -1,5 +1,8 @@
 """The update that a client makes of a batch of texts, and the judge that makes it again.
 
+`update_of` takes a model and a batch, and returns what a client hands over (`Update`). `judge`
+takes an update and a recovered batch, and returns a `Verdict` for each text.
+
 An update holds one tensor for each parameter that the client hands over: the gradient of its loss
 or, after several local steps, the difference of its weights. The protocol of the exchange is
 public, so the update states it; it has no field for the texts.
@@ -25,7 +28,7 @@ from torch.nn.functional import cross_entropy
 from keyhole.core import Status
 from keyhole.core.errors import InputError, expect_among, expect_count, expect_number
 from keyhole.core.files import parse, read_tensors, write_tensors
-from keyhole.data import NO_LABEL, Example, opening
+from keyhole.data import NO_LABEL, Example
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import head_of, identity
 from keyhole.recover.attack import Target
@@ -33,6 +36,7 @@ from keyhole.recover.layers.judge import duplicated
 from keyhole.recover.layers.precision import rounding_of
 from keyhole.recover.leaks import FORMAT
 from keyhole.recover.recovery import Mark, Verdict, verifying_margin
+from keyhole.recover.simulate import token_ids
 
 KIND = "gradient"
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -233,13 +237,7 @@ class Batch:
 
 def batch_of(model: Any, tokenizer: Any, examples: Sequence[Example], max_length: int) -> Batch:
     """Tokenize texts; those without a class get the model's own answer."""
-    texts: list[tuple[int, ...]] = []
-    for example in examples:
-        given = opening(example.text, max_length)
-        ids = tokenizer(given, truncation=True, max_length=max_length)["input_ids"]
-        if ids == tokenizer("")["input_ids"]:
-            raise InputError(f"a text must have at least one token: {example.text[:40]!r}")
-        texts.append(tuple(ids))
+    texts = [tuple(token_ids(tokenizer, example.text, max_length)) for example in examples]
     if task_for(model) == "causal":
         if min(map(len, texts), default=2) < 2:
             raise InputError("texts must have two tokens or more: the second is predicted")

@@ -1,5 +1,8 @@
 """Read the first layer of a mixed cache, in a model with rotary positions: whole blocks at once.
 
+`Reader` takes the blocks and the rows of all tokens (`Table`), and returns tokens by position;
+`ordered` does so where keys are rounded too far for single tokens.
+
 The equations are those of mixed.py. A side is the keys, or the values, of one head; its map is M,
 and in every block a secret row A hides one place from it (block_spans.py). The rows of every token
 are known beforehand, so each can be tried at each place of a block. From tokens that are known,

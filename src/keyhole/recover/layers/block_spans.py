@@ -1,5 +1,9 @@
 """The blocks of a mixed cache: their spans, the secret map from known tokens, and what fits.
 
+`Blocks.cut` takes a `MixedCache`, `solved` finds each head's secret map from the rows of known
+tokens, and `fit` says how well the rows of other tokens lie in a block. mixed.py and
+block_reader.py read texts with these.
+
 The equations are those of mixed.py: x M W = 0 for the rows x of a block's tokens, with W the
 projection on what is outside of the span of its stored rows. A side is the keys, or the values, of
 one head: each has its own secret M, and its own place in every block that the secret row A hides.

@@ -1,5 +1,8 @@
 """Read text from what a causal decoder exposes at any layer, left to right, exactly.
 
+`DecoderStates` takes the model and a row of numbers for each position (hidden states, keys and
+values, attention outputs), and proposes token ids. Where no token fits, the proposal says so.
+
 This is the idea of SipIt (*Language Models are Injective and Hence Invertible*, arXiv 2510.15511).
 Position t depends on tokens ≤ t only. So after the true prefix the right token reproduces what
 leaked at t, and is recognised at once. The cost is linear in the length. Departures:

@@ -1,5 +1,8 @@
 """Read text from hidden states of a bidirectional encoder, at any layer.
 
+`EncoderStates` takes the model and a row of numbers for each position, and proposes token ids. The
+state of a token depends on the whole text, so tokens cannot be found one after the other.
+
 The plain way is to minimise ‖f_ℓ(e) − h‖² over the input embeddings e by L-BFGS, to take the
 nearest tokens ("snap") and to verify them. This attack starts with cheaper steps:
 

@@ -1,5 +1,8 @@
 """Learn a linear map from hidden states back to token embeddings, from the weights alone.
 
+Searches of encoders need a start: `inverse_map` takes the model and a leak, `InverseMap.estimate`
+returns an embedding for each row, and `TokenTable` the tokens nearest to it.
+
 The attacker holds the weights, and so can run texts through the model. Ridge regression over their
 positions gives
 

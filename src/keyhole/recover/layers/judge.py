@@ -1,5 +1,8 @@
 """Judge texts that were read from rows of positions: run the model and compare with the leak.
 
+`judge_rows` takes the model, a leak and the ids that an attack proposes, and returns a `Verdict`
+with a mark for every token. No attack decides by itself that it is right.
+
 A recovered text counts only if the model, run on it, reproduces the leak within the leak's own
 precision (precision.py). Each position is tested: a wrong token fails at its own position, another
 model or layer at all of them.

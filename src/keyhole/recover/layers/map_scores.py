@@ -1,5 +1,8 @@
 """Log-probabilities of attention maps, their errors, and how well a candidate token explains them.
 
+`LogMaps` takes the leaked maps, `Anchors` the known tokens, and `Questions.misfit` returns how
+badly candidates at each position explain the maps. maps.py chooses tokens by that.
+
 A map is the softmax over keys of `s_h(i, j) = q_h(x_i)·k_h(x_j) / √k`. So a row of
 log-probabilities is the row of scores up to a constant. Given some known tokens (the anchors), a
 candidate at position j is measured in two ways. As a key, by every anchor's row; the constant of a

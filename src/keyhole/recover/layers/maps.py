@@ -1,5 +1,7 @@
 """Read text from the attention maps of one layer of an encoder.
 
+`EncoderMaps` takes the model and the probabilities (heads, n, n), and proposes token ids.
+
 Log-ratios of the probabilities give q_h(x_i)·(k_h(x_j) − k_h(x_k)) for every head. At layer 1 the
 special tokens are known, so each unknown token has three linear measurements per head (as key to
 [CLS], as key to [SEP], as query over both). The 3H numbers are looked up in the vocabulary.

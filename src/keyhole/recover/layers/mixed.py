@@ -1,6 +1,8 @@
 """Read text from a KV cache whose tokens are mixed within blocks by a secret (KV-Cloak).
 
-`MixedKeys` takes a `MixedCache` and proposes token ids, which `judge_mixed` verifies or not.
+`MixedKeys` takes the stored keys and values of one layer (`MixedCache`) and the model, and perhaps
+the first tokens of the text. It proposes token ids, which `judge_mixed` verifies. So whoever gets
+such a cache has the text: the secret is no encryption.
 
 *Shadow in the Cache* (NDSS 2026, arXiv 2508.09442; code SiO-2/kvcloak) stores, for each layer, head
 and block of b positions, of keys and of values alike,

@@ -1,5 +1,8 @@
 """Order the vocabulary by how likely each token is at a position, from what leaked there.
 
+A left-to-right search tries tokens until one fits (decoder.py). `fit` takes the model and the kind
+of leak, and `Orderings.first` returns the tokens to try first for a leaked row.
+
 The attacker has the weights. Running each token alone through the first block gives a table `z_v`,
 and running random texts through the model gives rows `h` as they would leak. With these the
 attacker fits

@@ -1,5 +1,9 @@
 """Infer how exact a leak is from its own numbers, and compare a text's numbers with it.
 
+`precision_of` takes a leak and returns the error of each number; `compare` takes what the model
+gives for a text and says where it agrees with the leak within that error. Searches end by it, and
+judges decide by it.
+
 A leaked number is y = f + ε. Rounding puts y on a grid: bfloat16 and float16 have few bits of
 mantissa, integers have one step for each row (int8 with a scale for each token, decimals, …). Then
 ε is uniform over a step, with variance step²/12. Noise leaves no trace in y: it shows only in y − f

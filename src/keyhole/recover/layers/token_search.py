@@ -1,5 +1,8 @@
 """Search a text by relaxing it to embeddings, for leaks that no closed form reads.
 
+`TokenSearch` takes the model and a leak, such as attention maps of a deeper layer, and proposes
+token ids.
+
 A leak such as the maps of one layer holds fewer numbers than the embeddings, so the prior decides.
 The search minimises over `a` in `e = mean + a·factor`, with a standard normal prior on `a` (L-BFGS,
 one forward and one backward pass a step), from `a = 0`. At first mean and factor are those of the

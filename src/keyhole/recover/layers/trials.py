@@ -1,5 +1,8 @@
 """Improve texts by trying other tokens: four searches that only run the model.
 
+Each takes a text that is partly right and candidates for its tokens, and returns the best text that
+it tried (`Tried`). encoder.py and token_search.py end with them.
+
 - `substitute` tries one position at a time. Each candidate at each position is put into the present
   text. Then the best candidates of all positions are put in one after another, the best first, and
   the number of them with the least loss is kept.

@@ -1,5 +1,8 @@
 """Read text from hidden states in random order.
 
+Both attacks take the model and rows whose order did not leak, and propose token ids in the order of
+the text.
+
 **An encoder** (`UnorderedStates`). A row identifies its token in any order, and partly its
 position. The attacker runs random texts through the model. With μ_p the mean of the rows at
 position p, and C the covariance of rows around the mean of their position, a row h is at p with
