@@ -10,7 +10,7 @@ import torch
 
 import tiny_architectures as zoo
 from keyhole.core.errors import InputError
-from keyhole.models.masking import NAME, Untouched, rewriting, sites_of
+from keyhole.models.masking import NAME, Untouched, rewriting
 
 SINKS = "gpt_oss"
 
@@ -18,6 +18,13 @@ SINKS = "gpt_oss"
 @pytest.fixture(scope="module", params=[*zoo.SIXTEEN, SINKS])
 def case(request):
     return request.param, zoo.model(request.param), zoo.inputs(request.param)
+
+
+def sites_of(model, **inputs):
+    """The sites of one forward pass with their shapes."""
+    with rewriting(model, Untouched()) as sites, torch.no_grad():
+        model(**inputs)
+    return sites.calls
 
 
 class Seen(Untouched):

@@ -36,7 +36,7 @@ from keyhole.core.progress import Track
 from keyhole.extract.output_layer import OutputLayer
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import ARITHMETICS, EIGHT_BITS, capture
-from keyhole.models.capture import Exposure as ModelExposure
+from keyhole.models.capture import Exposure as Captured
 from keyhole.models.loading import Loaded, head_of
 from keyhole.oracle.completions import ROUTES as COMPLETIONS
 from keyhole.oracle.completions import Completions
@@ -47,7 +47,7 @@ from keyhole.oracle.probe import CACHE, LOGPROBS, STATES, VECTOR, Answered, Rout
 from keyhole.oracle.protocol import Counted, OracleError
 from keyhole.oracle.vector_prompts import FORMS, VectorPrompts
 from keyhole.recover import HiddenStates, Logits, recover_text
-from keyhole.recover.attack import Target as TextTarget
+from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.embeddings.final_state import final_states
 from keyhole.recover.files.contents import as_served, served_noise
 from keyhole.recover.leaks import Leak
@@ -218,7 +218,7 @@ class ServerTarget(Part):
             leak: Leak = HiddenStates(torch.tensor(answered.content), parts.layers)
             arithmetic = nullcontext()
             if route.arithmetic:
-                target = TextTarget.of(loaded.model, loaded.tokenizer)
+                target = Attacked.of(loaded.model, loaded.tokenizer)
                 # The leak states the server's rounding as noise, which the judge allows for. Where
                 # that was measured to help, our model also rounds in the same way.
                 leak = replace(leak, noise=served_noise(target, leak, route.arithmetic))
@@ -328,8 +328,8 @@ def _compare_state(
         state = final_states(model, Logits(values, log_probabilities=True))[0]
     except Unsuccessful as end:
         return end.status, end.reason, None
-    target = TextTarget.of(model, loaded.tokenizer)
-    top = ModelExposure("hidden", target.parts.layers)
+    target = Attacked.of(model, loaded.tokenizer)
+    top = Captured("hidden", target.parts.layers)
     ids = torch.tensor([loaded.tokenizer(text)["input_ids"]], device=target.parts.device)
     with torch.no_grad():
         own = capture(model, top, ids=ids)["values"][0, -1].double().cpu()

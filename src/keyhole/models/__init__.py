@@ -3,9 +3,9 @@
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import Exposure, capture
 from keyhole.models.loading import Loaded, identity, load_model
-from keyhole.models.masking import Site, Sites, Untouched, rewriting, sites_of
+from keyhole.models.masking import Site, Sites, Untouched, rewriting
 
 __all__ = [
     "Anatomy", "Exposure", "Loaded", "Site", "Sites", "Untouched", "anatomy", "capture",
-    "identity", "load_model", "rewriting", "sites_of",
+    "identity", "load_model", "rewriting",
 ]  # fmt: skip

@@ -76,8 +76,11 @@ def sub_layer(
     raise InputError(f"the attention of {parts.family} adds something that is not read here")
 
 
-def block(model: nn.Module, layer: int, *, every_token: bool = False) -> Block:
-    """Return block `layer`, counted from 0: attention, feed-forward layer, norms, residuals."""
+def block(model: nn.Module, layer: int) -> Block:
+    """Return block `layer`, counted from 0: attention, feed-forward layer, norms, residuals.
+
+    It answers with the state of the last token.
+    """
     parts = anatomy(model)
     attention, norms = sub_layer(model, layer), _norms(parts, layer)
     activation = _NAMES.get(str(getattr(parts.base.config, "hidden_act", "")))
@@ -92,7 +95,7 @@ def block(model: nn.Module, layer: int, *, every_token: bool = False) -> Block:
     for order in permutations(maps[:-1]):
         made = _assembled(attention, norms, [*order, maps[-1]], activation, pre_norm)
         if _agrees(model, parts, layer, made, Exposure("hidden", layer + 1), tokens=8):
-            return replace(made, every_token=every_token)
+            return replace(made, every_token=False)
     raise InputError(
         f"block {layer} of {parts.family} is more than attention, a feed-forward layer and two "
         "norms: it cannot be read"

@@ -130,13 +130,6 @@ def rewriting(model: nn.Module, rewrite: Untouched) -> Generator[Sites]:
                 _ACTIVE.pop(module, None)
 
 
-def sites_of(model: nn.Module, **inputs: Any) -> list[tuple[Site, torch.Size]]:
-    """Return the sites of one forward pass with their shapes."""
-    with rewriting(model, Untouched()) as sites, torch.no_grad():
-        model(**inputs)
-    return sites.calls
-
-
 # The forward passes of a model, in which attention calls are numbered
 
 
