@@ -58,7 +58,6 @@ EXPOSURES: dict[tuple[str, ...], str] = {
     ("KH-TEXT-KEYS-AND-VALUES", "", "shielded"): "keys and values{of_layer}, by KV-Shield",
     ("KH-TEXT-KEYS-AND-VALUES", "", "cloaked"): "keys and values{of_layer}, by KV-Cloak",
     ("KH-TEXT-KEYS-AND-VALUES", "", "mixed"): "keys and values{of_layer}, mixed",
-    ("KH-TEXT-KEYS-AND-VALUES", "", "encrypted"): "keys and values{of_layer}, encrypted",
     ("KH-TEXT-KEYS-AND-VALUES", "route"): "cache files: {name}",
     ("KH-TEXT-KEYS-AND-VALUES", "file"): "keys and values{of_layer} in {name}",
     ("KH-TEXT-ATTENTION-MAPS", ""): "attention maps{of_layer}",

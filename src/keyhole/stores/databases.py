@@ -400,10 +400,9 @@ _TEXTS = ("text", "varchar", "bpchar")
 @contextmanager
 def open_postgres(place: Place) -> Generator[Store]:
     psycopg = library("psycopg")
-    parts = urlsplit(place.path)
     driver = {name: value for name, value in place.options.items() if name not in _OPTIONS}
     address = f"{place.path}?{urlencode({'connect_timeout': _TIMEOUT, **driver})}"
-    public = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+    public = without_password(place.path)
     try:
         with psycopg.connect(address) as connection:
             connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ

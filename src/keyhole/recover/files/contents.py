@@ -183,12 +183,12 @@ def _verified(dump: Dump, target: Target, expose: Exposure | None) -> list[Opene
     chosen = [
         (section, reading) for reading in readings for section in _chosen(reading, target, expose)
     ]
-    padded_before = mask is not None and bool((mask[:, :1] == 0).any())
+    # Whether padding before a text counts in its positions is not known.
+    ways = (False, True) if mask is not None and bool((mask[:, :1] == 0).any()) else (False,)
     made = [
         (_texts(section, mask, ids, counted), reading, counted)
         for section, reading in chosen
-        # Whether padding before a text counts in its positions is not known.
-        for counted in (False, True)[: 1 + (padded_before and section.kind not in _PER_TEXT)]
+        for counted in (ways if section.kind not in _PER_TEXT else (False,))
     ]
     if len(made) == 1:
         return made[0][0]
