@@ -115,24 +115,28 @@ class Reader:
         return [self.table.rows(side, tokens, places) for side in self.blocks.sides]
 
     def shortlist(self, number: int) -> Tensor:
-        """Return the tokens (c,) that block `number` may hold, by their values, in any place.
-
-        A head may hide a token, so the head where it fits worst does not count.
-        """
+        """Return the tokens (c,) that block `number` may hold, by their values, in any place."""
 
         def nearest(values: Tensor, count: int, turn: Tensor | None) -> Tensor:
-            misfits = torch.stack([
-                found.misfits(side, values[side.head], number, turn)
-                for side, found in self.blocks.pairs
-                if not side.keys
-            ])  # fmt: skip
-            total = misfits.sum(0) - (misfits.amax(0) if len(misfits) > 1 else 0.0)
+            total = self.by_values(values, number, turn)
             return total.topk(min(count, len(total)), largest=False).indices
 
         values, count = self.table.values, SHORTLIST * self.blocks.size
         no_turn = torch.eye(values.shape[2], dtype=torch.float64)  # with it, `misfits` estimates
         tokens = nearest(values, max(count, _COMPARED), no_turn)
         return tokens[nearest(values[:, tokens], count, None)]
+
+    def by_values(self, values: Tensor, number: int, turn: Tensor | None = None) -> Tensor:
+        """Return how badly tokens fit (c,) by their values (heads, c, d) in block `number`.
+
+        A head may hide a token, so the head where it fits worst does not count.
+        """
+        misfits = torch.stack([
+            found.misfits(side, values[side.head], number, turn)
+            for side, found in self.blocks.pairs
+            if not side.keys
+        ])  # fmt: skip
+        return misfits.sum(0) - (misfits.amax(0) if len(misfits) > 1 else 0.0)
 
     def fit(self, tokens: Tensor, places: Sequence[int]) -> TokenFit:
         """Return how well each of tokens (c,) fits at each of places (p,) of one block."""
@@ -437,16 +441,11 @@ class BlockOrders:
 
     def inside(self) -> Tensor:
         """Return the tokens (c,) that the block holds, by their values."""
-        blocks, table = self.reader.blocks, self.reader.table
-        near = self.reader.shortlist(self.number)
-        pairs = [(side, found) for side, found in blocks.pairs if not side.keys]
-        misfits = torch.stack([
-            found.misfits(side, table.values[side.head, near], self.number) for side, found in pairs
-        ])  # fmt: skip
-        count = max(1, len(pairs) - 1)  # all heads but the worst, as in `shortlist`
-        total = (misfits.sum(0) - (misfits.amax(0) if len(pairs) > 1 else 0.0)) / count
-        free = count * min(float(side.free[self.number]) for side, _ in pairs)
-        return near[total <= accepted(free, blocks.level)]
+        blocks, near = self.reader.blocks, self.reader.shortlist(self.number)
+        free = [float(side.free[self.number]) for side, _ in blocks.pairs if not side.keys]
+        count = max(1, len(free) - 1)  # heads that are compared: all but the worst
+        misfits = self.reader.by_values(self.reader.table.values[:, near], self.number) / count
+        return near[misfits <= accepted(count * min(free), blocks.level)]
 
     def found(self, known: Tensor, last: bool) -> Order | None:
         """Return the block's tokens in their order; some first ones may be known.

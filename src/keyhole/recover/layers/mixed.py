@@ -274,8 +274,8 @@ def _verdict(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[i
     if blocks.coarse and first_and_rotary(target, blocks.leak):
         reader = Reader(Table.of(target), blocks)
         by_order, ends = _in_order(reader, ids)
-        kept = [side in blocks.fine().sides for side in blocks.sides]
-        blocks, rows = blocks.fine(), [row for row, fine in zip(rows, kept, strict=True) if fine]
+        fine, pairs = blocks.fine(), zip(rows, blocks.sides, strict=True)
+        blocks, rows = fine, [row for row, side in pairs if side in fine.sides]
     margins, fitting, left = _margins(target, blocks, rows, ids, reader)
     if reader is None:
         ends = _ends(target, blocks, rows, ids)
