@@ -1,5 +1,7 @@
 """Commands that containers, units and pipelines start.
 
+Each `in_…` function takes the text or the nodes of a file and yields its commands (command.py).
+
 These are Compose files, Kubernetes manifests, tasks of ECS and pipelines in YAML and JSON, and
 Dockerfiles, units of systemd and units of Podman.
 """

@@ -1,5 +1,7 @@
 """Containers that Helm charts make of their values, also as Argo CD and Flux hold them.
 
+`in_helm` takes a file of values and yields the commands that its containers would run (command.py).
+
 A chart joins the values of several files, so what is missing in one may be in another. A server
 counts as reached by others only if the file publishes it (a load balancer, a port of the node, an
 ingress). An API key counts as missing only if the file names neither a key nor a secret.

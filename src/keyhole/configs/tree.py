@@ -1,5 +1,7 @@
 """YAML and JSON as a tree of texts with line numbers.
 
+`documents` takes the text of a file and returns its nodes, in which rules look for settings.
+
 No Python object is constructed from the file, and the depth is bounded: PyYAML recurses without a
 limit, so a few thousand brackets would end the process. An alias leads to the node it names, never
 to a copy.

@@ -1,5 +1,7 @@
 """A runner for tasks, in this process, in processes of our own, or on a Dask cluster.
 
+`Runner.add` takes tasks, and `run` yields each as `Done` with its value or its exception.
+
 A worker is a process, or a worker of a Dask cluster, which may come and go. It runs one task at a
 time. Tasks start in order, and may be added while others run.
 

@@ -1,5 +1,8 @@
 """Log-probabilities of next tokens from a server's completions, asked for by token ids.
 
+`Completions.at(address)` is an oracle of such answers, for attacks on a language model's last
+layer.
+
     POST /completion       llama.cpp's own form: `n_probs` sets how many, without a cap
     POST /v1/completions   OpenAI's form, as llama.cpp and vLLM speak it: `logprobs` sets how many
 

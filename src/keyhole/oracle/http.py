@@ -1,5 +1,7 @@
 """A client for JSON over HTTP that does not trust the server.
 
+`Http.ask` takes an address and a JSON body, and returns what the server answers, parsed.
+
 Whatever a server sends (gigabytes, zip bombs, garbage, nothing, one byte a minute), a request ends
 in an answer or in a one-line error, within the memory and time that `Limits` states. Redirects are
 not followed. Secrets that were sent are removed from all that the server sends.

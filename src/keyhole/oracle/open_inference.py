@@ -1,5 +1,9 @@
 """Oracles, and endpoints of texts, on servers that speak the Open Inference Protocol v2.
 
+`OpenInference` takes the address of a server and the name of a model, and is an oracle
+(protocol.py): sequences of vectors in, answers out. `TextEndpoint` takes texts or token ids
+instead.
+
 MLServer, Triton, KServe and OpenVINO do. Questions are sent as JSON numbers, which hold a float64
 exactly; if the server states a shorter format, they are rounded to it. A long batch is split into
 requests, several of which are under way at a time, on connections that are kept open.

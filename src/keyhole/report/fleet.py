@@ -1,4 +1,7 @@
-"""The audits of a fleet as a page, a table and files, with the worst target first."""
+"""The audits of a fleet as a page, a table and files, with the worst target first.
+
+All take a `FleetAssessment`; `render_fleet` and `fleet_table` also take the audits alone.
+"""
 
 from __future__ import annotations
 

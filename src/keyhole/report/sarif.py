@@ -1,5 +1,7 @@
 """An audit as SARIF 2.1.0, the format of code scanning.
 
+`render` takes an assessment and returns the file; `run` is the same for one target of a fleet.
+
 `render` is complete, as the standard intends. It also has what was kept (kind `pass`), what could
 not be checked (`open`), what was not tried (`notApplicable`), what a policy ignores (suppressions)
 and what is gone since a baseline (baselineState `absent`). GitHub takes every result for an open

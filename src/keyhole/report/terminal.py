@@ -1,4 +1,7 @@
-"""Tables for the terminal: of an audit (verdict, four cards, findings), and of a training."""
+"""Tables for the terminal: of an audit (verdict, four cards, findings), and of a training.
+
+`table` takes an audit, or an assessment of one, and returns what Rich prints.
+"""
 
 from __future__ import annotations
 
