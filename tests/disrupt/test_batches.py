@@ -89,7 +89,7 @@ def test_progress_is_reported_after_each_batch(words):
     batches = Batches(classifier(), words, mixed(), 4, progress=lambda *step: steps.append(step))
     batches.accuracy()
     assert steps == [(4, 10), (8, 10), (10, 10)]
-    batches.first(3).attack(LIGHT)
+    replace(batches, examples=batches.examples[:3]).attack(LIGHT)
     assert steps[3:] == [(3, 3)]
 
 

@@ -50,9 +50,6 @@ class Batches:
     alike: bool = True
     progress: Progress = silent
 
-    def first(self, count: int | None) -> Batches:
-        return replace(self, examples=list(self.examples)[:count])
-
     def __iter__(self) -> Iterator[tuple[list[Example], Batch, Tensor]]:
         device, done = next(self.model.parameters()).device, 0
         max_length = fitting(self.model, self.tokenizer, self.max_length)

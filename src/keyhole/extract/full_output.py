@@ -1,11 +1,12 @@
 """Attention layers, exactly, from the vectors they return (ours).
 
-*Provably Learning Attention with Queries* (arXiv 2601.16873) reads scores only. For one head
+*Provably Learning Attention with Queries* (arXiv 2601.16873) reads scores only. In: the vectors O
+of a layer, of every token or of the last. Out: W and V of every head. For one head
 
     O = A·(XV),  A = softmax_rows(X W Xᵀ):
 
 V is read where A is known whatever W is; with V known, O is solved for A, and log-ratios of A are
-bilinear forms of W, as many per answer as V has rank r. In queries:
+bilinear forms of W, as many in an answer as V has rank r. In queries:
 
     every token, causal      1 + ⌈d/r⌉        V from one sequence
     every token              d + ⌈d/r⌉        one row of V per query, then all of W at once
@@ -533,7 +534,7 @@ def separate_values(
     # If every token answers, queries that share a sequence cost nothing.
     pairs = 256 if vectors.every_token else pairs
     xs, gates = _at_one_key(vectors, key @ total, key, stream, pairs)
-    V = _solve_maps(_LinearMaps(vectors, total, ProbeBasis.draw(key, stream), gates), xs)
+    V = _solve_maps(vectors, total, ProbeBasis.draw(key, stream), gates, xs)
     return torch.cat([V, (total - V.sum(0)).unsqueeze(0)]) if gates.constant else V
 
 
@@ -632,13 +633,31 @@ def _pivots(rows: Tensor, count: int, before: Tensor) -> list[int]:
     return chosen
 
 
-def _solve_maps(around: _LinearMaps, xs: Tensor) -> Tensor:
+def _solve_maps(
+    vectors: VectorOracle, total: Tensor, basis: ProbeBasis, gates: _Gates, xs: Tensor
+) -> Tensor:
     """Return V_h of all heads but a constant one, from linear maps at enough x."""
-    gates = around.gates
-    heads = gates.open.shape[1]
+    d, heads = vectors.dim, gates.open.shape[1]
+
+    def linear_maps(rows: Tensor, step: float) -> tuple[Tensor, Tensor]:
+        """Return maps (k, d, m) and their weights (k, H) for those x where no gate flipped.
+
+        Around δ₀ they are `o − w·Σ_h V_hᵀδ = Σ_h (open_h − w)·V_hᵀδ`, with w the weight of a
+        constant head, whose value is in the sum on the left only, where it cancels.
+        """
+        keys = basis.unit_v + step * basis.Q
+        answers, flat = _far_field(vectors, keys, xs[rows])
+        answers = answers.transpose(0, 1) - flat[:, None, None] * (keys @ total)
+        weights = gates.open[rows] - flat.unsqueeze(1)
+        at_key = (weights @ gates.values).unsqueeze(1)
+        # The keys add up to a multiple of δ₀, so a gate that flipped at one of them shows here.
+        apart = answers.sum(1, keepdim=True) / (d + step * math.sqrt(d)) - at_key
+        calm = apart.abs().amax((1, 2)) <= _EXACT / d * gates.values.abs().max()
+        return basis.Q.mT @ (answers - at_key)[calm] / step, weights[calm]
+
     ones = torch.ones(1, heads, dtype=torch.float64)
     known = ones[:0] if gates.constant else ones
-    maps, weights = around.total.unsqueeze(0)[: len(known)], known
+    maps, weights = total.unsqueeze(0)[: len(known)], known
     for step in _STEPS:
         left = torch.ones(len(xs), dtype=torch.bool)
         while len(weights) < heads and bool(left.any()):
@@ -646,39 +665,11 @@ def _solve_maps(around: _LinearMaps, xs: Tensor) -> Tensor:
             if not wanted:
                 break
             # If every token answers, queries that share a sequence cost nothing.
-            rows = left.nonzero()[:, 0] if around.vectors.every_token else torch.tensor(wanted)
+            rows = left.nonzero()[:, 0] if vectors.every_token else torch.tensor(wanted)
             left[rows] = False
-            fresh, patterns = around.linear_maps(xs, rows, step)
+            fresh, patterns = linear_maps(rows, step)
             best = _pivots(patterns, heads - len(weights), weights)
             maps, weights = torch.cat([maps, fresh[best]]), torch.cat([weights, patterns[best]])
     if len(weights) < heads:
         raise Unsuccessful(Status.MISMATCH, "the far field is not linear around a key")
-    return torch.linalg.solve(weights, maps.flatten(1)).unflatten(1, around.total.shape)
-
-
-@dataclass(frozen=True)
-class _LinearMaps:
-    """The linear maps around δ₀, one for each x: `o − w·Σ_h V_hᵀδ = Σ_h (open_h − w)·V_hᵀδ`.
-
-    w is the weight of a constant head, whose value is in the sum on the left only, where it
-    cancels.
-    """
-
-    vectors: VectorOracle
-    total: Tensor
-    basis: ProbeBasis
-    gates: _Gates
-
-    def linear_maps(self, xs: Tensor, rows: Tensor, step: float) -> tuple[Tensor, Tensor]:
-        """Return maps (k, d, m) and their weights (k, H) for those x where no gate flipped."""
-        keys = self.basis.unit_v + step * self.basis.Q
-        answers, flat = _far_field(self.vectors, keys, xs[rows])
-        answers = answers.transpose(0, 1) - flat[:, None, None] * (keys @ self.total)
-        weights = self.gates.open[rows] - flat.unsqueeze(1)
-        at_key = (weights @ self.gates.values).unsqueeze(1)
-        # The keys add up to a multiple of δ₀, so a gate that flipped at one of them shows here.
-        d = self.vectors.dim
-        apart = answers.sum(1, keepdim=True) / (d + step * math.sqrt(d)) - at_key
-        calm = apart.abs().amax((1, 2)) <= _EXACT / d * self.gates.values.abs().max()
-        maps = self.basis.Q.mT @ (answers - at_key)[calm] / step
-        return maps, weights[calm]
+    return torch.linalg.solve(weights, maps.flatten(1)).unflatten(1, total.shape)

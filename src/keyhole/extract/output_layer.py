@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -121,7 +121,7 @@ class OutputLayer(Method):
 
     def _up_to_rotation(self, step: LayerStep, layer: LastLayer) -> LayerStep:
         """Return the step with its matrix on the axes of the ellipsoid of the final norm."""
-        model = step.matrix
+        model = step.model
         differing = model.dim - model.constant
         needed, why, found = equations(differing, model.constant), "", None
         if layer.blocks:
@@ -136,7 +136,7 @@ class OutputLayer(Method):
             return replace(step, layer=replace(layer, no_rotation=why))
         W = torch.cat([model.W[:, :differing] @ found[0], model.W[:, differing:]], 1)
         model = replace(model, W=W.contiguous(), rotated=True)
-        return replace(step, model=model, matrix=model, layer=replace(layer, ellipsoid=found[1]))
+        return replace(step, model=model, layer=replace(layer, ellipsoid=found[1]))
 
     def _answers(self, oracle: Oracle, stream: torch.Generator) -> Answers:
         """Return the source of answers: whole vectors, or chosen tokens if there is a `top`."""
@@ -201,9 +201,7 @@ class _Look:
             vocabulary=vocabulary, stated=stated,
         )  # fmt: skip
         unknowns = cliff.rank if whole else max(cliff.rank, stated or vocabulary)
-        return LayerStep(
-            model, cliff.rank, unknowns, layer=layer, matrix=model, answers=self.answers
-        )
+        return LayerStep(model, cliff.rank, unknowns, layer=layer, answers=self.answers)
 
     def _model(self) -> OutputMatrix:
         """Return a basis of the rows' span: where they differ first, then what they share."""
@@ -425,12 +423,12 @@ _TINY = torch.finfo(torch.float64).tiny
 _ROUNDED = 0.1  # the largest share of rounded answers that a right matrix leaves
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LayerStep(Step):
     """A last layer, with the source of its answers."""
 
-    matrix: OutputMatrix
-    answers: Answers
+    model: OutputMatrix
+    answers: Answers = field(kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -444,7 +442,7 @@ class LayerExam(Exam):
     def fresh(cls, step: LayerStep, layer: LastLayer, prompts: Prompts) -> LayerExam:
         rows = torch.stack([step.answers.fresh(prompts) for _ in range(_FRESH)])
         rows = taken_off(rows, layer.log_probabilities)
-        return cls(((rows, rows),), outside=step.matrix.outside(rows), layer=layer)
+        return cls(((rows, rows),), outside=step.model.outside(rows), layer=layer)
 
     @property
     def domain(self) -> None:

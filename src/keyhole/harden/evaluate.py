@@ -145,11 +145,11 @@ def evaluate(
     that they survive an interruption.
     """
     started = time.perf_counter()
-    everything = Batches(model, tokenizer, examples, batch_size, max_length)
 
     def batches(name: str, count: int | None) -> Batches:
-        part = everything.first(count)
-        return replace(part, progress=track(name, len(part.examples)))
+        part = examples[:count]
+        progress = track(name, len(part))
+        return Batches(model, tokenizer, part, batch_size, max_length, progress=progress)
 
     chosen = partial(batches, count=attacked)
     result = Evaluation(batches("clean", None).accuracy(), len(examples), {}, {}, {}, 0.0)

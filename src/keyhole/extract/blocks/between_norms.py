@@ -1,9 +1,10 @@
-"""The layer between two norms, all numbers fitted at once (ours): L, C, A, a and c in
+"""The feed-forward layer between two norms, all numbers fitted at once (ours): L, C, A, a, c of
 
     ŷ = √d·R/√(|R|² + d·ε₂),    R(n) = n·L + C·φ(A·n + a) + c,    |n| = √d
 
-from answers ŷ, which have lost the length of R. The least-squares fit (descent.py) starts from the
-units that curvature has shown (wide_curvature.py). Layers of trained models need three things more:
+In: answers ŷ, which have lost the length of R, and units near by (wide_curvature.py). Out: the
+`Layer` that explains them, by least squares (descent.py). Layers of trained models need three
+things more:
 
     doubtful    a unit whose row is orthogonal to the plane of the base points has the same
                 curvature at all of them, whatever its length. It is read on the great circle

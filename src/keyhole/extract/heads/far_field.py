@@ -1,6 +1,7 @@
 """The far field of many heads: linear regions, and the hyperplanes between them.
 
-The target is f of multi_head.py. Fix the last token x, and let `g_h = W_h x` and `v = Σ_h v_h`:
+In: answers of f of multi_head.py to `[x+δ ; x]`, for one last token x. Out: the directions of all
+`g_h = W_h x`, up to sign (`Lines`). With `v = Σ_h v_h`,
 
     φ(δ) = f([x+δ ; x]) − vᵀx = Σ_h σ(g_hᵀδ)·v_hᵀδ.
 
@@ -21,7 +22,7 @@ none of the others', so that one of the two is left and the same search finds it
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,12 +56,6 @@ class Probe:
     v: Tensor
     away: Tensor | None = None
     drift: float = 0.0  # what the heads that attend to D add, per unit of ρ
-
-    def hiding(self, away: Tensor, rho: float) -> Probe:
-        """Return the probe with a third token; its constant part is measured once, at radius ρ."""
-        probe = Probe(self.oracle, self.x, self.v, away)
-        drift = float(probe(torch.zeros_like(away).unsqueeze(0), torch.tensor([rho]))[0])
-        return Probe(self.oracle, self.x, self.v, away, drift)
 
     def __call__(self, points: Tensor, rho: Tensor) -> Tensor:
         rho = rho.to(torch.float64).unsqueeze(-1)
@@ -270,10 +265,12 @@ def find_lines(probe: Probe, stream: torch.Generator) -> Lines:
 def find_hidden_lines(probe: Probe, stream: torch.Generator) -> Lines:
     """Return the hyperplanes that a third token shows: it separates heads that cancel otherwise."""
     (away,) = random_units(1, len(probe.x), stream)
-    radius = saturation_radius(Probe(probe.oracle, probe.x, probe.v, away), stream)
+    probe = replace(probe, away=away)
+    radius = saturation_radius(probe, stream)
     if radius is None:
         return Lines.none(len(probe.x))
-    return _lines(probe.hiding(away, FAR * radius), radius, stream)
+    drift = float(probe(torch.zeros_like(away).unsqueeze(0), torch.tensor([FAR * radius]))[0])
+    return _lines(replace(probe, drift=drift), radius, stream)
 
 
 def _lines(probe: Probe, radius: float, stream: torch.Generator) -> Lines:

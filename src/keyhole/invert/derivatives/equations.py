@@ -107,10 +107,6 @@ class Equations:
         return self.W.shape[-1]
 
     @property
-    def outputs(self) -> int:
-        return self.B.shape[-1]
-
-    @property
     def free(self) -> Tensor | None:
         """1 where an entry of X is unknown, 0 where it is known."""
         return None if self.fixed is None else self.fixed.isnan().to(self.B.dtype)
