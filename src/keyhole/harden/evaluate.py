@@ -23,7 +23,7 @@ training.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -135,14 +135,12 @@ def evaluate(
     seed: int = 0,
     batch_size: int = 64,
     max_length: int | None = 128,
-    keep: Callable[[Evaluation], object] | None = None,
     track: Track = untracked,
 ) -> Evaluation:
     """Measure clean accuracy on all examples, and everything else on the first `attacked`.
 
     `donors` are attacks on other models (see `attack`). `wrong_label` makes the masks for wrong
-    labels. `smoothing` votes over masks. `keep` receives the results so far after each part, so
-    that they survive an interruption.
+    labels. `smoothing` votes over masks.
     """
     started = time.perf_counter()
 
@@ -151,36 +149,26 @@ def evaluate(
         progress = track(name, len(part))
         return Batches(model, tokenizer, part, batch_size, max_length, progress=progress)
 
-    chosen = partial(batches, count=attacked)
-    result = Evaluation(batches("clean", None).accuracy(), len(examples), {}, {}, {}, 0.0)
-
-    def know(kind: str, name: str, measured: Measured) -> None:
-        nonlocal result
-        kinds = {**getattr(result, kind), name: measured}
-        result = replace(result, seconds=time.perf_counter() - started, **{kind: kinds})
-        if keep is not None:
-            keep(result)
-
-    for name, attacker in attacks.items():
-        disruption = chosen(name).attack(attacker)
-        result = replace(result, disruptions={**result.disruptions, name: disruption})
-        counted = Measured(
-            len(disruption.attacked), disruption.flips, disruption.queries, disruption.seconds,
-            disruption.share,
-        )  # fmt: skip
-        know("attacks", name, counted)
-    for name, donor in (donors or {}).items():
-        know("transferred", name, transferred(chosen(name), donor))
+    clean, chosen = batches("clean", None).accuracy(), partial(batches, count=attacked)
+    disruptions = {name: chosen(name).attack(attacker) for name, attacker in attacks.items()}
+    flipped = {
+        name: Measured(len(each.attacked), each.flips, each.queries, each.seconds, each.share)
+        for name, each in disruptions.items()
+    }
+    moved = {name: transferred(chosen(name), donor) for name, donor in (donors or {}).items()}
+    wrong: dict[str, Measured] = {}
     if wrong_label is not None:
-        know("wrong_label", "lowered", lowered(chosen("lowered"), wrong_label, seed))
-        know("wrong_label", "raised", raised(chosen("raised"), wrong_label, seed))
+        wrong["lowered"] = lowered(chosen("lowered"), wrong_label, seed)
+        wrong["raised"] = raised(chosen("raised"), wrong_label, seed)
+    smoothed: Smoothed | None = None
     if smoothing is not None:
         voters = chosen("certified")
-        found = smoothing.certify(
+        smoothed = smoothing.certify(
             model, tokenizer, voters.examples, max_length=max_length, progress=voters.progress
         )
-        result = replace(result, smoothed=found)
-    return replace(result, seconds=time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return Evaluation(clean, len(examples), flipped, moved, wrong, seconds,
+                      disruptions=disruptions, smoothed=smoothed)  # fmt: skip
 
 
 def attack(

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from keyhole.invert.derivatives.bounds import Bounds, bounds
 from keyhole.invert.derivatives.equations import gradient, jacobian, loss
-from keyhole.invert.derivatives.hessian import (
-    gauss_newton_product,
-    hessian,
-    hessian_blocks,
-    hessian_product,
-)
+from keyhole.invert.derivatives.hessian import hessian, hessian_blocks, hessian_product
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.krawczyk import Certificate, certify
 from keyhole.invert.problem import Problem, plant
@@ -35,7 +30,7 @@ __all__ = [
     "ClosedForm", "GradientDescent", "GradientDescentAsPublished", "HiddenStates", "Inversion",
     "KeyValues", "Leak", "LevenbergMarquardt", "Logits", "Mark", "ModifiedNewton", "NewtonCG",
     "Pooled", "Problem", "RegularizedNewton", "TextRecovery", "TokenByToken",
-    "bounds", "certify", "degrade", "gauss_newton_product", "gradient", "hessian",
+    "bounds", "certify", "degrade", "gradient", "hessian",
     "hessian_blocks", "hessian_product", "jacobian", "leak_of", "load_leak", "loss", "mean_field",
     "plant", "recover_text", "recover_texts", "recovering", "run",
 ]  # fmt: skip

@@ -35,27 +35,16 @@ def hessian(problem: Problem, X: Tensor) -> Tensor:
 
 def hessian_product(problem: Problem, X: Tensor, P: Tensor) -> Tensor:
     """`∇²L(X)·P`, with the shape of P, in n² + nd numbers of memory for each head."""
-    equations, inputs, along = _with_direction(problem, X, P)
+    if P.shape != X.shape:
+        raise InputError(f"expected P of the shape of X {tuple(X.shape)}, got {tuple(P.shape)}")
+    equations, inputs, _ = prepared(problem, X)
     layer, free = equations.linearised(inputs), equations.free
+    along = P.to(inputs).reshape(inputs.shape)
     along = along if free is None else along * free
     curvature = Curvature.of(layer, 2 * equations.residuals(inputs))
     result = layer.backward(2 * layer.forward(along)) + curvature.product(layer, along)
     result = result + 2 * equations.gamma * along
     return (result if free is None else result * free).reshape(P.shape)
-
-
-def gauss_newton_product(problem: Problem, X: Tensor, P: Tensor) -> Tensor:
-    """`JᵀJ·P`, with the shape of P, in n² + nd numbers of memory for each head."""
-    equations, inputs, along = _with_direction(problem, X, P)
-    layer = equations.linearised(inputs)
-    return layer.backward(layer.forward(along)).reshape(P.shape)
-
-
-def _with_direction(problem: Problem, X: Tensor, P: Tensor) -> tuple[Equations, Tensor, Tensor]:
-    if P.shape != X.shape:
-        raise InputError(f"expected P of the shape of X {tuple(X.shape)}, got {tuple(P.shape)}")
-    equations, inputs, _ = prepared(problem, X)
-    return equations, inputs, P.to(inputs).reshape(inputs.shape)
 
 
 def hessian_of(equations: Equations, X: Tensor) -> Tensor:
