@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from planted_sub_layers import LLAMA, planted
@@ -72,3 +74,12 @@ def test_a_norm_is_undone(epsilon, residual):
     expected = torch.einsum("bnd,gdk->bgk", tokens, truth.V).repeat_interleave(2, 1)
     expected = torch.einsum("bhk,hkm->bm", expected, truth.O)
     assert torch.allclose(view.answer(tokens), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-5])
+def test_a_norm_shows_however_little_its_attention_adds(size):
+    truth = planted(residual=True, epsilon=1e-6)
+    truth = replace(truth, O=truth.O * size)
+    view = open_surroundings(truth, torch.Generator().manual_seed(0))
+    assert view.residual
+    assert view.epsilon == pytest.approx(1e-6, rel=1e-5)

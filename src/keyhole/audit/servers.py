@@ -63,14 +63,15 @@ _RULES = {
 # Texts to try a route with. If the next token would be half a character, llama.cpp gives no
 # log-probabilities, and the next text is tried.
 _PROBES = ("a secret", "a letter", "a name", "a number", "a word", "the end", "the door", "no")
-# Estimates for Check.weight: seconds of a request for log-probabilities, and the model's passes of
-# 512 tokens in a check of states and of the last state.
-_ANSWER_SECONDS, _TEXT_PASSES, _STATE_PASSES = 1.0, 65, 6
+# Estimates for Check.weight.
+_ANSWER_SECONDS = 1.0  # of a request for log-probabilities
+_TEXT_PASSES = 65  # of 512 tokens through the model, in a check of states
+_LAST_STATE_PASSES = 6  # the same in a check of the last state
 _TOLERANCE = 1e-3  # of the state's length: rounding by float32 and by printing
 _SURPLUS = 2  # times as many chosen tokens as a state needs, so that rounding averages out
 _NO_HEAD = "the weights have no head for next tokens"
 _FAULT = 500  # the status of a server's own fault
-_MIN_LOGPROBS = 384  # that a state needs, if its width is unknown
+_MIN_LOGPROBS = 384  # that a state needs, if its width is unknown: small models have this width
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +79,7 @@ class ServerTarget(Part):
     """A server of a language model, texts to send, and the model's weights if they are known.
 
     - `budget`: how many queries an expensive attack may make.
-    - `only`: the exposures to check, by which an expensive attack may be chosen as well.
+    - `only`: the exposures to check; naming an expensive attack here allows it as well.
     - `ledger`: the file that keeps answers to the attack on the last layer.
     """
 
@@ -130,7 +131,7 @@ class ServerTarget(Part):
                 add(rule, "served", route.name, self._texts, loaded, route, passes=_TEXT_PASSES)
             # OpenAI's own form names tokens by their text, which may be the same for several.
             if route.gives == LOGPROBS and route.numbered:
-                passes = _STATE_PASSES
+                passes = _LAST_STATE_PASSES
                 add(rule, "last-state", route.name, self._state, loaded, route, passes=passes)
         if loaded is not None and server.kind in FORMS and not self.probe_only:
             name = FORMS[server.kind].name(server.kind)
@@ -180,13 +181,13 @@ class ServerTarget(Part):
             return f"keyhole audit SAVED-SLOT --model {model}"
         if route.gives == LOGPROBS and not route.numbered and self.server.kind != "SGLang":
             return f"keyhole extract {url}/v1/completions --method output-layer"
-        # Also for SGLang, which `keyhole extract` refuses, since it would crash (Completions.at).
+        # Also for SGLang: `keyhole extract` refuses it, since its queries would crash the server.
         return f"keyhole audit {url} --model {model}"
 
     def _ask(
         self, route: Route, texts: Sequence[str], *, key: bool = False
     ) -> tuple[Answered, str]:
-        """Return the first answer and its text.
+        """Return the first answer and its text; with a `key`, send the API key.
 
         If it has fewer log-probabilities than a state needs, ask for those of chosen tokens.
         """
@@ -196,7 +197,8 @@ class ServerTarget(Part):
             return answered, text
         count = _SURPLUS * needed
         size = count if self.loaded is None else len(anatomy(self.loaded.model).table)
-        tokens = range(0, size, max(1, size // count))  # any will do: spread over the vocabulary
+        # Any tokens will do: the first, or if the vocabulary is known, some from all of it.
+        tokens = range(0, size, max(1, size // count))
         chosen = self.server.ask_tokens(route, text, tokens, key=key)
         return (chosen if chosen.open else answered), text
 
@@ -210,6 +212,7 @@ class ServerTarget(Part):
         refused: list[Answered] = []
         originals: list[Original] = []
         for number, text in enumerate(self.texts):
+            progress(number)
             answered = self.server.try_route(route, text, key=True)
             if not answered.open:
                 refused.append(answered)
@@ -226,7 +229,7 @@ class ServerTarget(Part):
                     arithmetic = as_served(target, leak.exposure)
             with arithmetic:
                 recoveries.append(recover_text(loaded.model, loaded.tokenizer, leak))
-            progress(number + 1)
+        progress(len(self.texts))
         if not recoveries:
             return _not_given(exposure, "none", refused[0])
         readings = readings_of(loaded.tokenizer, originals, recoveries)
@@ -278,7 +281,7 @@ def _needed(loaded: Loaded | None) -> int:
 
 
 def _not_given(exposure: Exposure, attack: str, answered: Answered, reason: str = "") -> Checked:
-    """Return the skip of a route that is absent or did not answer; a fault is no answer."""
+    """Return the skip of a route that is absent, or that did not answer or failed: unchecked."""
     replied = answered.status not in (0, _FAULT)
     return one_skip(
         exposure, attack, f"not given: {reason or answered.reason}", unchecked=not replied,
@@ -290,7 +293,7 @@ def _verdict(route: Route, answered: Answered, loaded: Loaded | None) -> tuple[S
     """Return the status of a route tried without a key, and the reason; None if it is absent."""
     content = answered.content
     if answered.shut:
-        return Status.UNSOLVED, f"asks for a key ({answered.status})"  # nothing is given away
+        return Status.UNSOLVED, f"asks for a key ({answered.status})"  # tried, nothing given away
     if not answered.open:
         return None, answered.reason
     given = "answers without a key: "
@@ -335,9 +338,9 @@ def _compare_state(
         own = capture(model, top, ids=ids)["values"][0, -1].double().cpu()
     error = float((state - own).norm() / own.norm())
     leak = HiddenStates(own.float()[None], target.parts.layers)
-    spread = float(own.square().mean().sqrt())
+    size = float(own.square().mean().sqrt())
     noise = served_noise(target, leak, route.arithmetic) if route.arithmetic else 0.0
-    allowed = _TOLERANCE + noise / spread
+    allowed = _TOLERANCE + noise / size
     reason = (
         f"the last state from {len(logprobs):,} log-probabilities, {error:.1e} of its length from "
         f"the model's own, where the server's arithmetic allows {allowed:.1e}"
@@ -353,8 +356,8 @@ def _compare_state(
 # width for which these are too few, only a sample is sent, and the reason says how to go on.
 
 QUERIES, SAMPLE = 1_024, 64
-# The largest width as a share of the queries: a width of d takes d answers, d/12 to make the cliff
-# clear, and a few to check.
+# The largest width as a share of the queries: a width of d takes d answers, d/12 to show clearly
+# that singular values drop after the d-th, and a few to check.
 _MAX_WIDTH = 0.9
 REMEDY = (
     "Cap n_probs (20) in a proxy and take logit_bias and post_sampling_probs out of requests, with "
@@ -375,10 +378,11 @@ def last_layer(
     address = server.address or server.url
     with closing(Completions.at(f"{address}{route.path}", server.options)) as oracle:
         count = len(answered.content)
-        if count < (oracle.vocabulary or count):
+        if count < (oracle.vocabulary or count):  # an unknown vocabulary counts as complete
             reason = (
                 f"{count} log-probabilities at a time: keyhole extract {server.url} --method "
-                f"output-layer -o top={route.chosen or count} finds out whether tokens are chosen"
+                f"output-layer -o top={route.chosen or count} finds out whether clients may choose "
+                "tokens"
             )
             return one_skip(exposure, "OutputLayer", reason)
         budget = queries if (oracle.width or 0) < _MAX_WIDTH * queries else min(SAMPLE, queries)
@@ -411,7 +415,10 @@ def _own_logprobs(loaded: Loaded, text: str) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _rounding_error(loaded: Loaded, count: int) -> float:
-    """Return the most that bfloat16 changes the `count` best log-probabilities, on other texts."""
+    """Return the most that bfloat16 changes the `count` best log-probabilities of some texts.
+
+    They are other texts than the one that is sent, so that the bound is not made to fit.
+    """
     error = 0.0
     for text in _PROBES[1:]:
         best = _own_logprobs(loaded, text)[1].topk(count)
@@ -460,10 +467,11 @@ def takes_vectors(server: Server, loaded: Loaded, exposure: Exposure, track: Tra
 #
 # Attacks on weights need vectors as inputs, so none is tried. Each kind of answer is judged by the
 # attacks that are known: from a vector for each token the text is read, and from one for a whole
-# text as from those of a store. That none reads a few numbers or a label does not prove them safe.
+# text as from those of a store. No known attack reads a few numbers or a label; this does not prove
+# them safe.
 
 _SUM_TOLERANCE = 1e-3  # of probabilities, which are rounded and should add up to 1
-_MOST_CLASSES = 32  # more numbers of any size are a vector, not a score for each class
+_MOST_CLASSES = 32  # more unbounded numbers than this are a vector, not a score for each class
 _ANY_IDS = ((5, 6, 7, 8, 9, 10), (11, 12, 13, 14), (20, 21, 22, 23, 24))  # if no model is given
 _STATES, _LABELS, _CLASSES, _VECTOR, _SCORE = (  # variants of KH-TEXT-ANSWERS
     "token-vectors", "labels", "classes", "vector", "score",
@@ -484,7 +492,7 @@ _COMMANDS = {  # what reads texts from such answers, saved to a file
 
 @dataclass(frozen=True, eq=False)
 class AnswersTarget(Part):
-    """An endpoint that takes texts, or the tokens of a model, which is `loaded` if it is known."""
+    """An endpoint that takes texts, or token ids; its model is `loaded` if it is known."""
 
     url: str = field(repr=False)  # it may hold a password
     model: str
@@ -520,7 +528,7 @@ class AnswersTarget(Part):
         return joined(_finding(exposure, name, given, started) for name, given in outputs.items())
 
     def _inputs(self, endpoint: TextEndpoint) -> list[str | Sequence[int]]:
-        """Return the texts, or their token ids; any ids if the model is unknown."""
+        """Return the texts, or their token ids; a few lists of any ids if the model is unknown."""
         if endpoint.takes_texts:
             return list(self.texts)
         max_length = endpoint.length or 512
@@ -553,7 +561,7 @@ def _kind(name: str, outputs: Sequence[Output]) -> tuple[str, str]:
         return _LABELS, f"the number of a class, in {first.datatype}"
     rows = torch.cat([value.reshape(-1, value.shape[-1] if value.ndim else 1) for value in values])
     count = rows.shape[1]
-    if first.values.ndim > 1:
+    if first.values.ndim > 1:  # of one text, so not a batch
         return _STATES, f"{count:,} numbers for each token, {_numbers(name, rows)}"
     if count == 1:
         return _SCORE, "one number"

@@ -57,17 +57,17 @@ def invert(
     method = method or "auto"
     options = opt.method_options(METHODS, method, hyperparameters)
     with interruptible(), bars("invert", each=False) as track:
-        asked = Problem.load(problem)
+        loaded = Problem.load(problem)
 
-        def begun(name: str, total: int | None = None) -> Progress:
-            """Print a line when the search begins, but not if the problem is refused first."""
-            n, d = asked.length, asked.dim
+        def announced(name: str, total: int | None = None) -> Progress:
+            """Announce the search when it begins, then track it; a refusal comes before that."""
+            n, d = loaded.length, loaded.dim
             say(f"{problem}: {n} tokens, d = {d}, {n * d:,} unknowns (Ctrl-C gives the best found)")
             return track(name, total)
 
         result = run(
-            asked, method, **options, device=device, seed=seed, start=start, certify=certify,
-            track=begun,
+            loaded, method, **options, device=device, seed=seed, start=start, certify=certify,
+            track=announced,
         )  # fmt: skip
         if out is not None:
             result.save(out)

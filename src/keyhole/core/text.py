@@ -2,8 +2,8 @@
 
 Whoever controls a model's name, a stored text or a server's error message writes into files that
 other programs show. Control characters steer terminals, and direction marks make a line read
-differently from what it is; other format characters hide text inside of text. So control and
-format characters are spelled out.
+differently from what it is; other format characters hide text inside of text. So such characters
+are spelled out: on a terminal all that Python does not print, on a page a list of the dangerous.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def percent(share: float, decimals: int = 0) -> str:
     return written
 
 
-_FLAG = "\U0001f3f4[\U000e0030-\U000e0039\U000e0061-\U000e007a]{3,6}\U000e007f"  # as of Wales
+_FLAG = "\U0001f3f4[\U000e0030-\U000e0039\U000e0061-\U000e007a]{3,6}\U000e007f"  # such as Wales's
 _INVISIBLE = re.compile(
     f"{_FLAG}|"
     "[\0-\x08\x0b-\x1f\x7f-\x9f"  # control characters except newlines and tabs
@@ -43,9 +43,10 @@ def visible(text: str) -> str:
 
 
 def legible(text: str) -> str:
-    """For a page: like `visible`, but keep what Persian and emoji need.
+    """For a page: spell out `_INVISIBLE` characters, but keep what Persian and emoji need.
 
-    These are zero-width joiners, and the tags of a flag: a code of up to six letters and digits.
+    These are zero-width joiners and non-joiners, which are not in the list, and the tags of a flag:
+    a code of up to six letters and digits.
     """
     return _INVISIBLE.sub(
         lambda match: match.group() if len(match.group()) > 1 else _escaped(match.group()), text
@@ -61,7 +62,7 @@ _MAX_LENGTH = 1000  # characters of one field; the JSON file has all of them
 
 def inert(text: str, max_length: int = _MAX_LENGTH) -> str:
     """One line of printable characters, shortened to `max_length`."""
-    start = text[: 4 * max_length]  # first, because the text may have a million characters
+    start = text[: 4 * max_length]  # before the rest: the text may have a million characters
     shown = visible(" ".join(start.split()))
     is_whole = len(shown) <= max_length and start == text
     return shown if is_whole else f"{shown[:max_length]}…"

@@ -1,19 +1,38 @@
 """The values of a sub-layer's heads, and its surroundings: norm, bias, residual connection.
 
-**Surroundings.** An RMS norm in front maps a token x to `t = x / √(mean(x²) + ε)`. Any t shorter
-than √d can be reached, by asking `x = t·√(ε / (1 − mean(t²)))`. With three lengths λ of one token,
+The answer y has m numbers. Head h of H adds `Σ_j a_hj·x_j M_h` with `M_h = V_h O_h` of rank k; the
+weights a_hj come from its scores. Asked for in this order by sub_layer.py:
 
-    y([λx]) = λ·x·(residual) + b + t(λx)·M,
+**Surroundings** (`open_surroundings`). An RMS norm in front maps a token x to `t = x / √(mean(x²) +
+ε)`. Any t shorter than √d can be reached, by asking `x = t·√(ε / (1 − mean(t²)))`. With several
+lengths λ of one token, and r = 1 with a residual connection, else 0,
 
-`y([0]) = b`, the growth with λ shows the residual connection, and tokens so short that they fade
-show ε. Without a norm y([x]) is affine, and single tokens cannot tell a residual connection from
-values: this is decided once the values of the heads are known (`find_residual`).
+    y([λx]) = r·λx + b + t(λx)·Σ_h M_h,
 
-**Values.** A head writes into the k-dimensional row space of `M_h = V_h O_h`. One difference δ
-shows one vector `δM_h` of every head, once their gates are found among all (`find_gates`). For
-others near by, `δ' = δ + η·ω`, the gates are found starting from these, the heads stay
-recognisable, and `(δ'M_h − δM_h)/η` are more vectors of the same row space: k of them span it, and
-a few more show that they do. Each costs N = H + p + spare queries.
+`y([0]) = b`, the growth with λ shows r, and tokens so short that they fade show ε. Without a norm
+y([x]) is affine, and single tokens cannot tell a residual connection from values: this is decided
+once the values of the heads are known (`find_residual`). d single tokens show `Σ_h M_h`
+(`read_total`).
+
+**Gates** (`find_anchor`). Ask `[x_i + τ_i·δ ; x_i]` for N points i and one δ. The two tokens differ
+by τ_i·δ, so with the logistic function σ
+
+    y_i − y([x_i]) = Σ_h σ(z_hi)·τ_i·δM_h,    z_hi = τ_i·(x_i Q_h + q_h)(δK_h)ᵀ + κ_hi,
+
+where κ_hi, which does not depend on δ, is what rotary positions add. Divided by τ_i these are the
+rows of A·V with A (N×H) of gates and V (H×m) of values δM_h. A factorisation A·V is known up to any
+invertible H×H matrix only, but with N > H its column space is known, and gates are rare there: z_h
+is linear in p features of the point, `z = Φθ + κ`, and p is small if the x_i are from a small
+subspace. So the heads are the solutions θ of
+
+    (1 − UUᵀ)·σ(Φθ + κ) = 0,    U an orthonormal basis of the column space,
+
+N − H equations in p unknowns, for which random starts and Levenberg–Marquardt steps are enough.
+
+**Values** (`read_vectors`). So one δ shows one vector `δM_h` of every head. For others near by, `δ'
+= δ + η·ω`, the gates are found starting from these, the heads stay recognisable, and `(δ'M_h −
+δM_h)/η` are more vectors of the row space of M_h: k of them span it, and a few more show that they
+do. Each costs N = H + p + spare queries. The row spaces split `Σ_h M_h` into V and O (`Values`).
 """
 
 from __future__ import annotations
@@ -33,34 +52,34 @@ from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.blocks.view import answered_tokens, last
 from keyhole.oracle.protocol import Oracle
 
-_SAME = 1e-9  # relative
+_AFFINE = 1e-9  # relative: answers to x and 2x that no norm bends
 _ALMOST = 1e-5
 _FAR = 2.0**30
 _FADING = tuple(2.0**-n for n in range(5, 45, 5))  # shorter and shorter tokens, to see ε
 _ATTEMPTS = 4
 _AROUND = 0.4  # the spread of the x_i around an axis
 _SPARE = 5  # points beyond those that the unknowns need
-_WIDTH = 1e-6  # relative singular values of vectors δM_h that count as 0, since gates cost digits,
-_GROWN = 1e4  # or this many times the precision of the answers
+# Relative singular values of vectors δM_h that count as 0, since gates cost digits; or this many
+# times the precision of the answers, if that is more.
+_WIDTH, _GROWN = 1e-6, 1e4
 _PARTED = 1e8  # the largest condition number of gates that count as different
-_STARTS = 3  # for the gates of every head, from one difference to another
-_BATCH = 4
-_STRIDE = 4
+_STARTS = 3  # for the gates of every head, from one difference to the next
+_BATCH = 4  # differences that are asked at once
+_STRIDE = 4  # points that are added at a time, until there are enough
 _BEYOND = 5 / 4  # vectors for each dimension of a space
 _MOST = 64  # heads
 _PLACES = 2  # points at which differences are asked to complete the values
 
 
 class LostSum(KeyholeError):
-    """What attention adds does not follow from these answers; shorter tokens may help."""
+    """What attention adds does not follow from a block's answers; shorter tokens may help."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """A sub-layer that is asked with tokens t as they are behind its norm, for the last one's
-    answer.
+    """A sub-layer that is asked by what its norm puts out, t; it answers for the last token only.
 
-    `last_norm` is the norm of the last token, if answers can be used for one length only.
+    `last_norm` is the length of the last token, if answers can be used for one length only.
     """
 
     oracle: Oracle
@@ -71,8 +90,8 @@ class Surroundings:
     causal: bool = False
     last_norm: float | None = None
     precision: float = 1e-11  # of answers, relative
-    # If answers to more than two tokens are not sums: a function of tokens, and of rows whose span
-    # holds the result, that returns what the other tokens add to the last one.
+    # What the other tokens add to the last one, as a function of the tokens and of rows whose span
+    # holds the result. Only for blocks whose answers to more than two tokens are not such sums.
     within: Callable[[Tensor, Tensor], Tensor] | None = None
 
     @property
@@ -107,7 +126,7 @@ def open_surroundings(oracle: Oracle, stream: torch.Generator) -> Surroundings:
     size = max(float(part.abs().max()) for part in (b, near, twice))
     if not size:
         raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero")
-    if float((twice - 2 * near + b).abs().max()) <= _SAME * size:
+    if float((twice - 2 * near + b).abs().max()) <= _AFFINE * size:
         return plain
     far, further = last(oracle, _FAR * torch.stack([x, 2 * x]).unsqueeze(1))
     growth = (further - far) / _FAR
@@ -121,10 +140,10 @@ def open_surroundings(oracle: Oracle, stream: torch.Generator) -> Surroundings:
 
 def _epsilon(plain: Surroundings, x: Tensor, near: Tensor, residual: bool) -> float:
     """Return the ε of an RMS norm, from short tokens; x has a mean square of 1."""
-    behind = x if residual else torch.zeros_like(near)
-    ordinary = near - plain.b - behind  # √(1 + ε) times shorter than for long tokens
+    added = x if residual else torch.zeros_like(near)
+    ordinary = near - plain.b - added  # √(1 + ε) times shorter than for long tokens
     for short in _FADING:
-        faded = last(plain.oracle, short * x[None, None])[0] - plain.b - short * behind
+        faded = last(plain.oracle, short * x[None, None])[0] - plain.b - short * added
         ratio = float(faded @ ordinary / (ordinary @ ordinary))
         if float((faded - ratio * ordinary).abs().max()) > _ALMOST * float(ordinary.abs().max()):
             break
@@ -291,6 +310,10 @@ def _anchored(
     probe: Probe, delta: Tensor, rows: Tensor, at: tuple[Tensor, Tensor], theta: Tensor,
     stream: torch.Generator,
 ) -> Anchor:  # fmt: skip
+    """Return the heads at δ, with κ for every point.
+
+    With positions, a gate's logit is z(τ) = τ·s + κ: two τ at the same points show s and κ.
+    """
     xi, tau = at
     heads = len(theta)
     gates = torch.sigmoid(all_features(xi, tau, probe.positions) @ theta.mT)
@@ -299,7 +322,7 @@ def _anchored(
         count = heads + theta.shape[1] + _SPARE
         xi, tau = xi[:count], tau[:count]
         return Anchor(delta, values, xi, tau, torch.zeros(heads, count, dtype=torch.float64), theta)
-    # κ at points in more dimensions, which separate the gates better: from τ and −τ, or τ/2.
+    # Points in more dimensions separate the gates better.
     axes = len(probe.subspace)
     xi, tau = probe.points(heads + axes + 1 + _SPARE, stream, axes)
     other = -1 if probe.view.last_norm is None else 0.5
@@ -315,9 +338,10 @@ def _anchored(
 def strengthened(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Probe:
     """Return a probe whose points have large scores although a norm bounds them: d − 1 queries.
 
-    In random directions scores are √d times smaller than in the heads' own, `Q_h(δK_h)ᵀ`. These
-    show in the gates at many points, which follow from the values at δ; κ is noise here. If points
-    have one length, they stay close to the subspace's first axis.
+    In random directions scores are √d times smaller than in the heads' own directions `Q_h(δK_h)ᵀ`,
+    which span the new subspace. They show in the gates at d − 1 points: the values at δ are known,
+    so the answers give the gates. κ is ignored. If points have one length, they stay close to the
+    subspace's first axis.
     """
     d, kept = probe.view.dim, probe.subspace[: int(probe.view.last_norm is not None)]
     basis = random_orthogonal(d, stream)
@@ -424,28 +448,14 @@ def find_residual(view: Surroundings, total: Tensor, anchor: Anchor) -> tuple[Su
     )  # fmt: skip
 
 
-# All logistic gates in a column space: how the heads of a layer are separated.
-#
-# Ask `[x_i + τ_i·δ ; x_i]` for N points i and one δ. The two tokens differ by τ_i·δ, so
-#
-#     y_i − y([x_i]) = Σ_h σ(z_hi)·τ_i·δM_h,    z_hi = τ_i·(x_i Q_h + q_h)(δK_h)ᵀ + κ_hi,
-#
-# where κ_hi, which does not depend on δ, is what rotary positions add. Divided by τ_i these are the
-# rows of A·V with A (N×H) of gates and V (H×m) of values. A factorisation A·V is known up to any
-# invertible H×H matrix only, but with N > H its column space is known, and gates are rare there:
-# z_h is linear in a few features of the point, `z = Φθ + κ`, p of them if the x_i are from a small
-# subspace. So the heads are the solutions θ of
-#
-#     (1 − UUᵀ)·σ(Φθ + κ) = 0,    U an orthonormal basis of the column space,
-#
-# N − H equations in p unknowns, for which random starts and Levenberg–Marquardt steps are enough.
+# All logistic gates in a column space (above).
 
 _STEPS = 30
 ARRIVED = 1e-9  # of a gate's length, outside the column space
 _GATES_STARTS = 64
 _ROUNDS = 48
 _TINY = 1e-200
-_SAME = 1e-3  # two solutions nearer than this, relative, are one
+_ONE = 1e-3  # two solutions nearer than this, relative, are one
 
 
 def column_space(rows: Tensor, heads: int) -> Tensor:
@@ -514,7 +524,7 @@ def find_gates(
 def distinct(solutions: Tensor) -> Tensor:
     kept: list[Tensor] = []
     for candidate in solutions:
-        if all(float((candidate - other).norm() / other.norm()) > _SAME for other in kept):
+        if all(float((candidate - other).norm() / other.norm()) > _ONE for other in kept):
             kept.append(candidate)
     return torch.stack(kept) if kept else solutions[:0]
 
@@ -559,9 +569,9 @@ class Values:
     def completed(self, probe: Probe, stream: torch.Generator) -> Values:
         """Return all values if the row spaces have one dimension too many, as behind a norm.
 
-        With Σ_h κ_h O_h = 0, `V_h + f κ_h` give the same answers to single tokens, for any vector
-        f. One pair for each of d differences δ shows f·δ: `Σ_h a_h·δV_h O_h + b_h·κ_h O_h`, where
-        b_h is (f·δ)·a_h plus a number that is the same for all heads.
+        With Σ_h n_h O_h = 0, `V_h + f n_h` give the same answers to single tokens, for any vector
+        f. Two pairs for each of d differences δ show f·δ: they are answered with `Σ_h a_h·δV_h O_h
+        + b_h·n_h O_h`, where b_h is (f·δ)·a_h plus a number that is the same for all heads.
         """
         heads, k, m = self.O.shape
         if heads * k <= m:
@@ -570,8 +580,8 @@ class Values:
             raise Unsuccessful(
                 Status.NOT_APPLICABLE, "heads that share values have more numbers than an answer"
             )
-        kappa = torch.linalg.svd(self.O.flatten(0, 1))[0][:, -1].view(heads, k)
-        kept = torch.einsum("hk,hkm->hm", kappa, self.O)
+        null = torch.linalg.svd(self.O.flatten(0, 1))[0][:, -1].view(heads, k)
+        kept = torch.einsum("hk,hkm->hm", null, self.O)
         deltas = probe.length * random_orthogonal(probe.view.dim, stream)
         xi, tau = probe.points(_PLACES, stream, len(probe.subspace))
         rows = probe.rows(deltas, xi, tau)  # (d, places, m)
@@ -585,7 +595,7 @@ class Values:
         gates, others = (part - part.mean(1, keepdim=True) for part in solved.split(heads, 1))
         along = (gates * others).sum((1, 2)) / gates.square().sum((1, 2))
         f = deltas.mT @ along / probe.length**2
-        return replace(self, V=(V + f[:, None] * kappa[:, None])[order])
+        return replace(self, V=(V + f[:, None] * null[:, None])[order])
 
     @property
     def of_heads(self) -> Tensor:

@@ -1,15 +1,18 @@
 """Theorem 6.1 as published: one head from answers within ±τ, by unit probes and d² + d queries.
 
-*Provably Learning Attention with Queries* (arXiv 2601.16873), Section 6. Known in advance: ‖W‖ ≤ B,
-and η: every |v_i| is 0 or at least η. With a = ½, b = 1/B and the unit vectors,
+*Provably Learning Attention with Queries* (arXiv 2601.16873), Section 6. A head scores a sequence X
+with last token x by f(X) = Σ_i softmax_i(xᵀW x_i)·vᵀx_i. Known in advance: ‖W‖ ≤ B, and η: every
+|v_i| is 0 or at least η. Of two tokens b·e_j + a·u and b·e_j, the first gets the weight α =
+σ(ab·uᵀWe_j). With a = ½, b = 1/B and the unit vectors,
 
     v̂_i = f([e_i]) ± τ, and 0 where |v̂_i| < η/2                                  d queries
     α̂ = (f([b·e_j + a·u ; b·e_j]) − b·v̂_j) / (a·v̂ᵀu),   u = e_i, or e_i + e_k where v_i = 0
     uᵀWe_j = 2B·logit(clip(α̂))                                                    d² queries
 
-where |v̂_k| is the largest; W_ij is the form, or the form less Ŵ_kj. Since |ab·W_ij| ≤ ½ (for sums
-1/√2, as ‖e_i + e_k‖ = √2), the slope of the logit at α is κ = 2 + 2·cosh(1/√2) at most (Lemma A.1).
-With |v̂ᵀu| ≥ η/2 the steps of the proof add up to
+where k is the index of the largest |v̂_k|. W_ij is uᵀWe_j itself, or less Ŵ_kj where v_i = 0. Since
+|ab·W_ij| ≤ ½ (for sums 1/√2, as ‖e_i + e_k‖ = √2), α̂ is clipped to σ(±½) or σ(±1/√2), and the slope
+of the logit there is κ = 2 + 2·cosh(1/√2) at most (Lemma A.1). With |v̂ᵀu| ≥ η/2 the steps of the
+proof add up to
 
     |α̂ − α| ≤ (τ + bτ + aτ)·2/(aη),   |Ŵ_ij − W_ij| ≤ 2·2B·κ·|α̂ − α| = 2κ(12B + 8)·τ/η =: ε/d,
 
@@ -18,14 +21,14 @@ including a factor of two for the entries that are a difference; then ‖Ŵ − 
 
     τ(ε, B, η, d) = ε / max(2κ·d·(12B + 8)/η, √d).
 
-This is `tolerance_for`, and `accuracy_for` is its inverse. Both are known in advance, and every
-result states them (`stated`). `guarantee` is reported as well: it follows from the answers by
-intervals, entry by entry, and is never larger than ε/d. tolerant.py is our version, with no B and
-no η, longer probes and far smaller errors.
+This is `tolerance_for`, and `accuracy_for` is its inverse. ε is known in advance, and every result
+states it (`stated`). `guarantee` is reported as well: it follows from the answers by intervals,
+entry by entry, and is never larger than ε/d, apart from rounding. tolerant.py is our version, with
+no B and no η, longer probes and far smaller errors.
 
-Where the paper writes O(·), the constants here are those of its own steps. It takes ‖W‖ for any
-norm that bounds |uᵀWx|, and so does this. It does not mention that τ < η/2 is needed to tell zeros
-of v; for ε ≤ 1 that follows.
+Where the paper writes O(·), the constants here are those of its own steps. ‖W‖ may be any norm that
+bounds |uᵀWx|, in the paper and here. The paper does not mention that τ < η/2 is needed to tell
+zeros of v; for ε ≤ 1 that follows.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
 _EXACT = 1e-8  # relative error on fresh queries up to which a model counts as recovered
 _EPSILON = torch.finfo(torch.float64).eps
-_DELTA = 0.5  # a, the length of δ
+_DELTA = 0.5  # a: how much of u is added to a token
 _SINGLE, _SUM = 0.5, math.sqrt(0.5)  # bounds on |ab·uᵀWe_j| for u = e_i and u = e_i + e_k
 _SLOPE = 2 + 2 * math.cosh(_SUM)  # κ: the largest slope of the logit at these α
 
@@ -164,8 +167,8 @@ class _Probes:
         u = tokens + self._sums.unsqueeze(1) * tokens[self._pivot]
         index = torch.arange(d * d)
         answers = torch.full((d * d,), math.nan, dtype=torch.float64)
-        xi, g = torch.full_like(answers, 1 / method.bound), torch.full_like(answers, _DELTA)
-        self.asked = Pairs(u, tokens, index // d, index % d, xi, g, answers)
+        b, a = torch.full_like(answers, 1 / method.bound), torch.full_like(answers, _DELTA)
+        self.asked = Pairs(u, tokens, index // d, index % d, b, a, answers)
 
     def ask(self, oracle: Oracle) -> None:
         for rows, answers in in_batches(oracle, len(self.asked.answers), self.asked.questions):
@@ -186,12 +189,12 @@ class _Probes:
             self._method.bound / _DELTA * torch.logit(gate.clamp(low, high))
             for gate in (alpha, alpha - error, alpha + error)
         )
-        other, rows = self._pivot, self._sums.unsqueeze(1)
-        W = torch.where(rows, forms - forms[other], forms)
+        k, is_sum = self._pivot, self._sums.unsqueeze(1)
+        W = torch.where(is_sum, forms - forms[k], forms)
         rounding = 16 * _EPSILON * self._method.bound
-        least = torch.where(rows, least - most[other], least) - rounding
-        most = torch.where(rows, most - least[other], most) + rounding
-        return W, Interval(least, most)
+        lower = torch.where(is_sum, least - most[k], least) - rounding
+        upper = torch.where(is_sum, most - least[k], most) + rounding
+        return W, Interval(lower, upper)
 
     def _gates(self) -> tuple[Tensor, Tensor]:
         """Return α̂ and a bound on its error, entry (i, j) for u_i and e_j."""

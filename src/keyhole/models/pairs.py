@@ -26,7 +26,7 @@ from keyhole.models.hooks import hooks
 
 
 def is_pair(model: nn.Module) -> bool:
-    """Return whether this is an encoder and a decoder, and not one of the two."""
+    """Return whether this is an encoder with a decoder, and not one of them on its own."""
     config = getattr(model, "config", None)
     return bool(getattr(config, "is_encoder_decoder", False)) and decoder_of(model) is not model
 
@@ -43,7 +43,7 @@ def decoder_of(model: nn.Module) -> nn.Module:
 @contextmanager
 def behind(decoder: nn.Module, states: Tensor) -> Generator[None]:
     """Give the decoder the encoder's `states` (m, e) of one text whenever it is run."""
-    weight = next(decoder.parameters())
+    weight = next(decoder.parameters())  # its device and dtype
     states = states.to(weight)[None]
     cached = _cross_cache(decoder, states)
 
@@ -63,7 +63,10 @@ def behind(decoder: nn.Module, states: Tensor) -> Generator[None]:
 
 @torch.no_grad()
 def _cross_cache(decoder: nn.Module, states: Tensor) -> Any:
-    """Return a cache with the keys and values that every block computes from the states."""
+    """Return a cache with the keys and values that every block computes from the states.
+
+    The decoder has to run for that, on any token; `_shared` leaves out what it keeps of the token.
+    """
     ids = torch.zeros(1, 1, dtype=torch.long, device=states.device)
     try:
         output = decoder(input_ids=ids, encoder_hidden_states=states, use_cache=True)
@@ -78,7 +81,10 @@ def _cross_cache(decoder: nn.Module, states: Tensor) -> Any:
 
 
 def _shared(cached: Any, own: Any, texts: int) -> Any:
-    """Return the cache for a batch of texts, without copies, with the cache of their own tokens."""
+    """Return the cache for a batch: the states' keys and values, expanded without copies.
+
+    They stand next to the batch's `own` cache of its tokens, if it has one.
+    """
     pair, cross = copy.copy(cached), copy.copy(cached.cross_attention_cache)
     cross.layers = [copy.copy(layer) for layer in cross.layers]
     for layer in cross.layers:

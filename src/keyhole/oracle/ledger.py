@@ -43,7 +43,7 @@ from keyhole.oracle.token_questions import ABSENT
 VERSION = "1"
 _WHAT = "a Keyhole ledger"
 _APPLICATION_ID = 0x4B45594C  # "KEYL": tells a ledger from other SQLite files
-_MAX_WAIT = 3600.0  # seconds until another process ends its turn at the oracle
+_MAX_WAIT = 3600.0  # seconds to wait for another process to end its turn at the oracle
 _MAX_WITNESSES = 8
 _WITNESSES_PER_TURN = 2  # few, so that witnesses of several stages of an attack are stored
 _MAX_ROUNDINGS = 64  # rounding errors by which sums in another order may differ
@@ -64,10 +64,10 @@ def ignored(line: str) -> None:
 class Ledger(Wrapper):
     """Remembers the answers of `inner` in the file `path`.
 
-    `asked` counts the questions that this object passed on to `inner`, `remembered` those that it
-    answered itself. `asked_again` counts witnesses: they bypass a counter, so that a resumed run
-    keeps its budget. `answer_error` is how far an answer may be off each time it is
-    asked. `notice` is called if another model answers.
+    `asked` counts the answers that `inner` gave, `remembered` the questions that needed none.
+    `asked_again` counts witnesses: they are asked past `Counted`, so that they cost a resumed run
+    no budget. `answer_error` is how far an answer may be off each time it is asked. `notice` is
+    called if another model answers.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Ledger(Wrapper):
             while missing:
                 turn, missing = missing[: self._batch], missing[self._batch :]
                 known |= self._take_turn(turn, sequences)
-        except BudgetExhausted as end:  # what was answered before is stored: pass it on
+        except BudgetExhausted as end:  # attacks go on with fewer answers: pass these on
             known = self._recall(keys)
             answered = list(itertools.takewhile(known.__contains__, keys))
             raise BudgetExhausted(
@@ -203,7 +203,7 @@ class Ledger(Wrapper):
         data = answers.cpu().contiguous().numpy()
         stored = {
             key: (shape, data[row].tobytes())
-            for row, (key, fine) in enumerate(zip(keys, is_finite, strict=False))
+            for row, (key, fine) in enumerate(zip(keys, is_finite, strict=False))  # a failure cuts
             if fine
         }
         rows = [(key, shape, answer) for key, (shape, answer) in stored.items()]
@@ -253,6 +253,7 @@ class Ledger(Wrapper):
                     self._db.executemany("INSERT INTO meta VALUES (?, ?)", mine.items())
                 self._create_tables()
             theirs = dict(self._db.execute("SELECT name, value FROM meta").fetchall())
+            # Fails if the table is none of ours.
             self._db.execute("SELECT question, shape, answer FROM answers LIMIT 1").fetchall()
         except sqlite3.DatabaseError as error:
             raise unreadable(_WHAT, self.path, error) from error

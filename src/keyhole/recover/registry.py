@@ -25,7 +25,7 @@ from keyhole.recover.layers.mixed import MixedKeys
 from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.recover.layers.unordered import UnorderedPrefixes, UnorderedStates
 
-_MAX_COUNTED = 1 << 26  # numbers in the token table of a model whose vocabulary an audit runs
+_MAX_COUNTED = 1 << 26  # numbers in a token table: an audit runs no larger vocabulary whole
 NOISE = "noise of 10%"
 NORMALISED, PERMUTED = "normalised", "permuted"
 PRECISIONS = ("float32", "bfloat16", "int8", NOISE, NORMALISED, PERMUTED)
@@ -35,10 +35,11 @@ PRECISIONS = ("float32", "bfloat16", "int8", NOISE, NORMALISED, PERMUTED)
 class Row:
     """A kind of leak, of encoders or of causal models, that an attack reads and the audit tries.
 
-    `layers` returns the layers of a model that the audit tries, each in all `precisions`.
+    `layers` returns the layers of a model that the audit tries, each in all `precisions`: stored as
+    float32 or with fewer bits, or with what `NOISE`, `NORMALISED` and `PERMUTED` say done to it.
     `settings` are the attack's hyperparameters in an audit, if a full search takes too long there.
-    `permuted` is true for rows in no order. `short` is true if the attack reads short texts only;
-    an audit then tries some besides its own texts.
+    `permuted` is true if the tokens of the leak are in no order. `short` is true if the attack
+    reads short texts only; an audit then tries some besides its own texts.
     """
 
     kind: str
@@ -59,12 +60,20 @@ def spread(parts: Anatomy) -> list[int]:
 
 
 def soon_counted(parts: Anatomy) -> list[None]:
-    """Return one check if running the vocabulary takes minutes at most (embeddings/counts.py)."""
+    """Return [None], one check of no layer, if running the vocabulary takes minutes at most.
+
+    embeddings/counts.py runs it.
+    """
     return [None] if parts.table.numel() <= _MAX_COUNTED else []
 
 
+def not_audited(_: Anatomy) -> list[None]:
+    """Return no layer: `keyhole recover` reads such leaks, but an audit does not make them."""
+    return []
+
+
 def caches(parts: Anatomy) -> list[int]:
-    """Return the first layer and the middle one, as caches count them."""
+    """Return the first layer and the middle one; causal models' caches are counted from 0."""
     first = 0 if parts.causal else 1
     return sorted({first, first + (parts.layers - 1) // 2})
 
@@ -98,7 +107,7 @@ _inner = partial(
     Row, "attention", exposure=Exposure("KH-TEXT-ATTENTION-OUTPUT"), remedy=_INNER,
     layers=lambda _: [1], precisions=("float32",),
 )  # fmt: skip
-_logits = Row("logits", True, Exposure("KH-TEXT-LOG-PROBABILITIES"), _LOGITS, lambda _: [], ())
+_logits = Row("logits", True, Exposure("KH-TEXT-LOG-PROBABILITIES"), _LOGITS, not_audited, ())
 
 ATTACKS: Registry[Attack, Row] = Registry(
     Entry("encoder-states", EncoderStates, (_hidden(causal=False),)),
@@ -106,7 +115,7 @@ ATTACKS: Registry[Attack, Row] = Registry(
     Entry("mixed-keys", MixedKeys, (
         Row(
             "mixed", True, Exposure("KH-TEXT-KEYS-AND-VALUES", defences=("mixed",)), _MIXED,
-            lambda _: [], (),
+            not_audited, (),
         ),
     ), note="Read text from a KV cache whose tokens are mixed within blocks (KV-Cloak)."),
     Entry("encoder-maps", EncoderMaps, (
@@ -123,7 +132,7 @@ ATTACKS: Registry[Attack, Row] = Registry(
             "pooled", False, Exposure("KH-TEXT-EMBEDDING"), _POOLED, soon_counted, ("float32",),
             {"search": SumSearch(passes=2_000)}, short=True,
         ),
-        Row("pooled", True, Exposure("KH-TEXT-EMBEDDING"), _POOLED, lambda _: [], ()), _logits,
+        Row("pooled", True, Exposure("KH-TEXT-EMBEDDING"), _POOLED, not_audited, ()), _logits,
     )),
     Entry("decoder-states", DecoderStates, (_hidden(causal=True), _inner(causal=True))),
     Entry(
@@ -136,7 +145,7 @@ ATTACKS: Registry[Attack, Row] = Registry(
     ),
 )  # fmt: skip
 
-WITH_CORPUS = "counted-reader"
+WITH_CORPUS = "counted-reader"  # the attack that takes --corpus
 
 
 def readers(kind: str, causal: bool, permuted: bool = False) -> list[str]:

@@ -13,7 +13,9 @@ blocks of b = 16 tokens:
     shielded     X Π            Π permutes the numbers of a row, secret, the same for all texts
     cloaked      S P (X M + A)  S (b, b) orthogonal and secret; P permutes the tokens of a block,
                                 drawn for every block, head and text; M rotates each rotary plane;
-                                A is one secret row of a block; the last block is filled with rows
+                                A is one secret row of a block, as large as the text's numbers ask;
+                                the last block is filled up to b rows. S and M are the same for all
+                                texts
 
 The last two are for caches. *A First Look At Efficient And Secure On-Device LLM Inference Against
 KV Leakage* (arXiv 2409.04040) proposes `shielded` (KV-Shield), *Shadow in the Cache* (arXiv
@@ -21,7 +23,7 @@ KV Leakage* (arXiv 2409.04040) proposes `shielded` (KV-Shield), *Shadow in the C
 
 An attacker who also uses the server has texts with known rows X and leaks Y. Then:
 
-- A rotation keeps all distances. With U S Wᵀ the singular value decomposition of XᵀY, the
+- A rotation keeps all distances. With U Σ Wᵀ the singular value decomposition of XᵀY, the
   orthogonal matrix that best maps X to Y is U Wᵀ (Schönemann, 1966). It is unique only on the span
   of the pairs. With r singular values above rounding, the r numbers y W_r equal f U_r for every
   other vector f and its stored form y; of the rest of f only the length is known. So m pairs give m
@@ -51,8 +53,9 @@ from keyhole.recover.leaks import HiddenStates, KeyValues, Leak, Pooled
 
 SECRETS = ("rotated", "shielded", "cloaked")
 BLOCK = 16  # tokens
-_ROUNDING = 1e-11  # singular values of XᵀY below this share of the largest are rounding (float32)
-_SPANNED = 1e-6  # singular values of rows below this share of the largest are rounding (float32)
+# Singular values below this share of the largest are rounding of float32: those of rows, and those
+# of XᵀY, about the squares of them.
+_SPANNED, _ROUNDING = 1e-6, 1e-11
 _MAX_OUTSIDE = 1e-6  # the share of a leak's squares that may lie outside the span of known rows
 _UNIT = 2.84  # KV-Cloak's unit for what it adds, times the largest number of a cache
 
@@ -140,7 +143,7 @@ def secrets_of(leak: Leak, form: str, key: int, stream: torch.Generator) -> list
 
 
 def _permutation(order: Tensor) -> Tensor:
-    """Return the matrix that takes rows in this order."""
+    """Return the matrix P with which (P X)[i] is X[order[i]]."""
     return torch.eye(len(order), dtype=torch.float64)[order]
 
 
@@ -224,8 +227,8 @@ def by_lengths(target: Target, leaks: Sequence[Leak]) -> Pairs:
 
     With rotary positions the length of a row is the same at every position.
     """
-    first = KeyValues if leaks[0].exposure.block(target.parts) == 1 else ()
-    if not all(isinstance(leak, first) for leak in leaks):
+    in_first = leaks[0].exposure.block(target.parts) == 1
+    if not in_first or not all(isinstance(leak, KeyValues) for leak in leaks):
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
             "no text is known, and lengths identify tokens only in the first cache",

@@ -1,19 +1,19 @@
 """All numbers of all heads fitted at once, to answers for whole sequences (ours).
 
-For `[w_1 ; … ; w_p ; x]`, a list of keys and a query, the heads add
+For a sequence `[w_1 ; … ; w_p ; x]`, a context of tokens w and a last token x, the heads add
 
-    Σ_h Σ_j softmax_j((xQ_h + q_h)·(w_j K_h))·w_j V_h O_h + b        (with the key x as well)
+    Σ_h Σ_j softmax_j((xQ_h + q_h)·(w_j K_h))·w_j V_h O_h + b,        where j runs over x as well,
 
-to x, and what follows turns the sum into an answer by a known function. Reading heads step by step
-costs digits. This least-squares fit of Q, q, K, V, O and b to many answers, by Gauss–Newton steps
-(descent.py), is as precise as the answers. Shared keys and values, the frequencies of rotary
-positions and position biases are fitted as well. Each list of keys is used for many x, so most of
-the work is done once for a list.
+to x. The rest of the block, a known function (`behind`), turns the sum into an answer. Reading
+heads step by step costs digits. This least-squares fit of Q, q, K, V, O and b to many answers, by
+Gauss–Newton steps (descent.py), is as precise as the answers. Shared keys and values, the
+frequencies of rotary positions and position biases are fitted as well. Each context is used for
+many x, so most of the work is done once for a context.
 
 The preconditioner is that of K-FAC: for a map with inputs U (N, …) the Gram matrix of the Jacobian
 is taken to be `UᵀU/N ⊗ SᵀS`, where S, the slopes of the answers by the map's outputs, is sampled
-with random cotangents. Frequencies are a map too, from places to angles, and so are position
-biases, from distances.
+with one random direction of answers. Frequencies are a map too, from positions to angles, and so
+are position biases, from distances.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from keyhole.oracle.sub_layer import SubLayer, rotated
 
 _MANY = 4.0  # numbers in answers for each unknown
 _SPARE = 16
-_TOGETHER = 3  # keys in a list, at least
-_FULL = 0.6  # weights of heads that an answer should show, as a share of its numbers
-_BASES = 3  # random bases that keys are taken from
+_LEAST = 3  # tokens in a context, at least
+_FULL = 0.6  # weights of all heads in a sequence, as a share of the d numbers of an answer
+_BASES = 3  # random bases that the tokens of contexts are taken from
 _WIDEST = 0.95  # of the length that tokens behind a norm have at most
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Lists of keys (s, p, d), and the last tokens x (s, n, d) that each list is used for."""
+    """Contexts (s, p, d), and the last tokens x (s, n, d) that each context is used for."""
 
-    keys: Tensor
-    asking: Tensor
+    contexts: Tensor
+    x: Tensor
 
     @classmethod
     def drawn(
@@ -52,31 +52,31 @@ class Sequences:
     ) -> Sequences:
         """Draw as many as the numbers of attention need.
 
-        Keys are so long that scores are about 1; so are the x, unless their `length` is given.
+        Contexts are so long that scores are about 1; so are the x, unless their `length` is given.
         """
         heads, d, k = attention.Q.shape
-        size = min(d, max(_TOGETHER, int(_FULL * d / heads)))
+        size = min(d, max(_LEAST, int(_FULL * d / heads)))
         unknowns = sum(getattr(attention, name).numel() for name in attention.NAMES)
-        # An answer shows as many numbers as its heads mix values in, and no more than it has.
+        # An answer shows as many numbers as its heads mix values in, at most what a norm leaves.
         shown = min(attention.outputs - 1, heads * min(k, size))
         bases = torch.stack([random_orthogonal(d, stream) for _ in range(_BASES)])
         lists = d // size
-        keys = math.sqrt(d) * bases[:, : lists * size].unflatten(1, (lists, size)).flatten(0, 1)
-        count = math.ceil((_MANY * unknowns / shown + _SPARE) / len(keys))
-        x = torch.randn(len(keys), count, d, generator=stream, dtype=torch.float64)
+        tokens = math.sqrt(d) * bases[:, : lists * size].unflatten(1, (lists, size)).flatten(0, 1)
+        count = math.ceil((_MANY * unknowns / shown + _SPARE) / len(tokens))
+        x = torch.randn(len(tokens), count, d, generator=stream, dtype=torch.float64)
         x = (length or math.sqrt(d)) * normalize(x, dim=2)
         group = heads // len(attention.K)
-        scores = (x[:, 0] @ attention.Q) * (keys[:, 0] @ attention.K.repeat_interleave(group, 0))
-        size = float(scores.sum(2).square().mean().sqrt().clamp(min=1e-3))
+        scores = (x[:, 0] @ attention.Q) * (tokens[:, 0] @ attention.K.repeat_interleave(group, 0))
+        score = float(scores.sum(2).square().mean().sqrt().clamp(min=1e-3))
         if length is None:
-            return cls(keys / math.sqrt(size), x / math.sqrt(size))
-        return cls(keys * min(1 / size, _WIDEST), x)
+            return cls(tokens / math.sqrt(score), x / math.sqrt(score))
+        return cls(tokens * min(1 / score, _WIDEST), x)
 
     @property
     def tokens(self) -> Tensor:
         """(s·n, p + 1, d)."""
-        ahead = self.keys[:, None].expand(-1, self.asking.shape[1], -1, -1)
-        return torch.cat([ahead, self.asking[:, :, None]], 2).flatten(0, 1)
+        ahead = self.contexts[:, None].expand(-1, self.x.shape[1], -1, -1)
+        return torch.cat([ahead, self.x[:, :, None]], 2).flatten(0, 1)
 
 
 def fitted_heads(
@@ -88,39 +88,44 @@ def fitted_heads(
     `behind` maps what the heads add to the last tokens (s·n, m) to the answers y.
     """
     (heads, d, k), groups = attention.Q.shape, len(attention.K)
-    keys, asking, y = (part.to(device) for part in (sequences.keys, sequences.asking, y))
-    lists, size = keys.shape[:2]
-    tokens = torch.cat([keys.flatten(0, 1), asking.flatten(0, 1)])
-    one = torch.ones_like(asking[..., :1])
-    affine = torch.cat([asking, one], 2).flatten(0, 1)
-    places = torch.arange(size, 0, -1.0).to(keys).repeat(lists)[:, None]
-    # β at distance 0 is fixed to 0; distances beyond the length of a list do not show.
-    known = max(0, min(size, attention.places.shape[-1] - 1))
-    distance = (torch.arange(1, known + 1).to(keys) == places.clamp(max=known)).to(keys)
+    contexts, x, y = (part.to(device) for part in (sequences.contexts, sequences.x, y))
+    count, size = contexts.shape[:2]
+    tokens = torch.cat([contexts.flatten(0, 1), x.flatten(0, 1)])
+    one = torch.ones_like(x[..., :1])
+    affine = torch.cat([x, one], 2).flatten(0, 1)
+    positions = torch.arange(size, 0, -1.0).to(contexts).repeat(count)[:, None]
+    # β at distance 0 is fixed to 0; distances beyond the length of a context do not show.
+    shown = max(0, min(size, attention.places.shape[-1] - 1))
+    at_distance = torch.arange(1, shown + 1).to(contexts) == positions.clamp(max=shown)
+    at_distance = at_distance.to(contexts)
     Q, K, V = (getattr(attention, name).transpose(0, 1).flatten(1) for name in "QKV")
     numbers = {
         "Q": torch.cat([Q, attention.q.flatten()[None]]), "K": K, "V": V,
         "O": torch.cat([attention.O.flatten(0, 1), attention.b[None]]),
         "frequencies": attention.frequencies.flatten()[None],
-        "places": attention.places[:, 1 : known + 1].mT,
+        "biases": attention.places[:, 1 : shown + 1].mT,
     }  # fmt: skip
     numbers = {name: part.to(device) for name, part in numbers.items() if part.numel()}
 
     def split(rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Split rows into those of keys and of x, by groups of heads (s, p or n, groups, …)."""
-        ahead, own = rows.unflatten(1, (groups, -1)).split([lists * size, len(affine)])
-        return ahead.unflatten(0, (lists, -1)), own.unflatten(0, (lists, -1))
+        """Split rows into those of contexts and of x, by groups of heads (s, p or n, groups, …)."""
+        ahead, own = rows.unflatten(1, (groups, -1)).split([count * size, len(affine)])
+        return ahead.unflatten(0, (count, -1)), own.unflatten(0, (count, -1))
 
     def made(numbers: Numbers, moved: Numbers) -> tuple[Tensor, Tensor]:
-        """Return the answers and the inputs of O; `moved` is added to the outputs of all maps."""
-        q = (affine @ numbers["Q"] + moved["Q"]).view(lists, -1, groups, heads // groups, k)
+        """Return the answers and the inputs of O.
+
+        `moved` is added to the outputs of all maps: the slopes by it are S.
+        """
+        q = (affine @ numbers["Q"] + moved["Q"]).view(count, -1, groups, heads // groups, k)
         ahead, own = split(tokens @ numbers["K"] + moved["K"])
         if attention.rotary:
-            angles = places @ numbers["frequencies"] + moved["frequencies"]
-            ahead = rotated(ahead, -angles.view(lists, size, groups, -1))
+            angles = positions @ numbers["frequencies"] + moved["frequencies"]
+            ahead = rotated(ahead, -angles.view(count, size, groups, -1))
         scores = torch.einsum("sngik,spgk->sngip", q, ahead)
-        if known:
-            beta = (distance @ numbers["places"] + moved["places"]).view(lists, size, groups, -1)
+        if shown:
+            beta = at_distance @ numbers["biases"] + moved["biases"]
+            beta = beta.view(count, size, groups, -1)
             scores = scores + beta.permute(0, 2, 3, 1).unsqueeze(1)
         weights = torch.cat([scores, torch.einsum("sngik,sngk->sngi", q, own)[..., None]], -1)
         weights = weights.softmax(-1)
@@ -131,8 +136,8 @@ def fitted_heads(
         return behind(mixed @ numbers["O"] + moved["O"]), mixed
 
     inputs = {
-        "Q": affine, "K": tokens, "V": tokens, "O": affine, "frequencies": places,
-        "places": distance,
+        "Q": affine, "K": tokens, "V": tokens, "O": affine, "frequencies": positions,
+        "biases": at_distance,
     }  # fmt: skip
     still = {
         name: part.new_zeros(len(inputs[name]), part.shape[1]) for name, part in numbers.items()
@@ -150,9 +155,9 @@ def fitted_heads(
     numbers, _ = descend(lambda numbers: made(numbers, still)[0], numbers, y, preconditioner)
     numbers = {name: part.to("cpu") for name, part in numbers.items()}
     Q, K, V, O = (numbers[name] for name in "QKVO")  # noqa: E741
-    of_places = attention.places.clone()
-    if known:
-        of_places[:, 1 : known + 1] = numbers["places"].mT
+    biases = attention.places.clone()
+    if shown:
+        biases[:, 1 : shown + 1] = numbers["biases"].mT
 
     def apart(rows: Tensor, count: int) -> Tensor:
         return rows.unflatten(1, (count, -1)).transpose(0, 1).contiguous()
@@ -161,5 +166,5 @@ def fitted_heads(
         attention, Q=apart(Q[:d], heads), q=Q[d].view(heads, k), K=apart(K, groups),
         V=apart(V, groups), O=O[:-1].unflatten(0, (heads, -1)).contiguous(), b=O[-1].contiguous(),
         frequencies=numbers.get("frequencies", attention.frequencies).view(groups, -1),
-        places=of_places,
+        places=biases,
     )  # fmt: skip

@@ -279,7 +279,7 @@ class PeeledPostNorm:
         """Fit all numbers of attention at once."""
         sequences = Sequences.drawn(attention, stream)
         layer, y = self.layer.to(self.device), self._hats(sequences.tokens)
-        own = (sequences.asking.flatten(0, 1) @ self.axes).to(self.device)
+        own = (sequences.x.flatten(0, 1) @ self.axes).to(self.device)
         return fitted_heads(
             attention, sequences, y, lambda added: layer.hats(own + added), self.device, stream
         )
