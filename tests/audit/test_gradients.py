@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+import transformers
+
+import tiny_architectures
 import tiny_models as tiny
 from keyhole.audit import gradients
 from keyhole.audit.texts import TextTarget
-from keyhole.core import Status
+from keyhole.core import Outcome, Status
 from keyhole.core.progress import untracked
 from keyhole.models.loading import Loaded, identity
 
@@ -46,6 +50,31 @@ def test_tokens_are_given_away_where_texts_are_not():
     assert finding.exposed
     assert finding.reason.startswith("0 of 2 texts")
     assert "100% of the batch's tokens known, in no order" in finding.reason
+
+
+def of_another_kind(family):
+    """A classifier of a kind that tests/tiny_architectures.py knows, with the words of TEXTS."""
+    config = tiny_architectures.CONFIGS[family]()
+    config.vocab_size, config.initializer_range = tiny.SHAPE["vocab_size"], 0.12
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    return TextTarget(Loaded(model, tiny.tokenizer(), identity(model), family), TEXTS)
+
+
+def test_embeddings_narrower_than_the_model_are_widened():
+    (check,) = gradients.checks("", of_another_kind("electra"), 0)
+    (finding,) = check.run(untracked).findings
+    assert finding.status is Status.RECOVERED, finding.reason
+    assert all(reading.verified for reading in finding.texts[0].readings)
+
+
+def test_an_attack_that_does_not_apply_has_checked_nothing():
+    (check,) = gradients.checks("", of_another_kind("modernbert"), 0)
+    (finding,) = check.run(untracked).findings
+    assert finding.status is Status.NOT_APPLICABLE
+    assert finding.outcome is Outcome.UNCHECKED
+    assert "gradients do not say where tokens are" in finding.reason
 
 
 def test_what_has_no_loss_is_said():

@@ -74,7 +74,7 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
     progress = track(words.exposure(exposure), len(precisions))
     results: list[Readings] = []
     notes: list[str] = []
-    tokens_known: list[float] = []
+    recoveries: list[BatchRecovery] = []
     for number, precision in enumerate(precisions, 1):
         update = update_of(loaded.model, batch, precision=precision)
         recovery = recover_batch(loaded.model, loaded.tokenizer, update)
@@ -85,13 +85,18 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
         chance = min(1.0, chance * max(1, len(recovery.texts)))
         results.append(Readings(KIND, 1, precision, readings, chance))
         notes.append(f"{precision} {percent(results[-1].known)}")
-        tokens_known.append(0.0 if recovery.texts else _tokens_known(originals, recovery))
+        recoveries.append(recovery)
         progress(number)
     status, exact = _status(results), results[0].exact if results else 0
     reason = f"{exact} of {len(originals)} texts exact and verified; tokens right: "
-    if tokens_known and tokens_known[0] >= PARTLY:
-        status = Status.INEXACT
-        notes[-1] += f"; {percent(tokens_known[0])} of the batch's tokens known, in no order"
+    if recoveries and not recoveries[0].texts:
+        known = _tokens_known(originals, recoveries[0])
+        if known >= PARTLY:
+            status = Status.INEXACT
+            notes[-1] += f"; {percent(known)} of the batch's tokens known, in no order"
+        else:  # an attack that does not apply has not found the texts to be kept
+            status = recoveries[0].status
+            notes[-1] += f"; {recoveries[0].reason}"
     return one_finding(
         exposure, "GradientSpans" if results else "", status,
         f"{reason}{', '.join(notes)}" if results else "no precision asked for is tried", REMEDY,

@@ -179,7 +179,7 @@ def first_inputs(parts: Anatomy, positions: int) -> FirstInputs:
         f"the first attention of {parts.family} takes something else than a norm of embeddings",
     )
     norm, places = parts.opening_norm(1) or parts.closing_norm(0), _positions(parts, positions)
-    if norm is None:  # ALBERT widens its embeddings after their norm
+    if norm is None:  # ALBERT's
         norm = getattr(getattr(parts.base, "embeddings", None), "LayerNorm", None)
     if norm is None or parts.table.shape[1] != places.shape[1]:
         raise other
@@ -192,9 +192,10 @@ def first_inputs(parts: Anatomy, positions: int) -> FirstInputs:
     weight, bias = gain_and_bias(norm)
     offset = torch.zeros_like(weight) if bias is None else bias
     made, put = words * weight, places * weight
-    onward = getattr(cast("Any", parts.base), "encoder", None)
-    onward = getattr(onward, "embedding_hidden_mapping_in", None)
-    if onward is not None:  # ALBERT widens its embeddings after their norm
+    base = cast("Any", parts.base)
+    onward = getattr(getattr(base, "encoder", None), "embedding_hidden_mapping_in", None)
+    onward = onward or getattr(base, "embeddings_project", None)
+    if onward is not None:  # ALBERT and ELECTRA widen their embeddings after their norm
         wider = onward.weight.detach().double().mT
         made, put = made @ wider, put @ wider
         offset = offset @ wider + onward.bias.detach().double()
@@ -235,8 +236,10 @@ def _are_its_own(parts: Anatomy, inputs: FirstInputs) -> bool:
     given = attention_inputs(parts, 1, given)
     places = range(count) if inputs.places is not None else [0] * count
     rows = [inputs.at(token[None], place) for place, token in zip(places, ids, strict=True)]
-    off = torch.cat(rows) - given.double()
-    return float(off.norm()) <= _TIGHT * float(given.norm())
+    made = torch.cat(rows)
+    if made.shape != given.shape:
+        return False
+    return float((made - given).norm()) <= _TIGHT * float(given.norm())
 
 
 def tokens_in(inputs: FirstInputs, span: Span, allowed: Tensor | None = None) -> list[Tensor]:
