@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from copy import deepcopy
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -10,10 +11,11 @@ import pytest
 import torch
 import transformers
 
+import tiny_architectures
 import tiny_classifiers
 import tiny_models as tiny
 from keyhole.core.errors import InputError
-from keyhole.models import Exposure, capture, identity, load_model
+from keyhole.models import Exposure, anatomy, capture, identity, load_model
 from keyhole.models.loading import head_of, load_config, named_task, task_of
 
 
@@ -79,6 +81,21 @@ def test_an_architecture_and_its_model_have_the_same_task(architecture, task):
     config = SimpleNamespace(is_encoder_decoder=task == "seq2seq")
     model = type(architecture, (), {"config": config})()
     assert named_task(architecture) == head_of(model) == task
+
+
+@pytest.mark.parametrize("pair", [True, False])
+def test_an_encoder_saved_without_its_decoder_is_read_alone(tmp_path, pair):
+    whole = tiny_architectures.model("t5")
+    alone = transformers.T5EncoderModel(deepcopy(whole.config))
+    alone.load_state_dict(whole.state_dict(), strict=False)
+    alone.eval().config.is_encoder_decoder = pair  # checkpoints state either
+    alone.save_pretrained(tmp_path)
+    model = load_model(tmp_path, tokenizer=False).model
+    assert anatomy(model).layers == tiny_architectures.LAYERS
+    ids = torch.tensor([[5, 9, 7, 30]])
+    mine, own = (capture(each, Exposure("hidden", 1), ids=ids)["values"] for each in (model, whole))
+    assert torch.allclose(mine, own, atol=1e-5)
+    assert not hasattr(model, "decoder")  # its weights would be random
 
 
 def test_an_identity_with_the_head_differs_between_heads():

@@ -178,8 +178,11 @@ def load_model(
             if nomic := _nomic(where, options):
                 model, missing = nomic.model(task, dtype, device), ()
             else:
-                loader = getattr(library, AUTO_CLASSES[task])
-                model, report = loader.from_pretrained(where, **options, **settings)
+                whole = task != "base" or not _is_encoder_alone(name)
+                loader = AUTO_CLASSES[task] if whole else "AutoModelForTextEncoding"
+                model, report = getattr(library, loader).from_pretrained(
+                    where, **options, **settings
+                )
                 missing = report["missing_keys"]
         if gguf:
             _note_types(model, Path(where) / gguf)
@@ -190,6 +193,15 @@ def load_model(
         raise InputError(f"{name} has no trained head for {task}: {absent[0]} is missing")
     model = model.eval().requires_grad_(False)
     return Loaded(model, own_tokenizer, identity(model), str(name))
+
+
+def _is_encoder_alone(name: str | Path) -> bool:
+    """Return whether a checkpoint is the encoder of a pair, such as a T5EncoderModel."""
+    if Path(name).suffix == ".gguf":
+        return False
+    config = load_config(name)
+    ends = (str(each).endswith("EncoderModel") for each in config.architectures or ())
+    return any(ends) and type(config) in transformers().MODEL_FOR_TEXT_ENCODING_MAPPING
 
 
 def _own_dtype(name: str | Path) -> torch.dtype:
