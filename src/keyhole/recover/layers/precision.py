@@ -73,7 +73,6 @@ class Precision:
     standard deviation of the leaked numbers, the unit of relative figures.
     """
 
-    name: str
     rounding: Tensor
     scale: float
     noise: float | None
@@ -102,12 +101,10 @@ def precision_of(leak: Leak, arithmetic: float = 0.0) -> Precision:
     least = FLOAT32 * float(seen.square().mean().sqrt())
     name, step = rounding_of(rows, leak.precision)
     if name == "float32" and "keys" in leak.tensors:  # a head or other group may have a scale
-        grids = {part: _grouped(tensor) for part, tensor in leak.tensors.items()}
-        step = leak.rows({part: steps for part, (_, steps) in grids.items()})
-        name = min(grid for grid, _ in grids.values())  # float32 if keys or values are on none
+        step = leak.rows({part: _grouped(tensor) for part, tensor in leak.tensors.items()})
     rounding = (step.square() / 12 + own.square() + least**2).sqrt()
     others = (own.square() + least**2 + (leak.noise or 0.0) ** 2).sqrt()
-    return Precision(name, rounding, scale, leak.noise, step / 2 + _DEVIATIONS * others)
+    return Precision(rounding, scale, leak.noise, step / 2 + _DEVIATIONS * others)
 
 
 def rounding_error(target: Target, exposure: Exposure) -> float:
@@ -172,8 +169,8 @@ def _integers(rows: Tensor, steps: Tensor) -> str:
     return "int4" if most <= 15.5 else "int8" if most <= 255.5 else "rounded"
 
 
-def _grouped(part: Tensor) -> tuple[str, Tensor]:
-    """Return the grid and the steps of keys or values (heads, n, k).
+def _grouped(part: Tensor) -> Tensor:
+    """Return the step at each number of keys or values (heads, n, k).
 
     The best grouping is the one with the largest share of numbers in groups that lie on a grid.
     """
@@ -181,8 +178,8 @@ def _grouped(part: Tensor) -> tuple[str, Tensor]:
     for groups in (1, len(part)):
         name, floats = _scaled_floats(numbers.view(groups, -1))
         if name:
-            return name, floats.view_as(part)
-    best, name, found = _FEW, "float32", torch.zeros_like(numbers)
+            return floats.view_as(part)
+    best, found = _FEW, torch.zeros_like(numbers)
     for groups in _groupings(part):
         sample = groups[:: -(-len(groups) // _SAMPLED)]
         if not float((_steps(numbers[sample]) > 0).float().mean()) > best:
@@ -190,14 +187,14 @@ def _grouped(part: Tensor) -> tuple[str, Tensor]:
         steps = _steps(numbers[groups])
         share = float((steps > 0).float().mean()) * groups.numel() / numbers.numel()
         if share > best:
-            best, name = share, _integers(numbers[groups], steps)
+            best = share
             spread = numbers[groups].amax(-1) - numbers[groups].amin(-1)
             steps = torch.where(steps > 0, steps, spread)  # two levels are one step or several
             found = torch.zeros_like(numbers)
             found[groups] = steps[:, None].expand(groups.shape)
         if best >= _ALL:
             break
-    return name, found.view_as(part)
+    return found.view_as(part)
 
 
 def _groupings(part: Tensor) -> Iterator[Tensor]:
