@@ -173,3 +173,9 @@ def test_what_is_wrong_with_texts_is_said(tmp_path, name, content, words):
 def test_no_file_of_texts(tmp_path):
     with pytest.raises(InputError, match=r"^cannot read .*none\.txt as a file with texts"):
         read_texts(tmp_path / "none.txt")
+
+
+@pytest.mark.parametrize("others", [[], [Example("b", 0, "w1 w2")]])
+def test_a_text_without_a_token_is_refused(others):
+    with pytest.raises(InputError, match="a text must have at least one token: ' '"):
+        encode(tiny_models.tokenizer(causal=True), [*others, Example("a", 0, " ")])

@@ -310,4 +310,7 @@ def encode(
         seconds = [opening(example.second, max_length) for example in examples]
         pairs = [seconds] if any(seconds) else []
         batch = dict(tokenizer(texts, *pairs, **options))
+    for example, mask in zip(examples, batch.get("attention_mask", ()), strict=False):
+        if not mask.any():
+            raise InputError(f"a text must have at least one token: {example.text[:40]!r}")
     return batch, torch.tensor([example.label for example in examples])
