@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from keyhole.extract.output_layer import cliff, decimals_of, exact_decimals
+from keyhole.extract.arithmetic import decimals_of, exact_decimals
+from keyhole.extract.output_layer import cliff
 
 
 def answers(n, m, rank, noise=0.0, seed=0, decay=1.0):

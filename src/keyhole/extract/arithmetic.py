@@ -3,7 +3,8 @@
 Real targets compute in float32 or less, so an answer has an error of about ε times the size of the
 terms that were summed for it, before any cancel. Two things show how large it is:
 
-- the digits: if all answers are numbers of a shorter format, they have that format's ε;
+- the digits: if all answers are numbers of a shorter format, they have that format's ε; if all
+  have few decimals, they were rounded to these;
 - equivalent queries: every entry multiplied by 1 ± ε, the tokens before the last in another order,
   every token twice. In exact arithmetic, order and copies change nothing, and a factor 1 ± ε
   changes an answer about as much as the target's own rounding does (backward stability). So the
@@ -28,6 +29,10 @@ _UNSEEN = 2.0**-40  # a relative change of inputs that float64 resolves and floa
 _NOISE = 1e-9  # a larger relative change of answers after such a change of inputs is noise
 _AGAIN = 8  # extra queries that measure how large the noise is
 _STREAM = 0x4F574E45
+_DECIMALS = 6  # the most that answers are taken to be rounded to
+_WHOLE = 1e-6  # distance of a whole number
+_ANY = 0.05  # if numbers are so far apart in their precision, any of them is nearly whole
+_ZERO = 1e-14  # distance of 0, relative to the largest number
 _DOUBTFUL = 1e-2  # if reordering tokens changes answers by more, the target uses positions
 
 
@@ -48,6 +53,43 @@ def digits(answers: Tensor) -> float:
     if most >= _DIGITS and some.tolist() == [float(text) for text in printed]:
         return torch.finfo(torch.float32).eps / 2
     return torch.finfo(torch.float64).eps
+
+
+def decimals_of(answers: Tensor) -> int | None:
+    """Return to how many decimals answers are rounded; None if they are not.
+
+    A number that was stored in float32 is off its decimals by that rounding.
+    """
+    for decimals in range(_DECIMALS + 1):
+        shifted = answers * 10.0**decimals
+        allowed = (shifted.abs() * torch.finfo(torch.float32).eps).clamp(min=1e-7)
+        if float(allowed.max()) > _ANY:
+            single = bool((answers.float().double() == answers).all())
+            return exact_decimals(answers, decimals, decimals if single else _DECIMALS)
+        if _are_whole(shifted, allowed):
+            return decimals
+    return None
+
+
+def exact_decimals(answers: Tensor, least: int = 0, most: int = _DECIMALS) -> int | None:
+    """Return the fewest decimals that all numbers in float64 have, from `least` to `most`.
+
+    A number that rounds to 0 must be 0, up to rounding errors of the largest: small numbers are not
+    rounded ones.
+    """
+    for decimals in range(least, most + 1):
+        shifted = answers * 10.0**decimals
+        if float(shifted.abs().max()) * torch.finfo(torch.float64).eps > _ANY:
+            return None
+        if _are_whole(shifted, torch.full_like(shifted, _WHOLE)):
+            return decimals
+    return None
+
+
+def _are_whole(numbers: Tensor, allowed: Tensor) -> bool:
+    whole = numbers.round()
+    zero = (_ZERO * numbers.abs().max()).clamp(max=_WHOLE)
+    return bool(((numbers - whole).abs() <= torch.where(whole == 0, zero, allowed)).all())
 
 
 def smallest(precision: float) -> float:

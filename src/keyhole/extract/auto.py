@@ -30,7 +30,14 @@ from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.core.errors import InputError
-from keyhole.extract.arithmetic import EXACT, digits, measured_errors, own_error, smallest
+from keyhole.extract.arithmetic import (
+    EXACT,
+    digits,
+    exact_decimals,
+    measured_errors,
+    own_error,
+    smallest,
+)
 from keyhole.extract.attention_layers import AttentionLayers
 from keyhole.extract.bilinear import random_units
 from keyhole.extract.block import TransformerBlock
@@ -45,7 +52,6 @@ from keyhole.extract.judge import NEARLY, Method
 from keyhole.extract.low_rank import LowRank
 from keyhole.extract.multi_head import MultiHead
 from keyhole.extract.one_layer import OneLayerTransformer
-from keyhole.extract.output_layer import exact_decimals
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.sub_layer import AttentionSubLayer
 from keyhole.extract.tolerant import Tolerant

@@ -61,7 +61,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import LinAlgError, least_squares
-from keyhole.extract.arithmetic import EXACT, measured_errors
+from keyhole.extract.arithmetic import EXACT, exact_decimals, measured_errors
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.blocks import kinks, post_norm, pre_norm
 from keyhole.extract.blocks.curvature import Field, find_units
@@ -74,7 +74,6 @@ from keyhole.extract.blocks.view import View, last, not_a_block
 from keyhole.extract.extraction import Step
 from keyhole.extract.gauss_newton import refined
 from keyhole.extract.judge import Method
-from keyhole.extract.output_layer import exact_decimals
 from keyhole.extract.sub_layer import heads_described
 from keyhole.extract.sub_layer_values import LostSum
 from keyhole.oracle.block import Block

@@ -49,7 +49,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_count
-from keyhole.extract.arithmetic import EXACT, digits, own_error
+from keyhole.extract.arithmetic import EXACT, digits, exact_decimals, own_error
 from keyhole.extract.bilinear import ask_scores, lengths
 from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.heads.far_field import BadToken, Lines
@@ -65,7 +65,6 @@ from keyhole.extract.heads.masks import (
 from keyhole.extract.heads.rays import find_rays
 from keyhole.extract.judge import Exam, Method
 from keyhole.extract.low_rank import degrees_of_freedom
-from keyhole.extract.output_layer import exact_decimals
 from keyhole.oracle import planted
 from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError
 

@@ -38,6 +38,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.machine import expect_memory
+from keyhole.extract.arithmetic import decimals_of
 from keyhole.extract.extraction import Check, Extraction, LastLayer, Step, setting
 from keyhole.extract.judge import JUDGE_STREAM, Exam, Method
 from keyhole.extract.token_answers import (
@@ -241,11 +242,6 @@ _STEEP = 10.0  # ratio of a cliff, if nothing is known of the errors,
 _STEEP_KNOWN = 1.3  # and if the errors are those of rounding
 _BEYOND = 1.1  # times the largest singular value that rounding can have
 _BLOCK = 32
-_DECIMALS = 6
-_FLOAT32 = 2.0**-23
-_WHOLE = 1e-6  # distance of a whole number
-_ANY = 0.05  # if numbers are so far apart in their precision, any of them is nearly whole
-_ZERO = 1e-14  # distance of 0, relative to the largest number
 
 
 @dataclass(frozen=True)
@@ -317,43 +313,6 @@ def _beyond(values: list[float], edge: float, spare: int) -> Cliff:
         return Cliff(rank, values[rank - 1] if rank else 0.0, 0.0, seen=False)
     steep = values[rank - 1] >= _STEEP_KNOWN * values[rank]
     return Cliff(rank, values[rank - 1], values[rank], seen=steep and len(values) - rank >= spare)
-
-
-def decimals_of(answers: Tensor) -> int | None:
-    """Return to how many decimals answers are rounded; None if they are not.
-
-    A number that was stored in float32 is off its decimals by that rounding.
-    """
-    for decimals in range(_DECIMALS + 1):
-        shifted = answers * 10.0**decimals
-        allowed = (shifted.abs() * _FLOAT32).clamp(min=1e-7)
-        if float(allowed.max()) > _ANY:
-            single = bool((answers.float().double() == answers).all())
-            return exact_decimals(answers, decimals, decimals if single else _DECIMALS)
-        if _are_whole(shifted, allowed):
-            return decimals
-    return None
-
-
-def exact_decimals(answers: Tensor, least: int = 0, most: int = _DECIMALS) -> int | None:
-    """Return the fewest decimals that all numbers in float64 have, from `least` to `most`.
-
-    A number that rounds to 0 must be 0, up to rounding errors of the largest: small numbers are not
-    rounded ones.
-    """
-    for decimals in range(least, most + 1):
-        shifted = answers * 10.0**decimals
-        if float(shifted.abs().max()) * torch.finfo(torch.float64).eps > _ANY:
-            return None
-        if _are_whole(shifted, torch.full_like(shifted, _WHOLE)):
-            return decimals
-    return None
-
-
-def _are_whole(numbers: Tensor, allowed: Tensor) -> bool:
-    whole = numbers.round()
-    zero = (_ZERO * numbers.abs().max()).clamp(max=_WHOLE)
-    return bool(((numbers - whole).abs() <= torch.where(whole == 0, zero, allowed)).all())
 
 
 # The layer up to a rotation, from the norm in front of it (after arXiv 2606.06854, *The Geometry of

@@ -385,11 +385,12 @@ class _Reading:
         at, device, places = self.at, self.units.device, list(places)
         P, n, kinds = len(at.y), len(directions[0]), 1 if self.partners is None else 2
         r, behind = len(self.units), at.sphere.touched is None
-        unknowns = kinds * r * (1 if n == len(axes) else len(axes))
+        apart = n == len(axes)  # each axis has equations of its own, with one matrix for all
+        unknowns = kinds * r * (1 if apart else len(axes))
         visible = torch.ones(len(at.seen), dtype=torch.bool)
         if at.sphere.touched is not None:
             visible = ~at.sphere.touched(axes)[at.seen]
-        rows = len(places) * int(visible.sum()) * (1 if unknowns == kinds * r else n)
+        rows = len(places) * int(visible.sum()) * (1 if apart else n)
         each = min(len(at.U), math.ceil((2.5 if behind else _ROWS) * unknowns / max(rows, 1)))
         systems, wanted = list[Tensor](), list[Tensor]()
         for j in places:
@@ -407,7 +408,7 @@ class _Reading:
             e = e.to(device)
             turned = (e @ self.sigma[j])[:, None, None] * first / math.sqrt(2)
             rest = (second / 2 + turned) @ across.mT
-            coefficients = None if unknowns == kinds * r else (along @ axes.mT).to(device)
+            coefficients = None if apart else (along @ axes.mT).to(device)
             parts = self.parts[j][:, visible.to(device)]
             for i in range(each):
                 system = across @ self._weighted(parts, e[i]).mT
@@ -426,7 +427,7 @@ class _Reading:
                     systems.append(torch.cat([wide, marks], 1))
                     wanted.append(left[:, None])
         solved = least_squares(torch.cat(systems), torch.cat(wanted)).to("cpu")
-        if unknowns > kinds * r:
+        if not apart:
             return [solved[:unknowns, 0].view(r, -1)], solved[unknowns:, 0].view(P, n)
         return list(solved[:unknowns].split(r)), solved[unknowns:]
 
