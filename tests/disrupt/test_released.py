@@ -70,3 +70,10 @@ def test_tasks_that_the_program_cannot_attack_are_refused():
         ReleasedProgram(positions=11)(model, tiny_heads.texts(1, framed=False))
     with pytest.raises(InputError, match="share"):
         ReleasedProgram(2.0)
+
+
+def test_ids_name_every_example():
+    model, batch = tiny_heads.model("bert", "classes"), tiny_heads.texts(2)
+    labels = tiny_heads.own_labels(model, batch)
+    with pytest.raises(InputError, match="ids must name 2 examples: 1 were given"):
+        ReleasedProgram(positions=POSITIONS)(model, batch, labels, ids=["a"])

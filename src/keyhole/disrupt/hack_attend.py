@@ -164,9 +164,7 @@ class HackAttend:
             raise InputError("the model is in training mode: call model.eval() first")
         target = targets if targets is not None else self.target
         question = ask(model, batch, labels, target=target, continuation=self.continuation)
-        names = list(ids) or [str(number) for number in range(question.size)]
-        if len(names) != question.size:
-            raise InputError(f"ids must name {question.size} examples: {len(names)} were given")
+        names = names_of(question, ids)
         rows = torch.arange(question.size, device=question.labels.device)
         parts = [
             self._attack(model, question.part(part), [names[i] for i in part.tolist()], started)
@@ -229,6 +227,14 @@ def _noise(question: Question, units: Units, seed: int) -> Tensor:
         stream = torch.Generator().manual_seed(seed + int((first * places).sum().abs()) % 2**31)
         rows.append(torch.rand(units.total, generator=stream))
     return torch.stack(rows).to(units.free.device)
+
+
+def names_of(question: Question, ids: Sequence[str]) -> list[str]:
+    """Return what the examples are called in the result: their `ids`, or numbers."""
+    names = list(ids) or [str(number) for number in range(question.size)]
+    if len(names) != question.size:
+        raise InputError(f"ids must name {question.size} examples: {len(names)} were given")
+    return names
 
 
 def untouched(question: Question, clean: Tensor, number: int, name: str, right: bool) -> Outcome:

@@ -39,7 +39,7 @@ from torch import Tensor
 from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.data import Batch
 from keyhole.disrupt.disruption import Disruption, Outcome, disrupted, joined
-from keyhole.disrupt.hack_attend import counts, untouched
+from keyhole.disrupt.hack_attend import counts, names_of, untouched
 from keyhole.disrupt.judge import run_control
 from keyhole.disrupt.masked_queries import MaskedQueries
 from keyhole.disrupt.tasks import Question, ask
@@ -84,9 +84,8 @@ class ReleasedProgram:
         question = ask(model, _padded(model, batch, self.positions), labels)
         if question.task not in ("classification", "choice"):
             raise InputError("the released program attacks classifiers and multiple choice only")
-        names = list(ids) or [str(number) for number in range(question.size)]
         rows = torch.arange(question.size, device=question.labels.device).split(1)
-        alone = zip(map(question.part, rows), names, strict=True)
+        alone = zip(map(question.part, rows), names_of(question, ids), strict=True)
         return joined([self._attack(model, each, name) for each, name in alone])
 
     def _attack(self, model: Any, question: Question, name: str) -> Disruption:

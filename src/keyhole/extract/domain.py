@@ -184,9 +184,7 @@ class Witness:
         return self.inner.queries
 
     def __call__(self, sequences: Tensor) -> Tensor:
-        answers = self.inner(
-            finite(sequences)
-        )  # an overflow in the attack is not the oracle's fault
+        answers = self.inner(finite(sequences))  # an overflow is not the oracle's fault
         self._batches += 1
         if self._batches & (self._batches - 1) == 0 and len(answers):  # 1, 2, 4, 8, …
             self.kept.append((sequences[:1].clone(), answers[:1].clone()))
