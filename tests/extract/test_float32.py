@@ -70,6 +70,22 @@ def test_float32_is_recovered_to_the_precision_of_the_answers(kind):
         assert (result.model(X) - truth).abs().max() <= 2e-5 * truth.abs().max()
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_two_heads_of_torch_are_read_where_every_token_answers(bias):
+    torch.manual_seed(1)
+    layer = nn.MultiheadAttention(8, 2, bias=bias, batch_first=True).eval()
+
+    def answers(X):
+        with torch.no_grad():
+            return layer(X.float(), X.float(), X.float(), need_weights=False)[0].double()
+
+    result = extract.run(AnyFunction(answers, 8))  # far tokens must not overflow next to each other
+    assert result.status is Status.RECOVERED, result.reason
+    X = fresh(8, 4)
+    truth = answers(X)
+    assert (result.model(X) - truth).abs().max() <= 1e-5 * truth.abs().max()
+
+
 @pytest.mark.parametrize("kind", ["biases", "LayerNorm", "RMSNorm"])
 def test_biases_and_norms_are_read_exactly_from_float64(kind, tmp_path):
     module = Module(kind, dtype=torch.float64)

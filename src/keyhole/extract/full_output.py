@@ -33,6 +33,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
+from keyhole.extract.arithmetic import EXACT, precision_of
 from keyhole.extract.bilinear import (
     ProbeBasis,
     batch_rows,
@@ -243,6 +244,9 @@ def _layer(vectors: VectorOracle, W: Tensor, V: Tensor) -> Attention:
 # amplification of tolerant.py, without further queries.
 
 _REACH = 2.0**45  # R: the square of this is far beyond rounding
+_FAR = 2.0**60  # the length of keys in the far field
+# The same for answers of float32, where scores of two such keys would overflow.
+_SHORT_REACH, _SHORT_FAR = 2.0**24, 2.0**34
 _EPSILON = torch.finfo(torch.float64).eps
 _LEAK = 2.0**-60
 _ALIKE = 1e-9  # rows that differ by less, relative to the largest, count as equal
@@ -256,6 +260,8 @@ class VectorOracle:
     outputs: int
     every_token: bool
     causal: bool
+    reach: float = _REACH
+    far: float = _FAR
 
     @property
     def dim(self) -> int:
@@ -268,18 +274,18 @@ class VectorOracle:
         asked = xs if self.every_token else xs[:1]
         tokens = torch.zeros(p + zeros + len(asked), d, dtype=torch.float64)
         if self.every_token:
-            tokens[p + zeros :] = xs * (s / _REACH)
+            tokens[p + zeros :] = xs * (s / self.reach)
             sequences = tokens.expand(groups, -1, -1).clone()
-            sequences[:, :p] = keys * (s * _REACH)
+            sequences[:, :p] = keys * (s * self.reach)
         else:
             sequences = tokens.expand(groups, len(xs), -1, -1).clone()
-            sequences[:, :, :p] = (keys * (s * _REACH)).unsqueeze(1)
-            sequences[:, :, -1] = xs * (s / _REACH)
+            sequences[:, :, :p] = (keys * (s * self.reach)).unsqueeze(1)
+            sequences[:, :, -1] = xs * (s / self.reach)
             sequences = sequences.flatten(0, 1)
         answers = self.ask(sequences)
         if self.every_token:
             answers = answers[:, p + zeros :]
-        return answers.reshape(groups, len(xs), self.outputs) / (s * _REACH)
+        return answers.reshape(groups, len(xs), self.outputs) / (s * self.reach)
 
     def references(self, queries: int, zeros: int) -> Tensor:
         """Return c, the number of tokens of score 0 that each query sees, itself included."""
@@ -328,7 +334,9 @@ def open_vectors(oracle: Oracle) -> tuple[VectorOracle, Tensor]:
     every_token = answers.ndim == 3
     means = answers[0, ::2] if every_token else answers
     causal = bool((means - means[-1]).abs().max() > _ALIKE * answers.abs().max())
-    vectors = VectorOracle(oracle, answers.shape[-1], every_token, causal)
+    inexact = precision_of(oracle, answers) > EXACT
+    reach, far = (_SHORT_REACH, _SHORT_FAR) if inexact else (_REACH, _FAR)
+    vectors = VectorOracle(oracle, answers.shape[-1], every_token, causal, reach, far)
     if causal:
         # Row k of these sees 2k + 1 tokens.
         seen = 2 * torch.arange(d + 1, dtype=torch.float64).unsqueeze(1) + 1
@@ -507,7 +515,6 @@ class LayerForms:
 
 _ROUNDS = 4  # batches of x, until their sign patterns tell the heads apart
 _MOST = 16
-_FAR = 2.0**60
 _ZEROS = 15  # zero tokens, so that the weight of a constant head is far from ½
 _RESOLUTION = 1e-10  # smaller singular values of D, relative to the largest, are rounding
 _EXACT = 1e-6  # how far from ±1 a computed sign may be
@@ -540,7 +547,7 @@ def separate_values(
 
 def _far_field(vectors: VectorOracle, keys: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
     """Return answers (keys, xs, m), and the weight that a key of score 0 has in each."""
-    answers = vectors.respond((keys * _FAR).unsqueeze(1), xs, zeros=_ZEROS) / _FAR
+    answers = vectors.respond((keys * vectors.far).unsqueeze(1), xs, zeros=_ZEROS) / vectors.far
     return answers, 1 / (1 + vectors.references(len(xs), _ZEROS))
 
 
