@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tokenizers.normalizers import BertNormalizer
 
 import made_stores
 import tiny_models as tiny
@@ -130,6 +131,26 @@ def test_the_pooling_of_known_texts_is_used(tmp_path):
     target = sampled(name, known=TEXTS[:1])
     assert (target.pooling.exposure.pooling, target.pooling.exposure.normalised) == ("max", False)
     assert audit(target).findings[0].status is Status.RECOVERED
+
+
+def test_a_text_without_a_token_does_not_hide_the_others(tmp_path):
+    """BERT's tokenizer removes characters that are not visible."""
+    words = tiny.tokenizer()
+    words.backend_tokenizer.normalizer = BertNormalizer()
+    name = made_stores.jsonl(tmp_path, vectors_of(), ["\u200b", *TEXTS[1:]])
+    with open_store(name) as store:
+        target = StoreTarget.of(store, replace(LOADED, tokenizer=words), texts=6)
+    assert target.pooling.sure
+    (finding,) = audit(replace(target, method=SHORT)).findings
+    assert finding.estimate.exact == 5
+
+
+def test_one_vector_has_no_others_that_retrieval_is_measured_on(tmp_path):
+    target = sampled(made_stores.jsonl(tmp_path, vectors_of(TEXTS[:1]), TEXTS[:1]))
+    found = audit(target, against_defences=True).findings
+    behind = [each for each in found if each.exposure.variant == "defended"]
+    assert len(behind) == 4
+    assert all("nan" not in each.reason for each in behind)
 
 
 def test_another_encoder_could_not_be_checked(tmp_path):

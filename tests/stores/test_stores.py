@@ -114,6 +114,7 @@ WRONG = {
     "words.jsonl": b'{"text": "a"}\n',
     "ragged.jsonl": b"[1.0, 2.0]\n[1.0]\n",
     "infinite.jsonl": b"[1e400, 2.0]\n",
+    "large.jsonl": b"[1%s, 2.0]\n" % (b"0" * 400),
     "half.jsonl": b"[1.0, 2.0]\n[1.0,",
     "garbage.npy": b"garbage",
     "garbage.parquet": b"garbage",

@@ -266,8 +266,9 @@ def _pooling(
     width = store.dim if store.dim < anatomy(loaded.model).width else None
     encoder = (loaded.model, loaded.tokenizer)
     agrees = AGREES_QUANTISED if Path(loaded.name).suffix == ".gguf" else AGREES
-    own_texts = {row: text for row, text in enumerate(texts) if text and text.strip()}
-    own_texts = dict(islice(own_texts.items(), _KNOWN_TEXTS))
+    alone = partial(loaded.tokenizer, add_special_tokens=False, verbose=False)
+    with_tokens = ((row, text) for row, text in enumerate(texts) if text and alone(text).input_ids)
+    own_texts = dict(islice(with_tokens, _KNOWN_TEXTS))
 
     def by_texts(prefixes: Sequence[str]) -> Pooling:
         rest = (max_length, agrees, width, prefixes)
@@ -441,9 +442,11 @@ def _read_behind(
     status = _status(result, [recovery.status for recovery in recoveries])
     status = Status.UNSOLVED if status is Status.BUDGET else status
     which = "" if count == len(target.rows) else f", the shortest of the {len(target.rows)} tried,"
-    reason = (
-        f"{result.exact} of {count} texts{which} were read exactly, and recall@{NEAREST} falls by "
-        f"{lost:.1%} (of {len(queries)} queries among {len(docs)} vectors of the store)"
+    reason = f"{result.exact} of {count} texts{which} were read exactly, and recall@{NEAREST} "
+    reason += (
+        f"falls by {lost:.1%} (of {len(queries)} queries among {len(docs)} vectors of the store)"
+        if len(docs)
+        else "needs a store of two vectors or more"
     )
     return one_finding(
         exposure, recoveries[0].method, status, reason, _REMEDY, started, queries=count,

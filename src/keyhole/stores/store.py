@@ -158,7 +158,7 @@ def column_store(
         given = read(column, rows)
         try:
             return torch.from_numpy(np.array(given, dtype=dtype))
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise InputError(f"every {column} in {name} must have {dim} numbers") from error
 
     def texts(rows: Sequence[int]) -> list[str | None]:

@@ -126,6 +126,8 @@ def test_a_guess_says_that_it_is_one(name, normalised):
     assert (pooling.exposure.pooling, pooling.exposure.normalised) == (name, normalised)
     assert not pooling.sure
     assert pooling.reason.startswith("guessed")
+    vectors[3] = 0  # what programs store for a text that they did not embed
+    assert from_statistics(MODEL, WORDS, TEXTS, vectors).exposure == pooling.exposure
 
 
 @pytest.mark.parametrize(

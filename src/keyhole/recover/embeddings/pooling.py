@@ -218,9 +218,11 @@ def from_statistics(
 def _normalised(vectors: Tensor, width: int | None) -> tuple[bool, bool]:
     """Return whether vectors were normalised, and whether their first numbers were again.
 
-    It follows from their lengths: the first numbers of a vector of length 1 are shorter.
+    It follows from their lengths: the first numbers of a vector of length 1 are shorter. Zeros
+    stand for texts that were not embedded.
     """
     lengths = vectors.double().norm(dim=1)
+    lengths = lengths[lengths > 0]
     unit = bool(((lengths - 1).abs() < _UNIT).all())
     if width is None:
         return unit, False
