@@ -14,7 +14,6 @@ models come from; `--quick` takes planted blocks.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -70,62 +69,45 @@ def run(
 
 
 def measure(label: str, target: Block, device: str, seed: int) -> Iterator[Row]:
-    """Extract everything but attention, then the heads."""
+    """Extract everything but attention, then the heads one by one, then fit all of them at once."""
     behind, stream = target.norm == "behind", torch.Generator().manual_seed(seed)
     counted = Counted(Computed.on(device, target) if behind else target)
-    asked = Reporting(counted, time.perf_counter())
-    what = f"{label}, all but attention"
+    what, started = f"{label}, all but attention", time.perf_counter()
+
+    def took() -> str:
+        return f"{time.perf_counter() - started:.0f} s"
+
     try:
         if behind:
-            found = post_norm.read(partial(last, asked), target.dim, torch.device(device), stream)
+            found = post_norm.read(partial(last, counted), target.dim, torch.device(device), stream)
             errors, units = off_behind(found, canonical_block(target))
         else:
-            view = View.open(asked, stream)
+            view = View.open(counted, stream)
             found = pre_norm.read(view, torch.device(device), stream)
             errors, units = off_in_front(view, found, target)
-    except Unsuccessful as end:
-        yield failed(what, end, counted)
-        return
-    about = f"{units} of {len(target.A)} units, {asked.seconds:.0f} s"
-    yield row(what, errors, counted.queries, target, about)
-    yield from whole(label, target, found, asked, stream, seed)
-
-
-def failed(what: str, end: Exception, counted: Counted) -> Row:
-    return Row(what, str(end), f"<= {TOLERANCE:.0e}", False, f"{counted.queries:,} queries")
-
-
-def whole(
-    label: str, target: Block, found: Any, asked: Reporting, stream: torch.Generator, seed: int
-) -> Iterator[Row]:
-    """Extract the heads one by one, then fit all of them at once."""
-    counted = asked.target
-    what = f"{label}, the whole block"
-    try:
+        about = f"{units} of {len(target.A)} units, {took()}"
+        yield row(what, errors, counted.queries, target, about)
+        what = f"{label}, the whole block"
         attention = heads_of(found, REACHES.get(target.norm, (1.0,) * 3), stream)
-        rough = row(
-            f"{label}, heads one by one", compared(target, found.block(attention)),
-            counted.queries, target, f"{asked.seconds:.0f} s",
-        )  # fmt: skip
+        errors = compared(target, found.block(attention))
+        rough = row(f"{label}, heads one by one", errors, counted.queries, target, took())
         yield replace(rough, target="", met=None)
         made = found.block(found.polished(attention, stream))
-        about = f"fresh error {judge(target, made, seed + 100).worst:.1e}, {asked.seconds:.0f} s"
+        about = f"fresh error {judge(target, made, seed + 100).worst:.1e}, {took()}"
         yield row(what, compared(target, made), counted.queries, target, about)
     except (Unsuccessful, KeyholeError) as end:
-        yield failed(what, end, counted)
+        about = f"{counted.queries:,} queries"
+        yield Row(what, str(end), f"<= {TOLERANCE:.0e}", False, about)
 
 
 def heads_of(found: Any, reaches: Sequence[float], stream: torch.Generator) -> SubLayer:
     """Extract the heads with queries of the first length at which it succeeds."""
     end: Exception = LostSum("no length was tried")
     for reach in reaches:
-        started = time.perf_counter()
         try:
             return found.attention(stream, reach)
         except (Unsuccessful, LostSum) as error:
             end = error
-            seconds = time.perf_counter() - started
-            print(f"heads, reach {reach:g}, {seconds:.0f} s: {error}", file=sys.stderr, flush=True)
     raise end
 
 
@@ -186,30 +168,6 @@ class Computed:
 
     def __call__(self, sequences: Tensor) -> Tensor:
         return self.block.answers(sequences.to(self.device)).to("cpu")
-
-
-@dataclass
-class Reporting:
-    """A target that reports the number of queries on stderr every five seconds."""
-
-    target: Counted
-    started: float
-    reported: float = 0.0
-
-    @property
-    def dim(self) -> int:
-        return self.target.dim
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.started
-
-    def __call__(self, sequences: Tensor) -> Tensor:
-        answers, seconds = self.target(sequences), self.seconds
-        if seconds > self.reported + 5:
-            self.reported = seconds
-            print(f"{self.target.queries:,} queries, {seconds:.0f} s", file=sys.stderr, flush=True)
-        return answers
 
 
 def off(found: Tensor, true: Tensor, scale: Tensor | None = None) -> float:
