@@ -31,12 +31,16 @@ from keyhole.recover.files.contents import (
     read_sources,
     task_for,
 )
+from keyhole.recover.layers.decoder import DecoderStates
+from keyhole.recover.layers.key_values import CachedKeys
 from keyhole.recover.leaks import TYPES, Leak
 from keyhole.recover.originals import Original, Shared
 from keyhole.recover.recovery import TextRecovery
 from keyhole.recover.registry import ATTACKS, WITH_CORPUS, readers
 from keyhole.recover.simulate import MAX_LENGTH
 from keyhole.recover.texts import checked_leaks, recover_each, recover_texts, target_of
+
+_LIKELY = 4096  # tokens tried at a position while it is open which layer the arrays are of
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +210,23 @@ def open_leaks(
     if len(own) == len(sources):
         return model, own
     target = Target.of(model.model, model.tokenizer)
-    return model, opened_by(target, sources, exposure)
+    return model, opened_by(target, sources, exposure, _verifies)
+
+
+def _verifies(target: Target, leak: Leak) -> bool:
+    """Return whether a text of this leak is found that the judge verifies.
+
+    With a wrong reading no token fits, so a left-to-right search tries only the likeliest.
+    """
+    likely = DecoderStates(most=_LIKELY)
+    attack = CachedKeys(decoder=likely) if leak.kind == "kv" else likely
+    left_to_right = target.parts.causal and leak.kind in ("hidden", "kv", "attention")
+    try:
+        text = dict(enumerate(checked_leaks(target, [leak])))
+        ((_, recovery),) = recover_each(target, text, attack if left_to_right else None)
+    except InputError:
+        return False
+    return recovery.verified
 
 
 def recover_text(
@@ -225,7 +245,9 @@ def recover_text(
     """
     if not isinstance(leak, tuple(TYPES.values())):
         target, dump = Target.of(model, tokenizer), Dump("", arrays_of(leak))
-        opened = opened_by(target, [dump], None if expose is None else Exposure.parse(expose))
+        opened = opened_by(
+            target, [dump], None if expose is None else Exposure.parse(expose), _verifies
+        )
         if len(opened) > 1:
             raise InputError(f"the arrays hold {len(opened)} texts: use recover.run for several")
         leak = opened[0].leak

@@ -16,7 +16,7 @@ and a plain call of the model does not. Both are tried, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,14 +35,10 @@ from keyhole.models.capture import ARITHMETICS, EIGHT_BITS, Exposure, capture
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.files.arrays import SUFFIXES, Dump, arrays_of, read_dump
 from keyhole.recover.files.readings import IDS, MASKS, Reading, Section, readings_of, turned
-from keyhole.recover.layers.decoder import DecoderStates
-from keyhole.recover.layers.key_values import CachedKeys
 from keyhole.recover.layers.precision import rounding_error
 from keyhole.recover.leaks import TYPES, BaseLeak, Leak, own_leak, rows_of
-from keyhole.recover.texts import checked_leaks, recover_each
 
 _TRIED = 4  # likely layers that are tried
-_LIKELY = 4096  # tokens tried at a position while it is open which layer the arrays are of
 _BEGINNING = 4  # tokens of a causal model's text that show whether a layer is the right one
 _UNIT_TOLERANCE = 1e-3  # by which rounding may change the length of a normalised vector
 _PREFERRED = ("hidden", "kv", "attention", "maps", "pooled", "logits")  # at the same layer
@@ -152,15 +148,16 @@ def opened_by(
     target: Target,
     sources: Sequence[Opened | Dump],
     expose: Exposure | None,
+    verifies: Callable[[Target, Leak], bool],
 ) -> list[Opened]:
-    """Return the leaks of all sources."""
+    """Return the leaks of all sources; `verifies` tells whether a text explains a leak."""
     opened: list[Opened] = []
     for source in sources:
         if isinstance(source, Opened):
             opened.append(source)
             continue
         try:
-            texts = _verified(source, target, expose)
+            texts = _verified(source, target, expose, verifies)
         except InputError as error:
             raise InputError(f"{error} ({source.name})" if source.name else str(error)) from error
         leaks = _as_stored(target, source, [text.leak for text in texts])
@@ -171,7 +168,9 @@ def opened_by(
     return opened
 
 
-def _verified(dump: Dump, target: Target, expose: Exposure | None) -> list[Opened]:
+def _verified(
+    dump: Dump, target: Target, expose: Exposure | None, verifies: Callable[[Target, Leak], bool]
+) -> list[Opened]:
     """Return the leaks in a file: by the only reading, or by the first that gives right texts."""
     mask, ids = _saved_with(dump, MASKS), _saved_with(dump, IDS)
     readings, lengths = readings_of(dump.arrays, target.parts, expose)
@@ -194,29 +193,13 @@ def _verified(dump: Dump, target: Target, expose: Exposure | None) -> list[Opene
         return made[0][0]
     for texts, reading, counted in made:
         samples = _samples(texts, reading, mask, target.parts, counted=counted)
-        if all(_verifies(target, *_as_stored(target, dump, [leak])) for leak in samples):
+        if all(verifies(target, *_as_stored(target, dump, [leak])) for leak in samples):
             return texts
     if len(chosen) == 1:
         return made[0][0]
     tried = ", ".join(dict.fromkeys(str(texts[0].leak.exposure) for texts, *_ in made))
     fix = "" if expose is not None else ": say what it is with --expose, such as --expose hidden:3"
     raise InputError(f"no text explains these numbers at {tried} of this model{fix}")
-
-
-def _verifies(target: Target, leak: Leak) -> bool:
-    """Return whether a text of this leak is found that the judge verifies.
-
-    With a wrong reading no token fits, so a left-to-right search tries only the likeliest.
-    """
-    likely = DecoderStates(most=_LIKELY)
-    attack = CachedKeys(decoder=likely) if leak.kind == "kv" else likely
-    left_to_right = target.parts.causal and leak.kind in ("hidden", "kv", "attention")
-    try:
-        text = dict(enumerate(checked_leaks(target, [leak])))
-        ((_, recovery),) = recover_each(target, text, attack if left_to_right else None)
-    except InputError:
-        return False
-    return recovery.verified
 
 
 def _as_stored(target: Target, dump: Dump, leaks: Sequence[Leak]) -> list[Leak]:
