@@ -54,6 +54,16 @@ def test_whole_vectors_have_no_quantiser(tmp_path):
         assert store.codebook is None
 
 
+def test_an_inverted_file_may_have_any_ids(tmp_path):
+    vectors = STREAM.normal(size=(20, 8)).astype(np.float32)
+    index = faiss.IndexIVFFlat(faiss.IndexFlatL2(8), 8, 2)
+    index.train(vectors)
+    index.add_with_ids(vectors, 2**62 - 5 * np.arange(20))
+    faiss.write_index(index, str(tmp_path / "vectors.faiss"))
+    with open_store(str(tmp_path / "vectors.faiss")) as store:
+        assert store.read(range(20)).flip(0).tolist() == vectors.tolist()
+
+
 @pytest.mark.parametrize("kind", ["product quantisation", "8 bits"])
 def test_a_text_is_judged_by_its_code(tmp_path, kind):
     model, words = tiny.shared("bert", hidden_size=96), tiny.tokenizer()

@@ -231,6 +231,22 @@ def test_a_row_without_a_text_does_not_hide_the_texts_of_others(tmp_path, option
         assert store.texts([0, 1]) == [None, "second"]
 
 
+@pytest.mark.parametrize("maker", [made_stores.qdrant, made_stores.milvus])
+def test_a_point_without_a_text_does_not_hide_the_texts_of_others(maker, tmp_path):
+    texts = [7, *TEXTS[1:]]
+    with open_store(maker(tmp_path, VECTORS, texts)) as store:
+        assert store.texts is not None
+        assert store.texts([0, 1]) == [None, TEXTS[1]]
+
+
+def test_texts_of_categories_are_texts(tmp_path):
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    target = made_stores.parquet(tmp_path, VECTORS, arrow.array(TEXTS).dictionary_encode())
+    with open_store(target) as store:
+        assert store.texts is not None
+        assert store.texts([0, 1]) == TEXTS[:2]
+
+
 def test_a_byte_order_mark_before_json_lines_is_no_error(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a", "v": [1.0, 2.0]}\n')
     with open_store(str(tmp_path / "x.jsonl")) as store:

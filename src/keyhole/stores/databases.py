@@ -30,7 +30,7 @@ from keyhole.core.files import exists, is_folder, unreadable
 from keyhole.oracle.http import Http
 from keyhole.oracle.protocol import OracleError
 from keyhole.stores.files import arrow_store
-from keyhole.stores.store import Place, Store, column_store, library
+from keyhole.stores.store import ROWS_FOR_NAMES, Place, Store, column_store, library
 
 _BATCH = 1000  # rows in one answer of a server
 
@@ -169,8 +169,7 @@ def _qdrant_store(database: sqlite3.Connection, place: Place, name: str) -> Stor
 
     first = point(0)
     vector = place.choice("vector", list(_dense(first["vector"])), "vector of a point")
-    payload = _as_dict(first.get("payload"))
-    text = place.text_column([key for key, value in payload.items() if isinstance(value, str)])
+    text = place.text_field(_as_dict(point(row).get("payload")) for row in range(len(row_ids)))
 
     def read(column: str, rows: Sequence[int]) -> list[Any]:
         points = [point(row) for row in rows]
@@ -291,10 +290,8 @@ def _milvus_store(client: Any, place: Place, note: str) -> Store:
     if not keys:
         raise InputError(f"{where} holds no vectors")
     keys.sort()
-    (first,) = client.get(name, ids=keys[:1], output_fields=["*"])
-    text = place.text_column([
-        column for column, value in first.items() if isinstance(value, str) and column != key
-    ])  # fmt: skip
+    some = client.get(name, ids=keys[:ROWS_FOR_NAMES], output_fields=["*"])
+    text = place.text_field({k: row[k] for k in row if k != key} for row in some)
 
     def get(column: str, ids: list[Any]) -> dict[Any, Any]:
         given = client.get(name, ids=ids, output_fields=[key, column])
@@ -361,11 +358,11 @@ def _weaviate_store(client: Any, place: Place) -> Store:
     keys = sorted(each.uuid for each in listed)
     if not keys:
         raise InputError(f"{where} holds no vectors")
-    (first,) = collection.query.fetch_objects_by_ids(keys[:1], include_vector=True).objects
-    vector = place.choice("vector", list(_dense(first.vector)), "vector of an object")
-    text = place.text_column([
-        key for key, value in first.properties.items() if isinstance(value, str)
-    ])  # fmt: skip
+    some = collection.query.fetch_objects_by_ids(
+        keys[:ROWS_FOR_NAMES], limit=ROWS_FOR_NAMES, include_vector=True
+    ).objects
+    vector = place.choice("vector", list(_dense(some[0].vector)), "vector of an object")
+    text = place.text_field(each.properties for each in some)
 
     def get(column: str, ids: list[Any]) -> dict[Any, Any]:
         is_text = column == "text"

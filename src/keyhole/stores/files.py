@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
@@ -20,7 +20,7 @@ from torch import Tensor
 from keyhole.core.errors import InputError, first_line
 from keyhole.core.files import expect_file, parse, unreadable
 from keyhole.core.machine import expect_memory
-from keyhole.stores.store import TEXT_NAMES, Place, Store, column_store, library
+from keyhole.stores.store import Place, Store, column_store, library
 
 # One NumPy array (.npy).
 #
@@ -58,7 +58,6 @@ def open_npy(place: Place) -> Generator[Store]:
 # The file is read once to find the beginnings of its lines. Rows are then read from there.
 
 _UNNAMED = "the line itself"  # the name of the column if lines are lists
-_ROWS_FOR_NAMES = 300  # in which a field of texts is looked for
 
 
 @contextmanager
@@ -69,7 +68,7 @@ def open_json_lines(place: Place) -> Generator[Store]:
         first = _row(file, starts, 0, place.path) if starts else {}
         names = [name for name, value in first.items() if _is_vector(value)]
         column = place.choice("column", names, "field that holds a vector")
-        text = place.text_column(_text_fields(file, starts, place))
+        text = place.text_field(_readable(file, starts, place))
 
         def read(column: str, rows: Sequence[int]) -> list[Any]:
             return [_row(file, starts, row, place.path).get(column) for row in rows]
@@ -77,21 +76,10 @@ def open_json_lines(place: Place) -> Generator[Store]:
         yield column_store(place.path, len(starts), read, column, text)
 
 
-def _text_fields(file: IO[bytes], starts: array[int], place: Place) -> list[str]:
-    """Return the fields of the first row that hold texts.
-
-    If what is wanted is not among them, the fields of the next rows follow: some rows may lack it.
-    """
-    names, wanted = dict[str, None](), {place.options.get("text")} - {None} or set(TEXT_NAMES)
-    for row in range(min(len(starts), _ROWS_FOR_NAMES)):
-        try:
-            fields = _row(file, starts, row, place.path)
-        except InputError:  # it is reported when the row is read
-            continue
-        names |= {name: None for name, value in fields.items() if isinstance(value, str)}
-        if not wanted.isdisjoint(names):
-            break
-    return list(names)
+def _readable(file: IO[bytes], starts: array[int], place: Place) -> Iterator[dict[str, Any]]:
+    for row in range(len(starts)):
+        with suppress(InputError):  # it is reported when the row is read
+            yield _row(file, starts, row, place.path)
 
 
 def _line_starts(file: IO[bytes]) -> array[int]:
@@ -183,7 +171,14 @@ def arrow_store(
         if is_any(field.type, "binary", "large_binary", "fixed_size_binary")
         and (not columns or field.name == wanted)
     ]
-    strings = [field.name for field in schema if is_any(field.type, "string", "large_string")]
+    strings = [
+        field.name
+        for field in schema
+        if is_any(
+            field.type.value_type if is_any(field.type, "dictionary") else field.type,
+            "string", "large_string",
+        )
+    ]  # fmt: skip
     column = place.choice("column", columns, "column of vectors")
     text = place.text_column(strings)
 
@@ -251,14 +246,16 @@ def open_faiss(place: Place) -> Generator[Store]:
         whole = faiss.read_index(place.path, faiss.IO_FLAG_READ_ONLY)
         index = _unwrapped(faiss, whole)
         inverted = faiss.try_extract_index_ivf(index)
-        if inverted is not None:
-            inverted.make_direct_map()  # finds the list that holds a vector; in memory only
+        ids: Any = range(int(index.ntotal))
+        if inverted is not None:  # its vectors may have any ids; the map is in memory only
+            inverted.set_direct_map_type(faiss.DirectMap.Hashtable)
+            ids = _ids(faiss, inverted.invlists)
     except (RuntimeError, TypeError) as error:
         raise _unreadable(place.path, error) from error
 
     def vectors(rows: Sequence[int]) -> Tensor:
         try:
-            return torch.from_numpy(np.stack([index.reconstruct(int(row)) for row in rows]))
+            return torch.from_numpy(np.stack([index.reconstruct(int(ids[row])) for row in rows]))
         except RuntimeError as error:
             raise _unreadable(place.path, error) from error
 
@@ -266,10 +263,19 @@ def open_faiss(place: Place) -> Generator[Store]:
     note = "" if "Flat" in kind else f"{kind} keeps codes, from which vectors are made again"
     steps, ends = _steps(faiss, index)
     yield Store(
-        place.path, int(index.ntotal), int(index.d), vectors, note=note, steps=steps, ends=ends,
+        place.path, len(ids), int(index.d), vectors, note=note, steps=steps, ends=ends,
         codebook=_codebook(faiss, index),
     )  # fmt: skip
     del whole  # not earlier, since it owns the memory of `index`
+
+
+def _ids(faiss: Any, lists: Any) -> Any:
+    """Return the ids in the lists of an inverted file, sorted."""
+    sizes = enumerate(map(lists.list_size, range(lists.nlist)))
+    return np.unique(np.concatenate([
+        np.zeros(0, np.int64),
+        *(faiss.rev_swig_ptr(lists.get_ids(each), size) for each, size in sizes if size),
+    ]))  # fmt: skip
 
 
 def _unwrapped(faiss: Any, index: Any) -> Any:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from keyhole.data import TEXT_COLUMNS
 TEXT_NAMES = (*TEXT_COLUMNS, "document", "content", "page_content", "chunk", "body")
 _BATCH = 2**16  # rows in one batch of `batches`
 _ROWS_PER_CALL = 2**12  # of `vectors`: some stores return them as Python lists
+ROWS_FOR_NAMES = 300  # in which a field of texts is looked for
 _SAMPLED = 64  # vectors, evenly spread, that the identity is made of
 
 
@@ -121,6 +123,15 @@ class Place:
         if "text" in self.options:
             return self.choice("text", names, "column of texts")
         return next((name for name in TEXT_NAMES if name in names), None)
+
+    def text_field(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
+        """Return the field of texts; the first rows may lack it."""
+        names, wanted = dict[str, None](), {self.options.get("text")} - {None} or set(TEXT_NAMES)
+        for fields in islice(rows, ROWS_FOR_NAMES):
+            names |= {name: None for name, value in fields.items() if isinstance(value, str)}
+            if not wanted.isdisjoint(names):
+                break
+        return self.text_column(list(names))
 
 
 @dataclass(frozen=True)
