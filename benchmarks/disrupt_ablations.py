@@ -12,7 +12,7 @@ seeds can run one by one. `make pictures` draws the curve. `--quick` takes two r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
@@ -113,7 +113,9 @@ def run(
 
 
 def read(files: Sequence[Path]) -> list[Measured]:
-    return [Measured(**point) for point in trained.joined(files)]
+    names = [each.name for each in fields(Measured)]
+    runs = trained.joined(files)  # each with its commit and machine
+    return [Measured(**{name: run[name] for name in names}) for run in runs]
 
 
 def attack(name: str, share: float, batch: int) -> HackAttend:

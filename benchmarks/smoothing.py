@@ -16,7 +16,6 @@ masks decide whether the vote flipped. No certified text may flip. On a GPU prod
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -42,12 +41,14 @@ from keyhole.models.masking import Site, rewriting
 from show import Row
 from trained import Run
 
+MASKS_AT_ONCE = 512  # in one pass
 MASKS = 32  # masks that an attack averages over
 RANKINGS = 16  # times that units are ranked again while more are cut
 JUDGES = 200  # fresh masks that decide after an attack
 SHARE = 0.01  # the largest share of all units that is cut
 ALONE = 1e-6  # a unit is alone in its row if the others hold no more than this
 MAX_LENGTH = 128
+KINDS: tuple[Kind, ...] = ("partition", "random")
 SIZES = {  # epochs, batch, rate: of the demo classifier on two cores, of MiniLM on a GPU
     "demo": (1, 64, 5e-4),
     "minilm": (4, 256, 1.5e-4),
@@ -227,22 +228,16 @@ def attacked(loaded: Loaded, example: Example, ballot: Ballot, way: Smoothing) -
 
 @dataclass(frozen=True)
 class Options:
-    """The classifiers, and how each is measured.
-
-    After `seconds` seconds no further text of a row is attacked.
-    """
+    """The classifiers, and how each is measured."""
 
     model: Literal["demo", "minilm", "tiny"] = "demo"
     texts: int = 872
     sampled: int = 200
     attacked: int = 20
-    seconds: float = math.inf
     samples: int = 1000
-    masks_at_once: int = 512
     data: Path = subjects.DATA
     encoder: Path | None = None
     device: str = subjects.DEVICE
-    seed: int = 0
 
     @property
     def source(self) -> trained.Options:
@@ -251,15 +246,9 @@ class Options:
 
     def fresh(self) -> Loaded:
         if self.model != "demo":
-            return self.source.fresh(self.seed)
-        torch.manual_seed(self.seed)
+            return self.source.fresh(0)
+        torch.manual_seed(0)
         return load_model(FOLDER, task="classification", device=self.device)
-
-
-def examples(options: Options) -> tuple[list[Example], list[Example]]:
-    train, dev = options.source.sst2()
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
-    return [train[number] for number in order], dev
 
 
 def classifier(options: Options, keep: float, train: Sequence[Example]) -> tuple[Loaded, Training]:
@@ -268,7 +257,7 @@ def classifier(options: Options, keep: float, train: Sequence[Example]) -> tuple
     Mean(loaded.model.base_model)
     training = trained.fit(
         loaded, train, f"sattend:rate={1 - keep:.9g}:emptied=true",
-        options.device, epochs=epochs, batch=batch, rate=rate, seed=options.seed, pool=32,
+        options.device, epochs=epochs, batch=batch, rate=rate, seed=0, pool=32,
         max_length=MAX_LENGTH,
     )  # fmt: skip
     torch.backends.cuda.matmul.allow_tf32 = True  # trained.fit switches it off
@@ -283,10 +272,7 @@ def voted(
     trained.log(f"{what}: {found.summary()}")
     pairs = zip(dev, found.ballots, strict=True)
     right = [each for each in pairs if each[1].right and each[1].answer == each[1].label]
-    results, started = list[Attacked](), time.perf_counter()
-    for each in right[: options.attacked]:
-        if time.perf_counter() - started < options.seconds:
-            results.append(attacked(loaded, *each, way))
+    results = [attacked(loaded, *each, way) for each in right[: options.attacked]]
     return summed_up(what, found, results)
 
 
@@ -319,7 +305,6 @@ def run(
     quick: bool,
     options: Options = Options(),  # noqa: B008 - read, never changed
     keeps: list[float] = [1.0, 0.2, 0.1, 0.05, 0.02, 0.01, 0.003, 0.0],  # noqa: B006
-    kinds: list[str] = ["partition", "random"],  # noqa: B006
     join: list[Path] = [],  # noqa: B006
 ) -> Iterator[Row]:
     if quick:
@@ -332,16 +317,15 @@ def run(
     for keep in keeps:
         what = f"{options.model}, sst2, mean, ρ = {keep:g}"
         ways = [
-            Smoothing(
-                keep, kind, options.samples, batch=options.masks_at_once, seed=options.seed
-            )
-            for kind in cast("list[Kind]", kinds if 0 < keep < 1 else ["partition"])
+            Smoothing(keep, kind, options.samples, batch=MASKS_AT_ONCE)
+            for kind in (KINDS if 0 < keep < 1 else KINDS[:1])
             if not any(each["row"] == f"{what}, {kind}" for each in runs)
         ]  # fmt: skip
         if not ways:
             continue
-        train, dev = examples(options)
-        loaded, training = classifier(options, keep, train)
+        train, dev = options.source.sst2()
+        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+        loaded, training = classifier(options, keep, [train[number] for number in order])
         trained.log(f"{what}: {training.summary()}")
         for way in ways:
             count = options.texts if way.exact else options.sampled

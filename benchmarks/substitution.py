@@ -5,9 +5,9 @@ right answers are attacked by greedy substitution; flips are counted at one word
 30% of the words.
 
 The attack is TextFooler (arXiv 1907.11932) without a thesaurus. A word that is one token may be
-replaced by the `--nearest` words whose embeddings have a cosine of at least `--cosine` with its
-own, or (`masked`) by the predictions of a masked language model (BERT-Attack, arXiv 2004.09984),
-which is trained here and saved as `--masked FOLDER`. Neighbours are not synonyms ("good" is near
+replaced by the nearest words whose embeddings have a cosine of at least 0.4 with its own, or
+(`masked`) by the predictions of a masked language model (BERT-Attack, arXiv 2004.09984), which is
+trained here. Neighbours are not synonyms ("good" is near
 "bad"), so a flipped text may read differently to people. Words are replaced in the order of what
 their removal costs the margin, each by the word that leaves the smallest margin.
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -43,9 +42,6 @@ def run(
     quick: bool,
     options: Options = Options(methods=["plain", "sattend:0.2", "strongest"]),  # noqa: B008
     rankings: list[str] = RANKINGS,
-    nearest: int = 8,
-    cosine: float = 0.4,
-    masked: Path | None = None,
 ) -> Iterator[Row]:
     trained.expect_known("rankings", rankings, RANKINGS)
     if options.join:
@@ -54,12 +50,13 @@ def run(
         yield from table(runs)
         return
     if quick:
-        cosine = 0.1
         options = Tiny(epochs=4, batch=16, rate=3e-3, right=6)
     task = Task("sst2", *options.sst2(), 2, 128, 1e-4, MAX_LENGTH).given(options)
     proposing = None
     if "masked" in rankings:
-        proposing = MaskedModel.of(masked, options.fresh(0), texts_of(task, options))
+        texts = [example.text for example in task.train]
+        texts += [] if quick else subjects.turns(options.data, "train")
+        proposing = MaskedModel.trained(options.fresh(0), texts)
     for method, seed in options.trainings:
         loaded = options.fresh(seed)
         settings = trained.train(loaded, task, method, seed, options)["settings"]
@@ -72,7 +69,8 @@ def run(
         words = {word for example in task.train for word in example.text.split()}
         victim = Victim(loaded.model, loaded.tokenizer, words)
         for ranking in rankings:
-            attack = WordSubstitution(max(SHARES), nearest, cosine, ranking, proposing)
+            attack = WordSubstitution(max(SHARES), ranking=ranking, masked=proposing)
+            attack = replace(attack, cosine=0.1) if quick else attack
             yield measured(known, attack, victim, right[: options.right])
 
 
@@ -183,33 +181,11 @@ class WordSubstitution:
         return Substituted(" ".join(words), queries)
 
 
-def texts_of(task: Task, options: Options) -> list[str]:
-    """Return texts to train the masked language model on, none from a dev set."""
-    texts = [example.text for example in task.train]
-    if (options.data / "dream").is_dir() and len(texts) > 1_000:
-        texts += subjects.turns(options.data, "train")
-    return texts
-
-
 @dataclass(frozen=True, eq=False)
 class MaskedModel:
     """A masked language model, trained here with 15% of the tokens masked."""
 
     model: Any
-    tokenizer: Any
-
-    @classmethod
-    def of(cls, folder: Path | None, encoder: Loaded, texts: Sequence[str]) -> MaskedModel:
-        """Load the model from a folder; train it and save it there if there is none."""
-        import transformers
-
-        if folder is not None and folder.is_dir():
-            model = transformers.AutoModelForMaskedLM.from_pretrained(folder)
-            return cls(model.to(encoder.model.device).eval(), encoder.tokenizer)
-        made = cls.trained(encoder, texts)
-        if folder is not None:
-            made.model.save_pretrained(folder)
-        return made
 
     @classmethod
     def trained(cls, loaded: Loaded, texts: Sequence[str], steps: int = 2_000) -> MaskedModel:
@@ -239,7 +215,7 @@ class MaskedModel:
                 optimizer.step()
             rates.step()
             optimizer.zero_grad()
-        return cls(model.eval().requires_grad_(False), loaded.tokenizer)
+        return cls(model.eval().requires_grad_(False))
 
     def words(self, victim: Victim, words: Sequence[str], place: int, count: int) -> list[str]:
         """Return the likeliest other words at a position; none unless its word is one token."""
@@ -305,7 +281,9 @@ class Victim:
         return [
             other
             for other, number in others
-            if _case(other) == _case(word) and self.token(other) == number
+            if other.islower() == word.islower()
+            and other[:1].isupper() == word[:1].isupper()
+            and self.token(other) == number
         ]
 
     def margins(self, texts: Sequence[Sequence[str]], label: int) -> Tensor:
@@ -332,10 +310,6 @@ class Victim:
         batch, _ = encode(self.tokenizer, examples, max_length=MAX_LENGTH)
         batch.pop("special_tokens_mask")
         return {name: value.to(self.model.device) for name, value in batch.items()}
-
-
-def _case(word: str) -> tuple[bool, bool]:
-    return word.islower(), word[:1].isupper()
 
 
 def judged(victim: Victim, example: Example, proposal: Substituted) -> Judged:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -218,3 +220,11 @@ def test_a_mean_over_fewer_models_than_the_others_says_so():
     assert whole.measured == "20.0% (10.0%–30.0%)"
     assert whole.details.startswith("1 of 10 + 3 of 10;")
     assert part.details.startswith("1 of 2 models; 4 of 10;")
+
+
+def test_ablations_join_the_records_that_they_write(tmp_path):
+    point = disrupt_ablations.Measured("first", "a", 0.01, 10, 1, 0.0, 0.0, 1.0, 1.0, 0.0)
+    file = tmp_path / "rows.json"
+    record = {"commit": "abc", "machine": "a machine", "runs": [asdict(point)]}
+    file.write_text(json.dumps(record))
+    assert disrupt_ablations.read([file]) == [point]
