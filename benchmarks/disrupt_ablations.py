@@ -113,9 +113,9 @@ def run(
 
 
 def read(files: Sequence[Path]) -> list[Measured]:
-    names = [each.name for each in fields(Measured)]
-    runs = trained.joined(files)  # each with its commit and machine
-    return [Measured(**{name: run[name] for name in names}) for run in runs]
+    known = {each.name for each in fields(Measured)}  # runs also have a commit and a machine
+    runs = trained.joined(files)
+    return [Measured(**{name: run[name] for name in known & run.keys()}) for run in runs]
 
 
 def attack(name: str, share: float, batch: int) -> HackAttend:

@@ -22,6 +22,7 @@ from keyhole.data import Example
 from substitution import Substituted, Victim, WordSubstitution, judged
 
 pytestmark = pytest.mark.release  # what belongs to benchmarks
+DOCS = Path(__file__).parent.parent / "docs"
 LETTERS = [chr(ord("a") + number) * 2 for number in range(26)]
 WORDS = [*LETTERS, *(word.upper() for word in LETTERS[:6]), "##ab", "x7", "beginning"]
 
@@ -222,9 +223,11 @@ def test_a_mean_over_fewer_models_than_the_others_says_so():
     assert part.details.startswith("1 of 2 models; 4 of 10;")
 
 
-def test_ablations_join_the_records_that_they_write(tmp_path):
+def test_ablations_join_what_they_write_and_what_documents_keep(tmp_path):
     point = disrupt_ablations.Measured("first", "a", 0.01, 10, 1, 0.0, 0.0, 1.0, 1.0, 0.0)
     file = tmp_path / "rows.json"
     record = {"commit": "abc", "machine": "a machine", "runs": [asdict(point)]}
     file.write_text(json.dumps(record))
     assert disrupt_ablations.read([file]) == [point]
+    for name in ("disrupt-ablations", "disrupt-ablations-minilm"):
+        assert disrupt_ablations.read([DOCS / f"{name}.json"])
