@@ -107,6 +107,22 @@ OPEN = [
     ("run.sh", "sudo -u ml /opt/bin/llama-server --host 0.0.0.0"),
     ("run.sh", "sudo bash -lc 'sudo --user ml -E vllm serve m'"),
     ("run.sh", "env -u VLLM_API_KEY vllm serve m"),
+    # Variables that the file sets, and defaults
+    ("run.sh", "HOST=0.0.0.0\nllama-server -m m --host $HOST"),
+    ("run.sh", 'HOST=${1:-0.0.0.0}\nllama-server -m m --host "$HOST"'),
+    ("run.sh", "llama-server -m m --host ${HOST:-0.0.0.0}"),
+    ("run.sh", "export HOST=${HOST:-0.0.0.0}\nllama-server -m m --host $HOST"),
+    ("run.sh", "HOST=\nllama-server -m m --host ${HOST-0.0.0.0}"),
+    ("run.sh", "vllm serve m --host localhost --max-logprobs ${N:-100}"),
+    (
+        "compose.yml",
+        compose(
+            "ollama/ollama",
+            'environment: ["OLLAMA_HOST=${OLLAMA_HOST:-0.0.0.0}"]',
+            "ports: ['1:1']",
+        ),
+    ),
+    ("compose.yml", compose(VLLM[0], "ports: ['${BIND:-0.0.0.0}:8000:8000']")),
 ]
 CLOSED = [
     ("run.sh", "vllm serve m $EXTRA_ARGS"),
@@ -145,6 +161,16 @@ CLOSED = [
     ("Dockerfile", 'FROM vllm/vllm-openai AS a\nENV VLLM_API_KEY=k\nFROM a\nCMD ["--model", "m"]'),
     ("Dockerfile", 'FROM vllm/vllm-openai AS a\nCMD ["m"]\nFROM python\nCOPY --from=a /x /x\n'),
     ("run.sh", "sudo -u vllm serve m"),
+    ("run.sh", "vllm serve m --host 0.0.0.0 --uds /run/vllm.sock"),
+    ("run.sh", "vllm serve m --config vllm.yaml"),
+    ("run.sh", "python -m sglang.launch_server --host 0.0.0.0 --config sglang.yaml"),
+    ("run.sh", "./qdrant --config-path qdrant.yaml"),
+    ("run.sh", "HOST=127.0.0.1\nvllm serve m --host ${HOST}"),
+    ("run.sh", "HOST=${HOST:?name it}\nllama-server -m m --host $HOST"),
+    ("run.sh", "A=$B B=$A\nllama-server -m m --host $A"),
+    ("run.sh", "HOST=$HOST\nllama-server -m m --host $HOST"),
+    ("run.sh", "docker run -p ${BIND:-127.0.0.1}:8000:8000 vllm/vllm-openai --model m"),
+    ("compose.yml", compose(VLLM[0], "ports: ['${BIND:-127.0.0.1}:8000:8000']")),
 ]
 
 

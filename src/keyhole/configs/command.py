@@ -48,6 +48,7 @@ _PREFIXES = {  # what may precede a command, with its options that take the next
     "sudo": r"-[ABbEHiKknPS]*[CDghpRrTtUu]|--(user|group|host|prompt|chdir|close-from|role|type|"
     r"chroot|other-user|command-timeout)",
 }  # fmt: skip
+_LOCAL_PORT = re.compile(r"(\$\{\w+:?-)?(127\.|localhost\b|\[::1\])")  # perhaps by default
 _SHELLS = re.compile(r"(.*/)?(ba|da|z|k|a)?sh$")
 
 
@@ -97,7 +98,7 @@ def assignments(words: Iterable[Word]) -> dict[str, Word]:
 def on_loopback(published: Iterable[str]) -> bool:
     """Return whether ports are published, and all of them to this machine alone."""
     ports = list(published)
-    return bool(ports) and all(port.startswith(("127.", "localhost:", "[::1]:")) for port in ports)
+    return bool(ports) and all(map(_LOCAL_PORT.match, ports))
 
 
 def _docker_run(words: list[Word]) -> Command | None:
@@ -209,6 +210,7 @@ _OPAQUE = re.compile(
     re.IGNORECASE,
 )
 _LOOPBACK = re.compile(r"localhost$|127\.|::1$|\[::1\]$|.*\.sock$|/")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 # Words that can precede a program that is run. After other words it is prose, or is installed or
 # stopped.
 _WRAPPERS = re.compile(
@@ -242,7 +244,18 @@ class Options:
                 following = self.words[place + 1].text
                 value = following if not following.startswith("--") else ""
             given = Word(value, word.line)
-        return given
+        return None if given is None else self.expanded(given)
+
+    def expanded(self, word: Word) -> Word:
+        """Put in the variables that the file itself sets, or their defaults: `${HOST:-0.0.0.0}`."""
+
+        def value(match: re.Match[str]) -> str:
+            given = self.command.env.get(match[1] or match[3])
+            known = given is not None and match[0] not in given.text
+            return (given.text if known else "") or match[2] or match[0]
+
+        # Twice, because a variable may be set to another one's default.
+        return Word(_VARIABLE.sub(value, _VARIABLE.sub(value, word.text)), word.line)
 
     def key(self, *names: str, env: str = "") -> Word | None:
         """Return the key that an option or a variable gives; an empty text is no key."""
@@ -266,7 +279,10 @@ class Options:
     @property
     def opaque(self) -> bool:
         """Whether more options may come from a shell, a template or another file."""
-        return self.command.external_env or any(_OPAQUE.search(word.text) for word in self.words)
+        words, files = self.words, self.option("--config", "--config-file", "--config-path")
+        return bool(self.command.external_env or files) or any(
+            _OPAQUE.search(w.text) for w in words
+        )
 
 
 def reached_from_outside(host: str) -> bool:

@@ -232,7 +232,10 @@ VLLM = Program(
             "anyone can ask for log-probabilities, embeddings and token states",
             "listen at 127.0.0.1 behind a proxy that checks keys and routes; set --api-key as well",
             _VLLM_AUDIT, standards.SERVER_OPEN,
-            unguarded("no --api-key", _vllm_key, listens=_LISTENS),
+            unguarded(
+                "no --api-key", lambda given: _vllm_key(given) or given.option("--uds"),
+                listens=_LISTENS,
+            ),
         ),
         OptionRule(
             "KH-CONFIG-VLLM-KEY-FOR-SOME-ROUTES", "The key guards only some routes", Level.LOW,
@@ -293,6 +296,7 @@ def _is_ollama_client(options: Options) -> bool:
 
 def _ollama_open(options: Options) -> Iterator[Word]:
     command, host = options.command, options.command.env.get("OLLAMA_HOST")
+    host = host and options.expanded(host)
     in_cluster = command.cluster and (not command.published or command.external_env)
     if command.local or in_cluster or _is_ollama_client(options):
         return

@@ -51,11 +51,8 @@ def _may_have(options: Options, *variables: str) -> bool:
 
 _weaviate_without_login = unguarded(
     "no authentication",
-    lambda options: (
-        options.option("--config-file")
-        or _may_have(
-            options, "AUTHENTICATION_APIKEY", "AUTHENTICATION_OIDC", "AUTHENTICATION_DB_USERS"
-        )
+    lambda options: _may_have(
+        options, "AUTHENTICATION_APIKEY", "AUTHENTICATION_OIDC", "AUTHENTICATION_DB_USERS"
     ),
 )
 
@@ -96,7 +93,7 @@ QDRANT_OPEN = OptionRule(
         "no QDRANT__SERVICE__API_KEY",
         # A configuration file may hold the key, and is checked by itself.
         lambda options: options.key(env="QDRANT__SERVICE__API_KEY")
-        or options.option("--config-path") or options.mounts("/qdrant/config"),
+        or options.mounts("/qdrant/config"),
         host="", env="QDRANT__SERVICE__HOST",
     ),
 )  # fmt: skip
