@@ -184,5 +184,10 @@ def test_a_closed_server_is_not_reported(tmp_path, name, text):
     assert exit_code(tmp_path, name, text) == 0
 
 
+def test_a_long_variable_named_often_does_not_fill_the_memory(tmp_path):
+    script = f"A={'a' * 400_000}\nllama-server --host {'$A' * 50_000}"  # together 20 GB
+    assert exit_code(tmp_path, "run.sh", script) == 0
+
+
 def test_text_of_16_bits_without_a_mark_is_not_passed_over(tmp_path):
     assert exit_code(tmp_path, "compose.yml", compose(*VLLM).encode("utf-16-le")) == 3

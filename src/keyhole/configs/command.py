@@ -211,6 +211,7 @@ _OPAQUE = re.compile(
 )
 _LOOPBACK = re.compile(r"localhost$|127\.|::1$|\[::1\]$|.*\.sock$|/")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
+_VARIABLES = 4  # in a word: a hostile file cannot make one of gigabytes
 # Words that can precede a program that is run. After other words it is prose, or is installed or
 # stopped.
 _WRAPPERS = re.compile(
@@ -251,11 +252,13 @@ class Options:
 
         def value(match: re.Match[str]) -> str:
             given = self.command.env.get(match[1] or match[3])
-            known = given is not None and match[0] not in given.text
-            return (given.text if known else "") or match[2] or match[0]
+            known = "" if given is None or match[0] in given.text else given.text
+            return known or match[2] or match[0]
 
-        # Twice, because a variable may be set to another one's default.
-        return Word(_VARIABLE.sub(value, _VARIABLE.sub(value, word.text)), word.line)
+        text = word.text
+        for _ in range(2):  # a variable may be set to another one's default
+            text = _VARIABLE.sub(value, text, count=_VARIABLES)
+        return Word(text, word.line)
 
     def key(self, *names: str, env: str = "") -> Word | None:
         """Return the key that an option or a variable gives; an empty text is no key."""
@@ -279,9 +282,11 @@ class Options:
     @property
     def opaque(self) -> bool:
         """Whether more options may come from a shell, a template or another file."""
-        words, files = self.words, self.option("--config", "--config-file", "--config-path")
-        return bool(self.command.external_env or files) or any(
-            _OPAQUE.search(w.text) for w in words
+        file = self.option("--config", "--config-file", "--config-path")
+        return (
+            self.command.external_env
+            or file is not None
+            or any(_OPAQUE.search(word.text) for word in self.words)
         )
 
 
