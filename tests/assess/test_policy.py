@@ -336,6 +336,7 @@ def test_a_policy_is_found_in_its_folder(tmp_path):
         ('[severity]\nKH-X = ["low"]', "one of none, low"),
         ("[severity]\nKH-X = {a = 1}", "one of none, low"),
         ('fail-on = ["KH-TEXT-HIDEN-STATES"]', "fail-on names KH-TEXT-HIDEN-STATES, which matches"),
+        ('fail-on = ["kh-text-hidden-states"]', "fail-on names kh-text-hidden-states, which"),
         ('[severity]\n"KH-TXT-*" = "low"', r"\[severity\] of .* names KH-TXT-\*"),
         (IGNORE.format("KH-TEXT", "2027-01-01"), r"\[\[ignore\]\] of .* names KH-TEXT, which"),
         ("ignore = 1", r"\[\[ignore\]\]"),

@@ -171,3 +171,8 @@ def test_pickled_weights_are_opened_when_allowed(place, tmp_path):
     with pytest.raises(InputError, match="only pickled ones: --allow-pickle"):
         open_target(name, **options)
     assert open_target(name, **options, allow_pickle=True).parts
+
+
+def test_as_many_answers_of_the_demo_are_tried_as_flips_says():
+    (model,) = open_target("demo", flips=2).models.values()
+    assert len(model.examples) == 2

@@ -238,7 +238,7 @@ def _ignore(table: Mapping[str, Any], path: Path) -> Ignore:
 def _expect_rule(word: str, where: str) -> None:
     """Raise an InputError if a word begins like the id of a rule and matches none."""
     known = (*(rule.id for rule in RULES), NOT_CHECKED)
-    if word.startswith("KH-") and not any(fnmatchcase(rule, word) for rule in known):
+    if word.upper().startswith("KH-") and not any(fnmatchcase(rule, word) for rule in known):
         raise InputError(
             f"{where} names {word[:60]}, which matches no rule (such as {RULES[0].id} or KH-TEXT-*)"
         )

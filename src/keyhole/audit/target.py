@@ -327,7 +327,8 @@ class NamedTarget:
             skip = Skip(exposure, "–", str(missing), unchecked=True, extra=missing.extra)
             return Target(name, endpoints, (skip,))
         hardened = demo.load_demo("classification", device, hardened=True)
-        subject = self._with_texts(loaded, demo.EXAMPLES, demo.ABOUT, hardened)
+        examples = demo.EXAMPLES[: self.options.flips]
+        subject = self._with_texts(loaded, examples, demo.ABOUT, hardened)
         return Target(name, (*endpoints, ModelPart(loaded.name, subject)))
 
     def _open_server(self, what: str) -> Target:
