@@ -6,9 +6,8 @@ as one query, including those that count the corpus and single words; a repeated
 The search (recover/embeddings/sum_search.py) stops after `--passes` per text. Nothing is verified,
 because the judge needs gradients. A different text with the same vector (within 1e-6) is wrong.
 
-The server is MiniLM (or another `--encoder`) behind http.server, or llama.cpp for a .gguf file.
-Zero2Text (Kim et al., 2026) reports 2,180 queries per text. `--quick` takes a model with random
-weights.
+The server is MiniLM (or another `--encoder`) behind http.server. Zero2Text (Kim et al., 2026)
+reports 2,180 queries per text. `--quick` takes a model with random weights.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.counts import SHIPPED, Counted
 from keyhole.recover.embeddings.encoder import Encoder, Texts
 from keyhole.recover.embeddings.sum_search import SumSearch
-from servers import served
 from show import Row
 
 AT_ONCE = 256  # texts in one request
@@ -64,15 +62,10 @@ def run(
         "the corpus that ships": read_texts(SHIPPED),
         "5,000 lines of the same domain": read_texts(data / "sst2" / "train.tsv")[:5_000],
     }
-    opened = served(encoder, "pooling=MEAN") if _is_gguf(encoder) else answering(loaded)
-    with opened as url:
+    with answering(loaded) as url:
         for corpus, lines in corpora.items():
             some = [line for line in secrets if line not in set(lines)][:texts]
             yield measured(f"{name}, {corpus}", url, words, lines, some, passes, most + 3)
-
-
-def _is_gguf(encoder: Path | None) -> bool:
-    return encoder is not None and encoder.suffix == ".gguf"
 
 
 def measured(

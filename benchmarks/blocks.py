@@ -55,12 +55,8 @@ for _size, _units, _gated in ((NARROW, 8, 4), ({"score": True}, 32, 16)):
         )  # fmt: skip
 for _norm in ("layer", "rms"):
     KINDS[f"{NORMS[_norm]}ReLU, d = 16"] = {"activation": "relu", "norm": _norm}, TOLERANCE
-for _activation, _dim, _heads in (
-    ("relu", 16, 4),
-    ("gelu", 16, 4),
-    ("gelu", 12, 2),
-    ("relu", 8, 2),
-):
+LAYERS = (("relu", 16, 4), ("gelu", 16, 4), ("gelu", 12, 2), ("relu", 8, 2))
+for _activation, _dim, _heads in LAYERS:
     for _first in (True, False):
         KINDS[
             f"PyTorch's layer, {_activation},{' norm_first,' * _first} d = {_dim}"

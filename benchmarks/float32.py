@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import show
 from keyhole import extract
 from keyhole.extract import Status
+from planted import fresh_error
 from show import Row
 
 KINDS = ("output bias", "biases", "temperature", "LayerNorm", "2 heads", "4 heads")
@@ -70,20 +71,6 @@ class Heads(nn.Module):
         return answers.double()
 
 
-def errors(module: Heads, model: object) -> tuple[float, float]:
-    """Return the worst errors of a copy and of the module, relative to the largest answer."""
-    exact, stream = copy.deepcopy(module).double(), torch.Generator().manual_seed(99)
-    off, own = 0.0, 0.0
-    for length in range(1, 9):
-        X = torch.randn(8, length, module.dim, generator=stream, dtype=torch.float64)
-        truth = exact(X)
-        size = truth.abs().max()
-        own = max(own, float((module(X) - truth).abs().max() / size))
-        if callable(model):
-            off = max(off, float((model(X) - truth).abs().max() / size))
-    return off, own
-
-
 def run(quick: bool, processes: int = 1) -> Iterator[Row]:
     dims, seeds = ((8,), range(1)) if quick else (DIMS, SEEDS)
     scales = (1.0,) if quick else SCALES
@@ -105,9 +92,11 @@ def run(quick: bool, processes: int = 1) -> Iterator[Row]:
 
 def attacked(module: Heads) -> dict[str, Any]:
     result = extract.run(module)
-    off, own = errors(module, result.model)
-    return {"kind": module.kind, "dim": module.dim, "status": str(result.status), "error": off,
-            "own": own, "queries": result.queries, "reason": result.reason}  # fmt: skip
+    exact = copy.deepcopy(module).double()
+    off, own = (fresh_error(exact, each, range(1, 9), 8) for each in (result.model, module))
+    return {"kind": module.kind, "dim": module.dim, "status": str(result.status),
+            "error": None if result.model is None else off, "own": own, "queries": result.queries,
+            "reason": result.reason}  # fmt: skip
 
 
 def _row(what: str, modules: list[Heads], least: int, processes: int) -> Row:

@@ -94,11 +94,6 @@ def batches_of(
         yield chosen, batch_of(loaded.model, loaded.tokenizer, chosen, max_length)
 
 
-def special(loaded: Loaded) -> set[int]:
-    """Return the tokens that every text has, which do not count as read."""
-    return set(loaded.tokenizer.all_special_ids)
-
-
 def run(
     quick: bool,
     data: Path = subjects.DATA,
@@ -168,7 +163,7 @@ def measure(
             "batch": number, "texts": len(batch.texts), "tokens": sum(map(len, batch.texts)),
             "exact": sum(text in read for text in batch.texts), "verified": recovery.verified,
             "false": sum(text not in batch.texts for text in verified),
-            "rouge": rouges(batch.texts, read, special(loaded)),
+            "rouge": rouges(loaded, batch.texts, read),
             "known": len(ids & set(recovery.tokens)) / len(ids),
         })  # fmt: skip
     seconds = (time.perf_counter() - started) / count
@@ -191,9 +186,10 @@ def measure(
 
 
 def rouges(
-    texts: Sequence[Sequence[int]], read: Sequence[Sequence[int]], special: set[int]
+    loaded: Loaded, texts: Sequence[Sequence[int]], read: Sequence[Sequence[int]]
 ) -> list[tuple[float, float]]:
-    """Return ROUGE-1 and ROUGE-2 of each text with the best of the recovered ones."""
+    """Return ROUGE-1 and ROUGE-2 of each text with the best read one, without special tokens."""
+    special = set(loaded.tokenizer.all_special_ids)
     texts, read = ([[id_ for id_ in text if id_ not in special] for text in each]
                    for each in (texts, read))  # fmt: skip
     pairs = [

@@ -35,9 +35,7 @@ RELEASED = Options(
 
 def run(quick: bool, options: Options = RELEASED) -> Iterator[Row]:
     if options.join:
-        runs = trained.joined(options.join)
-        yield from trained.kept(runs)
-        yield from trained.table(runs)
+        yield from trained.table(trained.joined(options.join))
         return
     if wrong := [each for each in options.methods if not each.startswith(("plain", TOKENS))]:
         raise SystemExit(f"--methods takes plain and {TOKENS}RATE only, not {', '.join(wrong)}")

@@ -114,10 +114,7 @@ def run(
         loaded = subjects.tiny("bert", words=96)
         words = subjects.random_lines(loaded, 160, 2, 4)
         setting = prepared(loaded, words[:2], words[2:], 60, SumSearch(passes=300), 5)
-        yield from defended(
-            setting,
-            [no_defence(), rounding("int4"), projection(16, 32)],
-        )
+        yield from defended(setting, [no_defence(), rounding("int4"), projection(16, 32)])
         yield from near_rows(setting, 2)
         drawn = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
         yield nobody_row(setting, "random directions", drawn, SumSearch(passes=60))

@@ -124,14 +124,6 @@ def encoded(loaded: Loaded, texts: Iterable[str], max_length: int = 512) -> list
     ]
 
 
-def sst2(data: Path, count: int | None = None) -> list[str]:
-    """Return the first sentences of SST-2's dev set, then of its training set."""
-    lines = _read(data / "sst2" / "dev.tsv").splitlines()[1:]
-    if count is not None and count > len(lines):
-        lines += _read(data / "sst2" / "train.tsv").splitlines()[1:]
-    return [line.rsplit("\t", 1)[0].strip() for line in lines[:count]]
-
-
 def sentences(
     data: Path, tokenizer: Any, least: int, most: int, known: Collection[str] = ()
 ) -> list[str]:

@@ -76,8 +76,8 @@ def run(
 
 def measured(known: Run, attack: WordSubstitution, victim: Victim, right: list[Example]) -> Row:
     def outcome(example: Example) -> dict[str, Any]:
-        proposal = attack(victim, example)
-        return {**vars(judged(victim, example, proposal)), "queries": proposal.queries}
+        text, queries = attack(victim, example)
+        return {**judged(victim, example, text), "queries": queries}
 
     outcomes, seconds = show.timed(lambda: list(map(outcome, right)))
     run: Run = {
@@ -124,23 +124,6 @@ def table(runs: list[Run]) -> Iterator[Row]:
 
 
 @dataclass(frozen=True)
-class Substituted:
-    """The text that the attack proposes, and its queries."""
-
-    text: str
-    queries: int
-
-
-@dataclass(frozen=True)
-class Judged:
-    """The judge's result for a proposed text."""
-
-    flipped: bool
-    changed: int
-    words: int
-
-
-@dataclass(frozen=True)
 class WordSubstitution:
     share: float = 0.2
     nearest: int = 8
@@ -156,7 +139,8 @@ class WordSubstitution:
             return self.masked.words(victim, words, place, 6 * self.nearest)
         return victim.neighbours(words[place], self.nearest, self.cosine)
 
-    def __call__(self, victim: Victim, example: Example) -> Substituted:
+    def __call__(self, victim: Victim, example: Example) -> tuple[str, int]:
+        """Return the text that the attack proposes, and its queries."""
         words = example.text.split()
         options = {
             place: others
@@ -178,7 +162,7 @@ class WordSubstitution:
             best = int(margins.argmin())
             if float(margins[best]) < margin:
                 words, margin, changed = tried[best], float(margins[best]), changed + 1
-        return Substituted(" ".join(words), queries)
+        return " ".join(words), queries
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,14 +296,12 @@ class Victim:
         return {name: value.to(self.model.device) for name, value in batch.items()}
 
 
-def judged(victim: Victim, example: Example, proposal: Substituted) -> Judged:
+def judged(victim: Victim, example: Example, text: str) -> dict[str, int]:
     """Count the words that differ, and run the model on the text alone."""
-    before, after = example.text.split(), proposal.text.split()
-    if len(before) != len(after):
-        return Judged(False, max(len(before), len(after)), len(before))
+    before, after = example.text.split(), text.split()
     changed = sum(old != new for old, new in zip(before, after, strict=True))
     flipped = float(victim.margins([after], example.label)[0]) < 0
-    return Judged(flipped, changed, len(before))
+    return {"flipped": flipped, "changed": changed, "words": len(before)}
 
 
 if __name__ == "__main__":

@@ -43,7 +43,6 @@ def run(
     options: Options = Options(methods=["plain", "sattend:0.2", "strongest"]),  # noqa: B008
     tasks: list[str] = list(TASKS),  # noqa: B006 - read, never changed
     parts: list[str] = list(PARTS),  # noqa: B006
-    max_length: int | None = None,
 ) -> Iterator[Row]:
     trained.expect_known("tasks", tasks, TASKS)
     trained.expect_known("parts", parts, PARTS)
@@ -54,18 +53,17 @@ def run(
         options = Tiny(epochs=2, batch=8, right=4, share=0.05, attacks=attacks)
     runs = trained.joined(options.join)
     if options.join:
-        yield from trained.kept(runs)
         yield from trained.table(runs)
     else:
         for name in tasks if "attacks" in parts else ():
-            for row in of_task(name, quick, options, max_length):
+            for row in of_task(name, quick, options):
                 runs += [row.run] if row.run else []
                 yield row
     if "factors" in parts:
         yield from by_factor(runs)
 
 
-def of_task(name: str, quick: bool, options: Options, max_length: int | None) -> Iterator[Row]:
+def of_task(name: str, quick: bool, options: Options) -> Iterator[Row]:
     folder, ending, head, epochs, batch, rate, length = TASKS[name]
     if quick:
         texts = [made_up(name, number) for number in range(64)]
@@ -76,7 +74,7 @@ def of_task(name: str, quick: bool, options: Options, max_length: int | None) ->
         )
         if name == "pairs":
             train, dev = paired(train), paired(dev)
-    task = Task(name, train, dev, epochs, batch, rate, max_length or length).given(options)
+    task = Task(name, train, dev, epochs, batch, rate, length).given(options)
     for method, seed in options.trainings:
         loaded = options.fresh(seed, head)
         known = trained.train(loaded, task, method, seed, options)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import show
 import subjects
+from keyhole.data import read_texts
 from keyhole.models import Exposure, Loaded, anatomy
 from keyhole.recover import CachedKeys, EncoderMaps, EncoderStates, TokenSearch
 from keyhole.recover.attack import Attack
@@ -45,7 +46,7 @@ def run(
         yield from false_claims(Subject.of(tiny, ids), few)
         return
     loaded = subjects.minilm(encoder, device)
-    ids = subjects.encoded(loaded, subjects.sst2(data, 100))
+    ids = subjects.encoded(loaded, read_texts(data / "sst2" / "dev.tsv", limit=100))
     plan = [
         (Exposure.parse(name), range(-(-leaks * share // 20))) for name, share in SHARES.items()
     ]

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import show
 import subjects
+from keyhole.data import read_texts
 from keyhole.models import Exposure, Loaded
 from show import Row
 from subjects import Change, degraded
@@ -42,7 +43,7 @@ def run(
         yield from small()
         return
     loaded = subjects.minilm(encoder, device)
-    short = subjects.encoded(loaded, subjects.sst2(data, texts))
+    short = subjects.encoded(loaded, read_texts(data / "sst2" / "dev.tsv")[:texts])
     for layer in layers:
         if "exact" in parts and short:
             yield from exact(loaded, "SST-2", short, layer)

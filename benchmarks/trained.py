@@ -35,7 +35,7 @@ from torch import Tensor
 import subjects
 from keyhole import harden
 from keyhole.data import Example, read_examples
-from keyhole.disrupt import Attacker, HackAttend, ReleasedProgram, Rerank
+from keyhole.disrupt import Attacker, HackAttend, ReleasedProgram
 from keyhole.disrupt.batches import Batches
 from keyhole.disrupt.tasks import ask
 from keyhole.disrupt.units import Look, survey
@@ -132,13 +132,6 @@ def defence(name: str) -> Defence:
         raise SystemExit(f"--methods: no {name}; see benchmarks/trained.py")
     pairs = [setting.split("=") for setting in given]
     return DEFENCES.make(kind, **{name: json.loads(value) for name, value in pairs})
-
-
-def shortened(method: HackAttend) -> HackAttend:
-    """Return the attack with the smallest search, for quick modes."""
-    if isinstance(method.schedule, Rerank):
-        return replace(method, schedule=Rerank(rounds=2, prefixes=2, refine=1))
-    return method
 
 
 @dataclass(frozen=True)
@@ -294,7 +287,8 @@ def row(run: Run) -> Row:
 
 
 def table(runs: Sequence[Run]) -> Iterator[Row]:
-    """Yield a row for each task, method and training: means and ranges over seeds."""
+    """Yield each joined run, then a row for each task, method and training, over its seeds."""
+    yield from kept(runs)
 
     def kind(run: Run) -> str:
         rate, epochs = run["settings"]["rate"], run["settings"]["epochs"]

@@ -19,7 +19,7 @@ import subjects
 import tasks
 import trained
 from keyhole.data import Example
-from substitution import Substituted, Victim, WordSubstitution, judged
+from substitution import Victim, WordSubstitution, judged
 
 pytestmark = pytest.mark.release  # what belongs to benchmarks
 DOCS = Path(__file__).parent.parent / "docs"
@@ -105,12 +105,12 @@ def test_the_attack_is_the_one_written_out_in_loops(victim):
     attack = WordSubstitution(share=0.25, nearest=4, cosine=0.4)
     flipped = 0
     for example in sentences(victim, 12):
-        proposal = attack(victim, example)
-        assert proposal.text == naive(victim, example, attack)
-        verdict = judged(victim, example, proposal)
-        assert verdict.changed <= 2
-        assert verdict.flipped == (int(answers(victim, proposal.text).argmax()) != example.label)
-        flipped += verdict.flipped
+        text, _ = attack(victim, example)
+        assert text == naive(victim, example, attack)
+        verdict = judged(victim, example, text)
+        assert verdict["changed"] <= 2
+        assert verdict["flipped"] == (int(answers(victim, text).argmax()) != example.label)
+        flipped += verdict["flipped"]
     assert 0 < flipped < 12
 
 
@@ -121,12 +121,6 @@ def test_neighbours_are_words_of_the_same_case(victim):
         assert all(other.islower() == word.islower() for other in others)
     assert victim.neighbours("x7", 40, -1.0) == victim.neighbours("beginning", 40, -1.0) == []
     assert victim.neighbours("unknown", 40, -1.0) == []
-
-
-def test_a_proposal_of_another_length_is_no_flip(victim):
-    example = next(iter(sentences(victim, 1)))
-    verdict = judged(victim, example, Substituted(example.text + " aa", 1))
-    assert not verdict.flipped
 
 
 def test_every_context_and_every_ending_stand_once_in_each_class():

@@ -84,9 +84,8 @@ def test_scores_are_those_of_sacrebleu_and_rouge_score(monkeypatch):
 
 def test_no_sentences_are_left_out_of_a_benchmark(tmp_path):
     tiny.save("bert", tmp_path / "encoder")
-    for name, content in {"sst2/dev.tsv": "sentence\tlabel\n", "dream/dev.json": "[]"}.items():
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text(content)
+    (tmp_path / "sst2").mkdir()
+    (tmp_path / "sst2" / "dev.tsv").write_text("sentence\tlabel\nfine\t1\n")
     parts, file = "exact,precision", tmp_path / "rows.json"
     done = warm_process.finished(
         warm_process.script, "text_recovery.py", "--encoder", str(tmp_path / "encoder"), "--data",

@@ -261,7 +261,7 @@ def read_by_both(
         "tokens": sum(map(len, batch.texts)),
     }
     for side, (read, took, failure) in sides.items():
-        best = gradients.rouges(batch.texts, read, gradients.special(loaded))
+        best = gradients.rouges(loaded, batch.texts, read)
         found[side] = {
             "exact": sum(list(text) in read for text in batch.texts),
             "rouge": [statistics.mean(score) for score in zip(*best, strict=True)],

@@ -27,6 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 import show
 import subjects
 from keyhole import recover
+from keyhole.data import read_texts
 from keyhole.models import Exposure, Loaded
 from show import Row
 
@@ -49,7 +50,8 @@ def run(
         raise SystemExit(f"clone {PEER}, and give its folder as --checkout")
     cloak = peer(checkout)
     loaded = subjects.smollm2(model, "cpu")
-    long = [text for text in subjects.sst2(data, 400) if len(text.split()) > 12]
+    lines = read_texts(data / "sst2" / "dev.tsv", limit=400)
+    long = [text for text in lines if len(text.split()) > 12]
     count = 2 if quick else prompts
     least = {"template": 0.99, "nothing": 0.0}
     for what in known:
