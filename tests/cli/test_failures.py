@@ -81,9 +81,10 @@ def audit(tmp_path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_full_disk_behind_stdout_is_one_line(audit):
+@pytest.mark.parametrize("words", ["report audit.json --json", "--version", "--help"])
+def test_a_full_disk_behind_stdout_is_one_line(audit, words):
     with Path("/dev/full").open("w") as full:
-        done = finished([*KEYHOLE, "report", audit, "--json"], cwd=audit.parent, stdout=full)
+        done = finished([*KEYHOLE, *words.split()], cwd=audit.parent, stdout=full)
     assert done.returncode == 3
     assert "No space left on device" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr

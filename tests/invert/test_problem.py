@@ -51,9 +51,9 @@ GOOD = {"W": torch.eye(3), "V": torch.eye(3), "B": torch.ones(4, 3)}
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"W": torch.ones(3, 2)}, r"expected W of shape d×d or H×d×d, got 3×2"),
-        ({"V": torch.ones(2, 3)}, r"expected V with rows like those of W 3×3, got 2×3"),
-        ({"B": torch.ones(4, 2)}, r"expected B of shape n×3, got 4×2"),
+        ({"W": torch.ones(3, 2)}, "W must be d×d, or H×d×d for H heads: it is 3×2"),
+        ({"V": torch.ones(2, 3)}, "V must be 3×m, as W is 3×3: it is 2×3"),
+        ({"B": torch.ones(4, 2)}, "B must be n×3, as V is 3×3: it is 4×2"),
         ({"B": torch.ones(0, 3)}, r"B is empty: its shape is 0×3"),
         ({"B": "text"}, r"expected B as a torch.Tensor, got str"),
         ({"B": torch.ones(4, 3) * 1j}, r"expected real numbers in B"),

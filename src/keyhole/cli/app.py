@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import cache
 from typing import Annotated, Any, cast
@@ -47,23 +47,27 @@ _MODULES = {"lab": ("lab", "lab_targets")}  # any other command is in the module
 _COMMANDS: dict[str, typer.Typer] = {}
 
 
-class _PlainFlags:
-    """Shows no type after a flag in the help, because a flag takes no value."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        given: list[Any] = super().get_params(ctx)  # pyright: ignore
-        for parameter in given:
-            if getattr(parameter, "is_flag", False):
-                parameter.metavar = ""
-        return given
-
-
-class Command(_PlainFlags, typer.core.TyperCommand):
+class Command(typer.core.TyperCommand):
     """A command of Keyhole."""
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _plain_flags(super().get_params(ctx))
 
-class Group(_PlainFlags, typer.core.TyperGroup):
+
+class Group(typer.core.TyperGroup):
     """A group of commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _plain_flags(super().get_params(ctx))
+
+
+def _plain_flags(parameters: Iterable[Any]) -> list[Any]:
+    """Show no type after a flag in the help, because a flag takes no value."""
+    given = list(parameters)
+    for parameter in given:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return given
 
 
 class _Root(Group):
@@ -79,6 +83,9 @@ class _Root(Group):
                 hint = f"See '{path} --help'."
                 say(f"keyhole: {_in_one_line(problem)}{stop} {hint}", style="bold red")
             code = USAGE
+        except OSError as error:  # while the root's help or the version is printed
+            code = report_failure(error)
+            forget_output()
         raise SystemExit(code)
 
     def invoke(self, ctx: Any) -> Any:
@@ -255,7 +262,7 @@ def _caused_by(error: BaseException | None, kind: type[BaseException]) -> bool:
 def _flush() -> None:
     """Flush stdout while a full disk or a closed pipe can still be reported in one line."""
     try:
-        if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        if sys.__stdout__ is not None:  # as it is if keyhole is started with stdout closed
             sys.stdout.flush()
     except OSError:
         forget_output()

@@ -187,7 +187,7 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
             given[name] = _built(options, given)
         command(**given)
 
-    flat.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    vars(flat)["__signature__"] = inspect.Signature(parameters)
     return flat
 
 

@@ -62,11 +62,12 @@ class Problem:
                 object.__setattr__(self, name, _as_float64(name, tensor))
         W, V, B = self.W, self.V, self.B
         if W.ndim not in (2, 3) or W.shape[-1] != W.shape[-2]:
-            raise InputError(f"expected W of shape d×d or H×d×d, got {_shape(W)}")
+            raise InputError(f"W must be d×d, or H×d×d for H heads: it is {_shape(W)}")
         if V.ndim != W.ndim or V.shape[:-1] != W.shape[:-1]:
-            raise InputError(f"expected V with rows like those of W {_shape(W)}, got {_shape(V)}")
+            rows = "×".join(map(str, W.shape[:-1]))
+            raise InputError(f"V must be {rows}×m, as W is {_shape(W)}: it is {_shape(V)}")
         if B.ndim != 2 or B.shape[1] != V.shape[-1]:
-            raise InputError(f"expected B of shape n×{V.shape[-1]}, got {_shape(B)}")
+            raise InputError(f"B must be n×{V.shape[-1]}, as V is {_shape(V)}: it is {_shape(B)}")
         if self.residual and self.outputs != self.dim:
             raise InputError(
                 "a residual connection needs as many outputs as inputs: "
