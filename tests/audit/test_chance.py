@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 
 import pytest
 
@@ -34,18 +35,24 @@ def recovery(original, right):
     for place, id_ in enumerate(original.ids):
         frequent = (place - 1) % 3 == 0
         ids.append(id_ if frequent or place in right or id_ < 5 else 199)
+    return unsure(ids)
+
+
+def unsure(ids):
     marks = (Mark.UNKNOWN,) * len(ids)
     return TextRecovery(Status.UNSOLVED, "", "Test", ids, "", False, 1, 0.0, marks)
 
 
 def cell(right, kind="attention"):
-    originals = [Original.of(TOKENIZER, text, 60) for text in texts()]
-    read = [recovery(original, right) for original in originals]
+    return compared(texts(), lambda original: recovery(original, right), kind)
+
+
+def compared(lines, attack, kind="attention"):
+    """The readings of these lines by an attack, with the share that chance has right."""
+    originals = [Original.of(TOKENIZER, line, 60) for line in lines]
+    read = list(map(attack, originals))
     chance = share_by_chance(TOKENIZER, originals, read, 60)
-    readings = tuple(
-        reading_of(TOKENIZER, original, each)
-        for original, each in zip(originals, read, strict=True)
-    )
+    readings = tuple(map(partial(reading_of, TOKENIZER), originals, read))
     return Readings(kind, 1, "float32", readings, chance)
 
 
@@ -67,18 +74,10 @@ def test_a_few_rare_words_are_not():
 
 
 def test_a_few_tokens_above_chance_are_given_away_in_part():
-    originals = [Original.of(TOKENIZER, text, 60) for text in texts(seed=1)]
-    read = []
-    for original in originals:
-        ids = [id_ if place in (2, 6, 9) else 198 for place, id_ in enumerate(original.ids)]
-        marks = (Mark.UNKNOWN,) * len(ids)
-        read.append(TextRecovery(Status.UNSOLVED, "", "Test", ids, "", False, 1, 0.0, marks))
-    chance = share_by_chance(TOKENIZER, originals, read, 60)
-    readings = tuple(
-        reading_of(TOKENIZER, original, each)
-        for original, each in zip(originals, read, strict=True)
-    )
-    part = Readings("attention", 1, "float32", readings, chance)
+    def attack(original):
+        return unsure([id_ if n in (2, 6, 9) else 198 for n, id_ in enumerate(original.ids)])
+
+    part = compared(texts(seed=1), attack)
     assert part.known == pytest.approx(0.2)
     assert part.chance < 0.05
     assert verdict([part], "")[0] is Status.INEXACT
@@ -91,18 +90,11 @@ def test_the_last_full_stop_is_a_guess_whose_place_follows_from_the_length():
         " ".join([*(f"w{stream.randrange(10, 190)}" for _ in range(words)), "w0"])
         for words in range(3, 15)
     ]
-    originals = [Original.of(TOKENIZER, line, 60) for line in lines]
-    read = []
-    for original in originals:
-        ids = [id_ if id_ in (stop, 2, 3) else 198 for id_ in original.ids]
-        marks = (Mark.UNKNOWN,) * len(ids)
-        read.append(TextRecovery(Status.UNSOLVED, "", "Test", ids, "", False, 1, 0.0, marks))
-    chance = share_by_chance(TOKENIZER, originals, read, 60)
-    readings = tuple(
-        reading_of(TOKENIZER, original, each)
-        for original, each in zip(originals, read, strict=True)
-    )
-    stops = Readings("attention", 1, "float32", readings, chance)
+
+    def attack(original):
+        return unsure([id_ if id_ in (stop, 2, 3) else 198 for id_ in original.ids])
+
+    stops = compared(lines, attack)
     assert stops.known == pytest.approx(12 / 114)
     assert stops.chance == pytest.approx(stops.known, abs=0.02)
     assert verdict([stops], "")[0] is Status.UNSOLVED
