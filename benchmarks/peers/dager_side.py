@@ -9,6 +9,7 @@ hub's ROUGE metric is replaced by the package rouge-score, which it calls.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -44,14 +45,13 @@ def main() -> None:
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         import torch
         from safetensors.torch import load_file
-        from utils.models import ModelWrapper  # type: ignore[import-not-found]
 
+        models = importlib.import_module("utils.models")
         absent = types.ModuleType("datasets")
         vars(absent).update(load_metric=None, load_dataset=None)
         sys.modules["datasets"] = absent
-        import attack  # type: ignore[import-not-found]
-
-        wrapper = ModelWrapper(attack.args)
+        attack = importlib.import_module("attack")
+        wrapper = models.ModelWrapper(attack.args)
         names = [name for name, _ in wrapper.model.named_parameters()]
         wrapper.layer_ids = wrapper.layer_ids[: wrapper.model.config.num_hidden_layers]
         read = [names[number] for number in wrapper.layer_ids]

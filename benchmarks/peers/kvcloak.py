@@ -13,6 +13,7 @@ prompt. A prompt that is verified and wrong counts as false.
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import sys
 import time
@@ -88,18 +89,16 @@ def peer(checkout: Path) -> Any:
 
     if not hasattr(DynamicCache, "from_legacy_cache"):  # they use transformers 4
         setattr(DynamicCache, "from_legacy_cache", lambda past_key_values: past_key_values)  # noqa: B010
-    from defense.config.get_kvcloak_config import (
-        get_kvcloak_config,  # type: ignore[import-not-found]
-    )
-    from defense.config.get_theta_config import analyze_kv_cache  # type: ignore[import-not-found]
-    from defense.core.kvcloak import KVCloak  # type: ignore[import-not-found]
+    config = importlib.import_module("defense.config.get_kvcloak_config")
+    theta = importlib.import_module("defense.config.get_theta_config")
+    core = importlib.import_module("defense.core.kvcloak")
 
     def cloak(layer: Any, block: int, ratio: float, seed: int) -> Any:
         torch.manual_seed(seed)
         heads, size = layer[0].shape[1], layer[0].shape[-1]
-        theta = analyze_kv_cache([layer])
-        config = get_kvcloak_config(1, heads, size, block, theta, ratio, ratio, 2.0)
-        made = KVCloak(config, layer[0].dtype, fused=False, need_ratio=ratio != 1, add_a=True)
+        known = theta.analyze_kv_cache([layer])
+        given = config.get_kvcloak_config(1, heads, size, block, known, ratio, ratio, 2.0)
+        made = core.KVCloak(given, layer[0].dtype, fused=False, need_ratio=ratio != 1, add_a=True)
         return made.obfuscate([layer])[0]  # it may overwrite its input
 
     return cloak

@@ -13,6 +13,7 @@ model is SmolLM2-135M-Instruct. Both programs get the same float32 states of one
 
 from __future__ import annotations
 
+import importlib
 import random
 import signal
 import statistics
@@ -49,15 +50,15 @@ def run(
     if checkout is None:
         raise SystemExit(f"clone {PEER}, and give its folder as --checkout")
     sys.path.insert(0, str(checkout))
-    from src.algorithm.SIPIT import SIPIT  # type: ignore[import-not-found]
-
     signal.signal(signal.SIGALRM, stop)
     loaded = subjects.smollm2(model, device)
     examples = read_examples(data / "sst2" / "train.tsv")
     random.Random(0).shuffle(examples)
     ids = subjects.encoded(loaded, (example.text.strip() for example in examples[:200]))
     chosen = [each for each in ids if 4 <= len(each) <= 10][: 1 if quick else texts]
-    peer = SIPIT(log_dir=".", log_name=None, use_scheduler=False)
+    peer = importlib.import_module("src.algorithm.SIPIT").SIPIT(
+        log_dir=".", log_name=None, use_scheduler=False
+    )
     for layer in layers:
         items = [read_by_both(loaded, peer, text, layer, limit) for text in chosen]
         exact = {side: sum(item[side]["exact"] for item in items) for side in ("sipit", "keyhole")}

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from keyhole import report
 from keyhole.assess import Assessment, Severity, assess
@@ -39,14 +39,17 @@ _TEXTS, _FLIPS = 3, 12  # texts and examples that are taken from the data, if no
 _COLUMNS = ("text", "sentence")
 NAME = "keyhole-report"
 
-_Base: Any = transformers().TrainerCallback  # raises MissingExtra if transformers is missing
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+else:
+    TrainerCallback = transformers().TrainerCallback  # raises MissingExtra if it is missing
 
 
 class GaveAway(KeyholeError):
     """The trained model gives away more than `fail_on` allows."""
 
 
-class AuditCallback(_Base):  # pyright: ignore[reportUntypedBaseClass]
+class AuditCallback(TrainerCallback):
     """Audits the model at the end of training.
 
     - `texts` are read back; by default the first of the evaluation data, or of the training data.

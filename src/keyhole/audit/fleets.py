@@ -207,7 +207,7 @@ def _matches(target: str, folder: Path, where: str) -> list[str]:
     start = Path(pattern.anchor) if pattern.is_absolute() else folder
     try:
         matches = sorted(start.glob(str(pattern.relative_to(pattern.anchor))))
-    except (ValueError, NotImplementedError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise InputError(f"{target} in {where} is not a pattern of names") from error
     names = [
         str(path if pattern.is_absolute() else path.relative_to(folder))
