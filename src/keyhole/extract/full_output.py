@@ -1,7 +1,8 @@
 """Attention layers, exactly, from the vectors they return (ours).
 
-*Provably Learning Attention with Queries* (arXiv 2601.16873) reads scores only. In: the vectors O
-of a layer, of every token or of the last. Out: W and V of every head. For one head
+*Provably Learning Attention with Queries* (arXiv 2601.16873) reads scores only. `FullOutput` takes
+the vectors O of a layer, of every token or of the last, and returns W and V of every head. For one
+head
 
     O = A·(XV),  A = softmax_rows(X W Xᵀ):
 

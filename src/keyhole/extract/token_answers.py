@@ -1,10 +1,10 @@
 """Rows of logits of a language model, also from a server that gives few of them, or none.
 
-In: an oracle that is asked by token ids, and random prompts. Out: one row for each prompt, of which
-output_layer.py makes a matrix: the logits ℓ_i of all tokens i that are asked about, up to one
-constant for the row. `WholeVectors` is for targets that answer with every logit. Others give the
-best `top` = k tokens, after a bias that a query may add to some. `ChosenTokens` reads ℓ_i − ℓ_r
-from them, for n tokens i and one *reference* token r, the same in all rows:
+This takes an oracle that is asked by token ids, and random prompts, and returns one row for each
+prompt, of which output_layer.py makes a matrix: the logits ℓ_i of all tokens i that are asked
+about, up to one constant for the row. `WholeVectors` is for targets that answer with every logit.
+Others give the best `top` = k tokens, after a bias that a query may add to some. `ChosenTokens`
+reads ℓ_i − ℓ_r from them, for n tokens i and one *reference* token r, the same in all rows:
 
     k ≥ 2    r and k − 1 tokens are raised above all others, so these come back with numbers.
              Their differences do not depend on the bias            ⌈(n − 1)/(k − 1)⌉ queries a row

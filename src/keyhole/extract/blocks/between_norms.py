@@ -2,8 +2,8 @@
 
     ŷ = √d·R/√(|R|² + d·ε₂),    R(n) = n·L + C·φ(A·n + a) + c,    |n| = √d
 
-In: answers ŷ, which have lost the length of R, and units near by (wide_curvature.py). Out: the
-`Layer` that explains them, by least squares (descent.py). Layers of trained models need three
+From answers ŷ, which have lost the length of R, and units near by (wide_curvature.py), this makes
+the `Layer` that explains them, by least squares (descent.py). Layers of trained models need three
 things more:
 
     doubtful    a unit whose row is orthogonal to the plane of the base points has the same

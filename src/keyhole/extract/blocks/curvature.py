@@ -1,7 +1,7 @@
 """The units of a smooth feed-forward layer, from second derivatives: a start for fit.py.
 
-In: answers F(x) at any x (`Field`). Out: the activation φ and all a_k, α_k and c_k (`Units`), to
-about 1e-6, the precision of finite differences. With L any linear map,
+From answers F(x) at any x (`Field`) this finds the activation φ and all a_k, α_k and c_k (`Units`),
+to about 1e-6, the precision of finite differences. With L any linear map,
 
     F(x) = Lx + Σ_k c_k φ(a_k·x + α_k)
 

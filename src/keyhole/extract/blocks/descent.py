@@ -2,11 +2,11 @@
 
     minimise |f(θ) − y|²:    θ ← θ − p,    JᵀJ·p = Jᵀ(f(θ) − y),    J = f′(θ)
 
-In: f, the answers y and a θ near by. Out: the θ that explains them best. At d = 384 with 1,536
-units there are 1.3 million numbers, too many for the matrix JᵀJ. Products with J and Jᵀ cost as
-much as some answers of the model, so p is found by conjugate gradients. For inputs u that are
-evenly spread, `Σ_n u uᵀ ≈ n·1`, and units of slopes φ' and columns C, the preconditioner multiplies
-the gradient
+This takes f, the answers y and a θ near by, and returns the θ that explains them best. At d = 384
+with 1,536 units there are 1.3 million numbers, too many for the matrix JᵀJ. Products with J and Jᵀ
+cost as much as some answers of the model, so p is found by conjugate gradients. For inputs u that
+are evenly spread, `Σ_n u uᵀ ≈ n·1`, and units of slopes φ' and columns C, the preconditioner
+multiplies the gradient
 
     by A and a                  by (CᵀC ∘ φ'ᵀφ')⁻¹ from the left
     by C and other linear maps  by (ΦᵀΦ)⁻¹, Φ the features, the inputs and 1

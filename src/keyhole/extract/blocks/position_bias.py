@@ -1,7 +1,7 @@
 """Heads with a position bias: told apart by it, before any of their scores is known (ours).
 
-In: answers to copies of one token. Out: V_h, what follows it, and the biases β_h (`told_apart`);
-then, from scores, all of the attention (`read_placed`).
+From answers to copies of one token, `told_apart` finds V_h, what follows it, and the biases β_h;
+then, from scores, `read_placed` finds all of the attention.
 
 Ask t tokens that are all x, except for x + δ, j places in front of the last. At δ = 0 every score
 is s + β_h(j), with one s, whatever x is. If anything follows that turns the sum of the last token

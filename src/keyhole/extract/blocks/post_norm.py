@@ -2,9 +2,9 @@
 
     y = E·N(D·n + C·f(n) + c) + e,    n = N(x + Attention(x) + b)
 
-In: answers y to sequences. Out: E, e, D, C, c, the units f and every ε, as an oracle of the
-attention alone (`PeeledPostNorm`). Every answer has lost its length and its mean, and so has n. The
-block is read from the outside in, each step by linear algebra:
+From answers y to sequences this reads E, e, D, C, c, the units f and every ε, and returns an oracle
+of the attention alone (`PeeledPostNorm`). Every answer has lost its length and its mean, and so has
+n. The block is read from the outside in, each step by linear algebra:
 
     E, e        y/E has the same sum for all y, and (y − e)/E the same length: two linear systems
     x₀, M       n([x]) is the direction of (x − x₀)(1 + M), so the derivative of y([x]) is 0 along

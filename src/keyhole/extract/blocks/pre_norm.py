@@ -3,9 +3,9 @@
     y = h + F(N(h)),    h = x + N(x)M + b        (single tokens; M = Σ_h V_h O_h)
     F(u) = C·f(u) + c
 
-In: answers y to single tokens x (`View`). Out: F, M, b and every ε, as an oracle of the attention
-alone (`Peeled`). If x is long, N(h) = N(x), and y − x is a feed-forward layer on a sphere plus a
-linear map. The steps:
+From answers y to single tokens x (`View`) this reads F, M, b and every ε, and returns an oracle of
+the attention alone (`Peeled`). If x is long, N(h) = N(x), and y − x is a feed-forward layer on a
+sphere plus a linear map. The steps:
 
     units          from curvature (curvature.py), or kinks (kinks.py), of long tokens
     C, Λ, κ        all numbers of `y − x = u·Λ + C·f(u) + κ`, u = N(x)

@@ -1,7 +1,7 @@
 """Which norms a block has, and whether it answers vectors or scores, from a few single tokens.
 
-In: an oracle. Out: a `View`, which asks it with the tokens that its norms distinguish. For
-tokens Λx with Λ → ∞ the answer y, a vector, behaves in one of three ways:
+`View.open` takes an oracle and returns a `View`, which asks it with the tokens that its norms
+distinguish. For tokens Λx with Λ → ∞ the answer y, a vector, behaves in one of three ways:
 
     y stays bounded          a norm is behind the sums (post_norm.py)
     y − Λx stays bounded     a norm is in front of the parts: N(Λx) has one length for all Λ

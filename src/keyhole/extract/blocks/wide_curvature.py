@@ -2,10 +2,11 @@
 
     R(n) = n·L + Σ_k c_k f_k(n) + c,    f_k = φ(a_k·n + α_k), with gates times (g_k·n + γ_k)
 
-In: R at any n of one length, or ŷ = R/s, s = |R|, if a norm follows (`Sphere`). Out: the activation
-and all a_k, α_k, g_k, γ_k and c_k (`Units`), as a start for a fit. post_norm.py says how second
-derivatives of ŷ in a subspace U show the units; σ are the slopes of log s, and without a norm
-behind R (pre_norm.py) σ = 0 and s = 1. At a base point p the derivatives in U are sums over k of
+From R at any n of one length, or ŷ = R/s, s = |R|, if a norm follows (`Sphere`), this finds the
+activation and all a_k, α_k, g_k, γ_k and c_k (`Units`), as a start for a fit. post_norm.py says how
+second derivatives of ŷ in a subspace U show the units; σ are the slopes of log s, and without a
+norm behind R (pre_norm.py) σ = 0 and s = 1. At a base point p the derivatives in U are sums over k
+of
 
     c_k φ'' λ²·ââᵀ    or, with gates,    c_k λ(φ''λω + 2τφ')·ââᵀ + c_k λφ'·(âŵᵀ + ŵâᵀ)
 

@@ -1,7 +1,7 @@
 """The far field of many heads: linear regions, and the hyperplanes between them.
 
-In: answers of f of multi_head.py to `[x+δ ; x]`, for one last token x. Out: the directions of all
-`g_h = W_h x`, up to sign (`Lines`). With `v = Σ_h v_h`,
+From answers of f of multi_head.py to `[x+δ ; x]`, for one last token x, this finds the directions
+of all `g_h = W_h x`, up to sign (`Lines`). With `v = Σ_h v_h`,
 
     φ(δ) = f([x+δ ; x]) − vᵀx = Σ_h σ(g_hᵀδ)·v_hᵀδ.
 

@@ -1,10 +1,10 @@
 """Mask tokens: two extra tokens that take the attention of every head except one.
 
-In: the directions of all `g_h = W_h x` at one last token x (`Lines`). Out: two tokens for each of
-them (`Masks`), next to which only one head's answer changes (`IsolatedHeads`). A *line* l is the
-direction of some g_h, up to sign; far_field.py finds lines, with g_l the normal of the plane where
-the head's gate is half open. A *ray* is a line with a sign s, and usually has one head. The *near
-field* are probes δ so short that no gate σ(gᵀδ) is 0 or 1.
+From the directions of all `g_h = W_h x` at one last token x (`Lines`) this makes two tokens for
+each of them (`Masks`), next to which only one head's answer changes (`IsolatedHeads`). A *line* l
+is the direction of some g_h, up to sign; far_field.py finds lines, with g_l the normal of the plane
+where the head's gate is half open. A *ray* is a line with a sign s, and usually has one head. The
+*near field* are probes δ so short that no gate σ(gᵀδ) is 0 or 1.
 
 In `[x+δ ; x+D1 ; x+D2 ; x]` a head gives x+D a weight proportional to `exp(gᵀD)`. For a ray choose
 
