@@ -25,13 +25,18 @@ def changes(*findings: Finding) -> dict[str, list[tuple[str, float]]]:
 
 def test_scores_are_held_against_less_of_the_same_endpoint():
     full = finding(exposure=called("full scores", "head"))
-    kept = finding(exposure=called("scores under a budget", "head"), status=Status.UNSOLVED)
+    kept = finding(
+        exposure=called("scores under a budget", "head"), status=Status.UNSOLVED
+    )
     signs = finding(exposure=called("signs", "head"))
     rounded = finding(exposure=called("scores rounded to 3 decimals", "head"))
     narrow = finding(
-        exposure=called("scores rounded to 3 decimals, inputs of norm 10 at most", "head"),
-        status=Status.INEXACT, known=0.7,
-    )  # fmt: skip
+        exposure=called(
+            "scores rounded to 3 decimals, inputs of norm 10 at most", "head"
+        ),
+        status=Status.INEXACT,
+        known=0.7,
+    )
     low_rank = finding(exposure=called("full scores, low-rank head", "head"))
     other_target = finding(exposure=called("signs", "another"))
     found = changes(full, kept, signs, rounded, narrow, low_rank, other_target)
@@ -42,22 +47,28 @@ def test_scores_are_held_against_less_of_the_same_endpoint():
         ("signs", 1.0),
     ]
     assert [change for change, _ in found["scores rounded to 3 decimals"]] == [
-        "scores under a budget", "scores rounded to 3 decimals, inputs of norm 10 at most", "signs",
-    ]  # fmt: skip
+        "scores under a budget",
+        "scores rounded to 3 decimals, inputs of norm 10 at most",
+        "signs",
+    ]
     assert found["signs"] == []
 
 
 def test_outputs_are_held_against_the_same_rounded_and_caches_against_defences():
     whole = finding("input", exposure=called("a layer's output"))
     rounded = finding(
-        "input", exposure=called("a layer's output to 3 decimals"), status=Status.UNSOLVED
+        "input",
+        exposure=called("a layer's output to 3 decimals"),
+        status=Status.UNSOLVED,
     )
     maps = finding("input", exposure=called("a layer's output and attention maps"))
     cache = finding("text", exposure=called("keys and values of layer 1"))
     rotated = finding("text", exposure=called("keys and values of layer 1, rotated"))
     found = changes(whole, rounded, maps, cache, rotated)
     assert found["a layer's output"] == [("a layer's output to 3 decimals", 0.0)]
-    assert found["keys and values of layer 1"] == [("keys and values of layer 1, rotated", 1.0)]
+    assert found["keys and values of layer 1"] == [
+        ("keys and values of layer 1, rotated", 1.0)
+    ]
     assert found["a layer's output and attention maps"] == []
 
 
@@ -68,7 +79,9 @@ def test_readings_say_what_rounding_left_and_flips_what_a_training_left():
 
     cells = (cell("float32", True), cell("int8", True), cell("noise of 10%", False))
     text = finding("text", exposure=called("hidden states of layer 1"), texts=cells)
-    remedied = Remedied("keyhole harden: a trained copy", 0.25, "2 of 8 right answers flipped")
+    remedied = Remedied(
+        "keyhole harden: a trained copy", 0.25, "2 of 8 right answers flipped"
+    )
     flips = finding(
         "prediction",
         exposure=called("1% of all attention cut"),
@@ -76,11 +89,14 @@ def test_readings_say_what_rounding_left_and_flips_what_a_training_left():
         remedied=(remedied,),
     )
     items = assess(Audit("t", "i", (text, flips))).items
-    by_exposure = {words.exposure(item.finding.exposure): measured(item, items) for item in items}
+    by_exposure = {
+        words.exposure(item.finding.exposure): measured(item, items) for item in items
+    }
     noise, rounded = by_exposure["hidden states of layer 1"]
     assert (noise.change, noise.words) == (
-        "noise of 10% added", "0% of tokens right, 0 of 1 texts exact",
-    )  # fmt: skip
+        "noise of 10% added",
+        "0% of tokens right, 0 of 1 texts exact",
+    )
     assert (rounded.change, rounded.share) == ("rounded to int8", 1.0)
     (trained,) = by_exposure["1% of all attention cut"]
     assert (trained.change, trained.share, trained.words) == (

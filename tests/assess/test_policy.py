@@ -36,20 +36,31 @@ def of(*findings: Finding, skips: tuple[Skip, ...] = ()) -> Audit:
     return Audit("a target", "its identity", findings, skips)
 
 
-# Points by hand: weights 3 + all 3 + cheap 2 + proved 1 = 9; text in part 4 + 1 + 2 + 0 = 7;
-# flips of 30% 2 + 1 + 2 + 1 = 6.
+# Points by hand: weights 3 + all 3 + cheap 2 + proved 1 = 9; text in part 4 + 1 + 2 + 0
+# = 7; flips of 30% 2 + 1 + 2 + 1 = 6.
 WEIGHTS = finding()
 DEAR = finding(queries=2_000_000, status=Status.INEXACT, known=0.2)  # 3 + 1 + 0 + 0 = 4
 PART = finding(
-    "text", exposure=called("hidden states of layer 3"), status=Status.INEXACT, known=0.3
+    "text",
+    exposure=called("hidden states of layer 3"),
+    status=Status.INEXACT,
+    known=0.3,
 )
 FLIPS = finding(
-    "prediction", exposure=called("1% of all attention cut"), status=Status.INEXACT, known=0.3
+    "prediction",
+    exposure=called("1% of all attention cut"),
+    status=Status.INEXACT,
+    known=0.3,
 )
 KEPT = finding(
-    "text", exposure=called("keys and values of layer 1"), status=Status.UNSOLVED, known=0.08
+    "text",
+    exposure=called("keys and values of layer 1"),
+    status=Status.UNSOLVED,
+    known=0.08,
 )
-UNKNOWN = finding("input", exposure=called("a layer's output"), status=Status.BUDGET, known=0.0)
+UNKNOWN = finding(
+    "input", exposure=called("a layer's output"), status=Status.BUDGET, known=0.0
+)
 CONTROL = replace(
     FLIPS, exposure=called("1% of all attention cut at random"), control=True, known=1.0
 )
@@ -76,8 +87,18 @@ def given(f: Finding) -> bool:
 def points(f: Finding) -> int:
     """The points as the documents define them, written independently of the code."""
     lost = {"text": 4, "input": 4, "weights": 3, "prediction": 2}[f.sought]
-    much = 3 if f.status is Status.RECOVERED or f.known >= 0.99 else 2 if f.known >= 0.5 else 1
-    cheap = 2 if f.queries <= 10_000 else 1 if f.queries <= 1_000_000 else 0
+    if f.status is Status.RECOVERED or f.known >= 0.99:
+        much = 3
+    elif f.known >= 0.5:
+        much = 2
+    else:
+        much = 1
+    if f.queries <= 10_000:
+        cheap = 2
+    elif f.queries <= 1_000_000:
+        cheap = 1
+    else:
+        cheap = 0
     proved = f.status is Status.RECOVERED or f.sought == "prediction"
     return lost + much + cheap + proved
 
@@ -115,21 +136,30 @@ class Expected:
 
 POLICIES = {
     "allow-unchecked = false": Expected("1111031330", anything, rule="fail-on low"),
-    'fail-on = ["critical"]': Expected("1000031330", lambda f: given(f) and points(f) >= 9),
+    'fail-on = ["critical"]': Expected(
+        "1000031330", lambda f: given(f) and points(f) >= 9
+    ),
     'fail-on = ["high"]': Expected("1010031330", lambda f: given(f) and points(f) >= 7),
     'fail-on = "medium"': Expected("1011031330", lambda f: given(f) and points(f) >= 5),
     'fail-on = ["low"]': Expected("1111031330", lambda f: given(f) and points(f) >= 1),
     "fail-on = []": Expected("0000033330", nothing),
-    'fail-on = ["weights"]': Expected("1100031330", lambda f: given(f) and f.sought == "weights"),
-    'fail-on = ["text"]': Expected("0010033330", lambda f: given(f) and f.sought == "text"),
+    'fail-on = ["weights"]': Expected(
+        "1100031330", lambda f: given(f) and f.sought == "weights"
+    ),
+    'fail-on = ["text"]': Expected(
+        "0010033330", lambda f: given(f) and f.sought == "text"
+    ),
     'fail-on = ["predictions", "inputs"]': Expected(
-        "0001033330", lambda f: given(f) and f.sought in ("prediction", "input"),
+        "0001033330",
+        lambda f: given(f) and f.sought in ("prediction", "input"),
         rule="fail-on predictions",
     ),
     'fail-on = ["KH-WEIGHTS-SCORES"]': Expected(
         "1100031330", lambda f: given(f) and f.exposure.rule == "KH-WEIGHTS-SCORES"
     ),
-    'fail-on = ["KH-TEXT-*"]': Expected("0010033330", lambda f: given(f) and f.sought == "text"),
+    'fail-on = ["KH-TEXT-*"]': Expected(
+        "0010033330", lambda f: given(f) and f.sought == "text"
+    ),
     'fail-on = ["text-hidden-states-layer-3"]': Expected(
         "0010033330", lambda f: given(f) and f.exposure == PART.exposure
     ),
@@ -146,18 +176,23 @@ POLICIES = {
         "1000031330", lambda f: f.sought == "weights" and f.queries <= 10_000
     ),
     'fail-on = ["weights.error < 1e-12", "flips-*"]': Expected(
-        "1100031330", lambda f: f.sought == "weights" and f.error < 1e-12,
+        "1100031330",
+        lambda f: f.sought == "weights" and f.error < 1e-12,
         rule="fail-on weights.error < 1e-12",
     ),
-    "allow-unchecked = true": Expected("1111031030", anything, allowed=True, rule="fail-on low"),
+    "allow-unchecked = true": Expected(
+        "1111031030", anything, allowed=True, rule="fail-on low"
+    ),
     '[severity]\nKH-WEIGHTS-SCORES = "none"\n': Expected(
         "0011033330", lambda f: given(f) and f.sought != "weights", rule="fail-on low"
     ),
     IGNORE.format("KH-*", "2026-11-16"): Expected("0000000030", anything, ignored=True),
     IGNORE.format("KH-*", "2026-11-15"): Expected(
-        "1111031330", anything, rule="fail-on low (ignored until 2026-11-15, which has passed)"
+        "1111031330",
+        anything,
+        rule="fail-on low (ignored until 2026-11-15, which has passed)",
     ),
-}  # fmt: skip
+}
 
 
 def written(folder: Path, words: str) -> Policy:
@@ -168,23 +203,35 @@ def written(folder: Path, words: str) -> Policy:
 
 @pytest.mark.parametrize("words", POLICIES)
 @pytest.mark.parametrize(("place", "name"), list(enumerate(AUDITS)))
-def test_exit_codes_are_those_of_the_table_and_of_a_second_count(tmp_path, words, place, name):
-    expected, audit = POLICIES[words], AUDITS[name]
-    decision = decided(assess(audit, override=(policy := written(tmp_path, words)).severity),
-                       policy, TODAY).decision  # fmt: skip
+def test_exit_codes_are_those_of_the_table_and_of_a_second_count(
+    tmp_path, words, place, name
+):
+    expected = POLICIES[words]
+    audit = AUDITS[name]
+    decision = decided(
+        assess(audit, override=(policy := written(tmp_path, words)).severity),
+        policy,
+        TODAY,
+    ).decision
     assert decision is not None
     assert str(decision.exit_code) == expected.codes[place]
     assert decision.exit_code == expected.code(audit)
     if decision.exit_code == 1:
-        rule = expected.rule or f"fail-on {words.partition('=')[2].strip(' []').strip(chr(34))}"
+        rule = (
+            expected.rule
+            or f"fail-on {words.partition('=')[2].strip(' []').strip(chr(34))}"
+        )
         assert rule in decision.rule
         assert all(rule in ruled.rule for ruled in failing(decision))
     assert {ruled.name for ruled in decision.rulings} == {
-        *(item.id for item in assess(audit).items), *(skip.exposure.id for skip in audit.skips)
-    }  # fmt: skip
+        *(item.id for item in assess(audit).items),
+        *(skip.exposure.id for skip in audit.skips),
+    }
 
 
-@pytest.mark.parametrize("name", ["KH-*", "*-SCORES", "KH-NOT-CHECKED", "text-hidden-*", "*"])
+@pytest.mark.parametrize(
+    "name", ["KH-*", "*-SCORES", "KH-NOT-CHECKED", "text-hidden-*", "*"]
+)
 def test_ids_of_findings_and_patterns_of_rules_are_accepted(tmp_path, name):
     words = f'fail-on = ["{name}"]\n' if "-" in name else ""
     words += f'[severity]\n"{name}" = "low"\n{IGNORE.format(name, "2027-01-31")}'
@@ -204,7 +251,9 @@ def test_an_ignore_says_why_and_until_when(tmp_path):
 def test_ignoring_one_of_the_checks_without_a_result_makes_no_result(tmp_path):
     for ignored in ("inputs-layer-output", "text-other"):
         words = f"allow-unchecked = true\n{IGNORE.format(ignored, '2027-01-31')}"
-        judged = decided(assess(of(UNKNOWN, skips=(MISSING,))), written(tmp_path, words), TODAY)
+        judged = decided(
+            assess(of(UNKNOWN, skips=(MISSING,))), written(tmp_path, words), TODAY
+        )
         rulings = {ruled.ruling.value for ruled in judged.decision.rulings}
         assert rulings == {"ignored", "could not check"}
         assert judged.decision.exit_code == 3
@@ -246,21 +295,31 @@ def test_an_environment_replaces_what_fails_and_adds_to_the_rest(tmp_path):
     production = read_policy(tmp_path / "keyhole.toml", "production")
     assert [str(condition) for condition in production.fail_on] == ["low"]
     assert len(production.ignores) == 2
-    assert dict(production.severities) == {"text-*": "critical", "KH-TEXT-HIDDEN-STATES": "low"}
+    assert dict(production.severities) == {
+        "text-*": "critical",
+        "KH-TEXT-HIDDEN-STATES": "low",
+    }
     assert "production" in production.source
     laboratory = read_policy(tmp_path / "keyhole.toml", "laboratory")
     assert laboratory.allow_unchecked
-    with pytest.raises(InputError, match="no environment staging; it has production, laboratory"):
+    with pytest.raises(
+        InputError, match="no environment staging; it has production, laboratory"
+    ):
         read_policy(tmp_path / "keyhole.toml", "staging")
 
 
-RATED = '[[{}rule]]\nowasp = "LLM08:2025"\nseverity = "{}"\n'  # KH-TEXT-EMBEDDING is under it
+# KH-TEXT-EMBEDDING is under it
+RATED = '[[{}rule]]\nowasp = "LLM08:2025"\nseverity = "{}"\n'
 
 
 @pytest.mark.parametrize(
     ("base", "production", "expected"),
     [
-        (RATED.format("", "low"), RATED.format("environment.production.", "critical"), "critical"),
+        (
+            RATED.format("", "low"),
+            RATED.format("environment.production.", "critical"),
+            "critical",
+        ),
         (
             '[severity]\nKH-TEXT-EMBEDDING = "low"\n',
             RATED.format("environment.production.", "critical"),
@@ -272,10 +331,13 @@ RATED = '[[{}rule]]\nowasp = "LLM08:2025"\nseverity = "{}"\n'  # KH-TEXT-EMBEDDI
             + RATED.format("environment.production.", "critical"),
             "medium",
         ),
-        ('[severity]\n"text-embedding*" = "low"\n',
-         '[environment.production.severity]\nKH-TEXT-OTHER = "high"\n', "low"),
+        (
+            '[severity]\n"text-embedding*" = "low"\n',
+            '[environment.production.severity]\nKH-TEXT-OTHER = "high"\n',
+            "low",
+        ),
     ],
-)  # fmt: skip
+)
 def test_severities_of_an_environment_win_however_they_are_set(
     tmp_path, base, production, expected
 ):
@@ -335,16 +397,28 @@ def test_a_policy_is_found_in_its_folder(tmp_path):
         ('[severity]\nKH-X = "unknown"', "one of none, low"),
         ('[severity]\nKH-X = ["low"]', "one of none, low"),
         ("[severity]\nKH-X = {a = 1}", "one of none, low"),
-        ('fail-on = ["KH-TEXT-HIDEN-STATES"]', "fail-on names KH-TEXT-HIDEN-STATES, which matches"),
-        ('fail-on = ["kh-text-hidden-states"]', "fail-on names kh-text-hidden-states, which"),
+        (
+            'fail-on = ["KH-TEXT-HIDEN-STATES"]',
+            "fail-on names KH-TEXT-HIDEN-STATES, which matches",
+        ),
+        (
+            'fail-on = ["kh-text-hidden-states"]',
+            "fail-on names kh-text-hidden-states, which",
+        ),
         ('[severity]\n"KH-TXT-*" = "low"', r"\[severity\] of .* names KH-TXT-\*"),
-        (IGNORE.format("KH-TEXT", "2027-01-01"), r"\[\[ignore\]\] of .* names KH-TEXT, which"),
+        (
+            IGNORE.format("KH-TEXT", "2027-01-01"),
+            r"\[\[ignore\]\] of .* names KH-TEXT, which",
+        ),
         ("ignore = 1", r"\[\[ignore\]\]"),
         ("ignore = [1]", "a table"),
         ('[[ignore]]\nfinding = "x"', "finding, reason and until"),
         ('[[ignore]]\nfinding = "x"\nreason = " "\nuntil = 2027-01-01', "a reason"),
         ('[[ignore]]\nfinding = "x"\nreason = "y"\nuntil = "soon"', "a date"),
-        ('[[ignore]]\nfinding = "x"\nreason = "y"\nuntil = 2027-01-01T00:00:00', "a date"),
+        (
+            '[[ignore]]\nfinding = "x"\nreason = "y"\nuntil = 2027-01-01T00:00:00',
+            "a date",
+        ),
         ("environment = 1", "a table"),
         ("[environment.a]\nfail = 1", "fail has no meaning"),
         ("[environment.a.environment.b]\n", "environment has no meaning"),
@@ -405,8 +479,9 @@ def test_only_what_is_new_or_worse_than_a_baseline_fails():
     assert both.gone[0].state is State.GONE
     assert both.decision is not None
     assert {ruled.name for ruled in failing(both.decision)} == {
-        "predictions-cuts-model-1", "weights-another-scores-full",
-    }  # fmt: skip
+        "predictions-cuts-model-1",
+        "weights-another-scores-full",
+    }
     same = decided(compared(old, old), Policy(), TODAY)
     assert same.decision is not None
     assert same.decision.exit_code == 0
@@ -417,9 +492,12 @@ def test_only_what_is_new_or_worse_than_a_baseline_fails():
 
 
 TEXT = finding(
-    "text", exposure=called("pooled embedding"), status=Status.INEXACT, known=0.9,
+    "text",
+    exposure=called("pooled embedding"),
+    status=Status.INEXACT,
+    known=0.9,
     texts=(cell(*[True] + [False] * 19),),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
@@ -427,15 +505,32 @@ TEXT = finding(
     [
         ("text.exact > 0.1", TEXT, replace(TEXT, texts=(cell(True, False),)), "fails"),
         ("text.exact > 0.01", TEXT, replace(TEXT, texts=(cell(True, False),)), "known"),
-        ("weights.queries < 1000", replace(WEIGHTS, queries=9000), replace(WEIGHTS, queries=50),
-         "fails"),
-        ("weights.queries < 10000", replace(WEIGHTS, queries=9000), replace(WEIGHTS, queries=50),
-         "known"),
-        ("text.share > 0.1", replace(TEXT, status=Status.UNSOLVED, known=0.0, texts=()),
-         replace(TEXT, status=Status.BUDGET, known=0.6, texts=()), "fails"),
-        ("text.share > 0.1", TEXT, replace(TEXT, status=Status.BUDGET, known=0.6), "fails"),
+        (
+            "weights.queries < 1000",
+            replace(WEIGHTS, queries=9000),
+            replace(WEIGHTS, queries=50),
+            "fails",
+        ),
+        (
+            "weights.queries < 10000",
+            replace(WEIGHTS, queries=9000),
+            replace(WEIGHTS, queries=50),
+            "known",
+        ),
+        (
+            "text.share > 0.1",
+            replace(TEXT, status=Status.UNSOLVED, known=0.0, texts=()),
+            replace(TEXT, status=Status.BUDGET, known=0.6, texts=()),
+            "fails",
+        ),
+        (
+            "text.share > 0.1",
+            TEXT,
+            replace(TEXT, status=Status.BUDGET, known=0.6),
+            "fails",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_baseline_excuses_only_what_failed_by_it(fails, old, new, expected):
     policy = Policy(fail_on=(condition(fails),))
     judged = decided(compared(assess(of(new)), assess(of(old))), policy, TODAY)

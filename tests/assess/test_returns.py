@@ -23,11 +23,16 @@ COUNTED = {  # by hand: which findings of the sample are about what a service re
     ("scores",): {"full scores", "signs", "1% of all attention cut"},
     ("embeddings",): {"stored embedding"},
     ("hidden-states",): {
-        "hidden states of layer 3", "stored embedding", "a layer's output",
+        "hidden states of layer 3",
+        "stored embedding",
+        "a layer's output",
     },
-    ("caches", "attention-maps"): {"keys and values of layer 1", "attention maps of layer 2"},
+    ("caches", "attention-maps"): {
+        "keys and values of layer 1",
+        "attention maps of layer 2",
+    },
     ("gradients",): set(),
-}  # fmt: skip
+}
 
 
 def names(items):
@@ -36,20 +41,25 @@ def names(items):
 
 @pytest.mark.parametrize("returns", COUNTED, ids=",".join)
 def test_what_is_not_returned_is_apart(returns):
-    made, every = assess(whole(), returns=returns), assess(whole())
+    made = assess(whole(), returns=returns)
+    every = assess(whole())
     assert names(made.items) == COUNTED[returns]
     assert names(made.hypothetical) == names(every.items) - COUNTED[returns]
     assert sum(card.checked for card in made.families) == len(COUNTED[returns])
     outcomes = {item.finding.outcome for item in made.items}
     given = Outcome.GIVEN_AWAY in outcomes
-    assert made.exit_code == (1 if given else 3)  # a skip of the sample could not be checked
+    assert made.exit_code == (
+        1 if given else 3
+    )  # a skip of the sample could not be checked
     assert decided(made, Policy()).exit_code == made.exit_code
 
 
 def test_an_audit_says_it_by_itself_and_a_policy_says_otherwise():
     audit = replace(whole(), returns=("labels",))
     assert names(assess(audit).items) == COUNTED[("labels",)]
-    assert names(assess(audit, returns=("embeddings",)).items) == COUNTED[("embeddings",)]
+    assert (
+        names(assess(audit, returns=("embeddings",)).items) == COUNTED[("embeddings",)]
+    )
     again = type(audit).from_dict(json.loads(json.dumps(audit.to_dict())))
     assert again == audit
 
@@ -72,17 +82,24 @@ def test_an_audit_and_a_fleet_count_what_their_assessments_count():
     made = assess(of_labels)
     assert of_labels.exposed == len(made.exposed)
     assert len(of_labels.attacks) == len(made.items)
-    hidden = replace(whole(), findings=whole().findings[3:4], skips=())  # hidden states alone
+    hidden = replace(
+        whole(), findings=whole().findings[3:4], skips=()
+    )  # hidden states alone
     fleet = Fleet({"all": hidden, "labels": replace(hidden, returns=("labels",))})
     assert [audit.exit_code for audit in fleet.audits.values()] == [1, 3]
     summary = fleet.summary().splitlines()
-    assert summary[0].startswith("2 targets: 1 give something away, 1 could not be checked, 0 ")
+    assert summary[0].startswith(
+        "2 targets: 1 give something away, 1 could not be checked, 0 "
+    )
     assert summary[1:] == ["  all: 1 of 1 exposures", "  labels: 0 of 0 exposures"]
 
 
 def test_nothing_that_is_returned_was_checked():
     made = assess(replace(whole(), skips=()), returns=("gradients",))
-    assert made.verdict == "Nothing was checked: no attack reads what is returned (gradients)."
+    assert (
+        made.verdict
+        == "Nothing was checked: no attack reads what is returned (gradients)."
+    )
     judged = decided(made, Policy())
     assert judged.decision is not None
     assert judged.exit_code == 3
@@ -96,7 +113,11 @@ def test_what_could_not_be_checked_and_is_not_returned_does_not_count():
     audit = replace(whole(), findings=(kept,), skips=(skip,))
     assert assess(audit).exit_code == 3
     made = assess(audit, returns=("labels",))
-    assert (made.exit_code, decided(made, Policy()).exit_code, made.audit.unchecked) == (0, 0, 0)
+    assert (
+        made.exit_code,
+        decided(made, Policy()).exit_code,
+        made.audit.unchecked,
+    ) == (0, 0, 0)
 
 
 def test_a_baseline_is_read_with_the_same_eyes():
@@ -121,13 +142,17 @@ def test_every_format_shows_it_apart():
     assert as_junit(made).count("the service does not return it") == len(apart)
     shown = "Hypothetical: not returned, where labels are"
     assert shown in formats.FORMATS["html"](made)
-    assert "hypothetical: the service does not return it" in formats.FORMATS["markdown"](made)
+    assert "hypothetical: the service does not return it" in formats.FORMATS[
+        "markdown"
+    ](made)
     assert terminal.table(made) is not None
 
 
 def test_without_it_the_audit_says_what_it_assumed():
     note = words.assumed(assess(whole()))
-    assert note.startswith("Assumed that your service returns all that was looked at: labels, ")
+    assert note.startswith(
+        "Assumed that your service returns all that was looked at: labels, "
+    )
     assert "gradients" not in note  # nothing was looked at
     assert words.assumed(assess(whole(), returns=("labels",))) == ""
     assert note in report.render(whole())
@@ -137,10 +162,14 @@ def test_names_are_known_and_every_rule_but_three_needs_one(tmp_path):
     for name in chain(RETURNS, *RETURNS.values()):
         assert is_returned(Exposure("KH-TEXT-ANSWERS"), [name])
     free = {rule.id for rule in RULES if needs(Exposure(rule.id)) is None}
-    assert free == {rule.id for rule in RULES if rule.id.endswith(("-OTHER", "-ANSWERS"))}
+    assert free == {
+        rule.id for rule in RULES if rule.id.endswith(("-OTHER", "-ANSWERS"))
+    }
     path = tmp_path / "keyhole.toml"
     path.write_text('returns = ["labels", "embeddings"]\n')
     assert read_policy(path).returns == ("labels", "embeddings")
     path.write_text('returns = ["label"]\n')
-    with pytest.raises(InputError, match=r"returns of .* takes labels, scores, .*, got label"):
+    with pytest.raises(
+        InputError, match=r"returns of .* takes labels, scores, .*, got label"
+    ):
         read_policy(path)

@@ -12,16 +12,26 @@ from keyhole.assess.severity import cost, exact, share
 from keyhole.core import Estimate, Finding, Piece, Reading, Readings, Status
 
 OF = {
-    "weights": "full scores", "text": "hidden states of layer 1", "input": "a layer's output",
+    "weights": "full scores",
+    "text": "hidden states of layer 1",
+    "input": "a layer's output",
     "prediction": "1% of all attention cut",
-}  # fmt: skip
+}
 
 
 def finding(sought: str = "weights", **changes) -> Finding:
     plain = Finding(
-        exposure=called(OF[sought]), attack="SingleHead", status=Status.RECOVERED, reason="why",
-        remedy="stop it", error=1e-15, queries=4160, seconds=0.1, known=1.0, sought=sought,
-    )  # fmt: skip
+        exposure=called(OF[sought]),
+        attack="SingleHead",
+        status=Status.RECOVERED,
+        reason="why",
+        remedy="stop it",
+        error=1e-15,
+        queries=4160,
+        seconds=0.1,
+        known=1.0,
+        sought=sought,
+    )
     return replace(plain, **changes)
 
 
@@ -33,12 +43,19 @@ def cell(*exact_ones: bool) -> Readings:
 
 LOST = {"text": 4, "input": 4, "weights": 3, "prediction": 2}
 COSTS = {1: 2, 10_000: 2, 10_001: 1, 1_000_000: 1, 1_000_001: 0}
-NAMES = {range(9, 11): "critical", range(7, 9): "high", range(5, 7): "medium", range(1, 5): "low"}
+NAMES = {
+    range(9, 11): "critical",
+    range(7, 9): "high",
+    range(5, 7): "medium",
+    range(1, 5): "low",
+}
 
 
 @pytest.mark.parametrize("sought", LOST)
 @pytest.mark.parametrize("queries", COSTS)
-@pytest.mark.parametrize(("known", "much"), [(1.0, 3), (0.99, 3), (0.98, 2), (0.5, 2), (0.49, 1)])
+@pytest.mark.parametrize(
+    ("known", "much"), [(1.0, 3), (0.99, 3), (0.98, 2), (0.5, 2), (0.49, 1)]
+)
 @pytest.mark.parametrize("proved", [True, False])
 def test_points_are_the_table_of_the_document(sought, queries, known, much, proved):
     found = finding(sought, queries=queries, known=known, status=Status.INEXACT)
@@ -47,7 +64,8 @@ def test_points_are_the_table_of_the_document(sought, queries, known, much, prov
     elif proved and sought == "text":
         found = replace(found, texts=(cell(True, False),))
     elif proved:
-        found, much = replace(found, status=Status.RECOVERED), 3
+        found = replace(found, status=Status.RECOVERED)
+        much = 3
     scored = score(found)
     points = LOST[sought] + much + COSTS[queries] + proved
     assert scored.points == points
@@ -64,8 +82,13 @@ def test_nothing_given_away_is_none_and_what_nobody_knows_is_not():
 
 
 def partly(known: float, chance: float | None, status: Status) -> Finding:
-    return finding("text", status=status, known=known, queries=3,
-                   texts=(replace(cell(False, False), chance=chance),))  # fmt: skip
+    return finding(
+        "text",
+        status=status,
+        known=known,
+        queries=3,
+        texts=(replace(cell(False, False), chance=chance),),
+    )
 
 
 def test_a_few_tokens_above_chance_are_medium_and_say_what_chance_gives():
@@ -87,14 +110,19 @@ def test_tokens_that_chance_explains_are_none_and_say_so():
 
 
 def test_a_control_is_no_exposure_whatever_it_achieves():
-    assert score(finding("prediction", control=True, known=1.0)).severity is Severity.NONE
+    assert (
+        score(finding("prediction", control=True, known=1.0)).severity is Severity.NONE
+    )
 
 
 def test_shares_and_exactness():
     store = finding(
-        "text", status=Status.INEXACT, known=0.2, texts=(cell(True, True, False, False),),
+        "text",
+        status=Status.INEXACT,
+        known=0.2,
+        texts=(cell(True, True, False, False),),
         estimate=Estimate(2, 4, 100, 30, 70),
-    )  # fmt: skip
+    )
     assert share(store) == 0.3
     assert exact(store) == 0.5
     assert exact(finding()) == 1.0
@@ -104,8 +132,11 @@ def test_shares_and_exactness():
 def test_costs_are_told_in_what_was_counted():
     assert cost(finding(queries=1)) == "1 query"
     assert (
-        cost(finding("text", queries=3, exposure=called("hidden states of layer 3"))) == "3 texts"
+        cost(finding("text", queries=3, exposure=called("hidden states of layer 3")))
+        == "3 texts"
     )
-    gradient = finding("text", queries=1, exposure=called("gradient of a batch of texts"))
+    gradient = finding(
+        "text", queries=1, exposure=called("gradient of a batch of texts")
+    )
     assert cost(gradient) == "1 update"
     assert cost(finding("prediction", queries=829)) == "829 passes of the model"

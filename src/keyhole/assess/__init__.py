@@ -1,7 +1,7 @@
 """The meaning of an audit: rules, severities, families and a verdict.
 
-`assess(audit)` reads an `Audit` and nothing else. All pages, tables and files are made from the
-`Assessment` that it returns, so that no two of them can disagree.
+`assess(audit)` reads an `Audit` and nothing else. All pages, tables and files are made
+from the `Assessment` that it returns, so that no two of them can disagree.
 """
 
 from keyhole.assess.assessment import (
@@ -24,7 +24,27 @@ from keyhole.assess.severity import Score, Severity, score
 from keyhole.core.exposure import RULES, Family, Rule
 
 __all__ = [
-    "RULES", "Assessment", "Card", "Decision", "Family", "FleetAssessment", "Ignore", "Item",
-    "Level", "Policy", "Rule", "Ruled", "Ruling", "Score", "Severity", "State", "assess",
-    "assess_fleet", "compared", "decided", "find_policy", "read_policy", "score",
-]  # fmt: skip
+    "RULES",
+    "Assessment",
+    "Card",
+    "Decision",
+    "Family",
+    "FleetAssessment",
+    "Ignore",
+    "Item",
+    "Level",
+    "Policy",
+    "Rule",
+    "Ruled",
+    "Ruling",
+    "Score",
+    "Severity",
+    "State",
+    "assess",
+    "assess_fleet",
+    "compared",
+    "decided",
+    "find_policy",
+    "read_policy",
+    "score",
+]

@@ -1,7 +1,7 @@
 """The meaning of an audit: findings with ids, rules and severities, a card per family, a verdict.
 
-Also here: what a policy decided about an audit, how an audit compares with a baseline, which
-remedies were measured, and the meaning of the audits of a fleet.
+Also here: what a policy decided about an audit, how an audit compares with a baseline,
+which remedies were measured, and the meaning of the audits of a fleet.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ class Ignore:
 class Item:
     """A finding with its id, its rule and its severity: a row of every format.
 
-    `id` follows from what the finding is about, so the next audit of the same target gives it the
-    same id. `score` is 0 to 10, and `why` explains it. `state` is set if there is a baseline,
-    `before` if that has the finding, and `ignored` if a policy ignores it.
+    `id` follows from what the finding is about, so the next audit of the same target
+    gives it the same id. `score` is 0 to 10, and `why` explains it. `state` is set if
+    there is a baseline, `before` if that has the finding, and `ignored` if a policy
+    ignores it.
     """
 
     id: str
@@ -94,8 +95,9 @@ class Level(StrEnum):
 class Card:
     """A summary of one family.
 
-    `checked` counts its findings, `exposed` those that gave something away, and `unchecked` those
-    without a result. `fix` is the most common remedy, and `fixes` how many findings have it.
+    `checked` counts its findings, `exposed` those that gave something away, and
+    `unchecked` those without a result. `fix` is the most common remedy, and `fixes` how
+    many findings have it.
     """
 
     family: Family
@@ -109,10 +111,13 @@ class Card:
     fixes: int
 
 
-# Exit codes of every command that judges. Code 2, for wrong input, never gets as far as a decision.
-# Failing findings come before missing results: a target that is known to be open need not wait.
+# Exit codes of every command that judges. Code 2, for wrong input, never gets as far as
+# a decision. Failing findings come before missing results: a target that is known to be
+# open need not wait.
 
-PASSED, FAILED, UNCHECKED = 0, 1, 3
+PASSED = 0
+FAILED = 1
+UNCHECKED = 3
 
 
 class Ruling(StrEnum):
@@ -185,7 +190,9 @@ class Assessment:
     @property
     def exit_code(self) -> int:
         """The exit code that a policy decided; without a policy, that of the findings."""
-        return self.audit.exit_code if self.decision is None else self.decision.exit_code
+        if self.decision is None:
+            return self.audit.exit_code
+        return self.decision.exit_code
 
     @property
     def exposed(self) -> tuple[Item, ...]:
@@ -206,7 +213,9 @@ class Assessment:
         return next(card for card in self.families if card.family is family)
 
 
-Override = Callable[[str, Rule], Severity | None]  # by the id of a finding, and its rule
+Override = Callable[
+    [str, Rule], Severity | None
+]  # by the id of a finding, and its rule
 
 
 def assess(
@@ -214,24 +223,28 @@ def assess(
 ) -> Assessment:
     """Give every finding its id, rule and severity, and sum them up.
 
-    `override` may set another severity for a finding, but only for one that gave something away.
-    `returns` is what the service returns, if not what the audit says.
+    `override` may set another severity for a finding, but only for one that gave
+    something away. `returns` is what the service returns, if not what the audit says.
     """
     audit = replace(audit, returns=tuple(returns) or audit.returns)
     named = zip(ids(audit.findings, audit.skips), audit.findings, strict=True)
-    items = sorted((_item(name, finding, override) for name, finding in named), key=_order)
+    items = sorted(
+        (_item(name, finding, override) for name, finding in named), key=_order
+    )
     controls = [item for item in items if item.finding.control]
     others = [item for item in items if not item.finding.control]
     counted = [item for item in others if audit.counts(item.finding)]
     hypothetical = [item for item in others if not audit.counts(item.finding)]
-    return Assessment(audit, tuple(counted), tuple(controls), hypothetical=tuple(hypothetical))
+    return Assessment(
+        audit, tuple(counted), tuple(controls), hypothetical=tuple(hypothetical)
+    )
 
 
 def ids(findings: Sequence[Finding], skips: Sequence[Skip] = ()) -> list[str]:
     """Return an id for each finding that is the same in every audit: the id of its exposure.
 
-    If several attacks were tried on one exposure, even if one of them came to nothing and is among
-    the skips, the attack is added, and if that is the same, a number.
+    If several attacks were tried on one exposure, even if one of them came to nothing
+    and is among the skips, the attack is added, and if that is the same, a number.
     """
     plain = [finding.exposure.id for finding in findings]
     failed = [skip for skip in skips if skip.unchecked and skip.attack != "none"]
@@ -239,7 +252,8 @@ def ids(findings: Sequence[Finding], skips: Sequence[Skip] = ()) -> list[str]:
     made: dict[str, None] = {}  # a set that keeps the order
     for name, finding in zip(plain, findings, strict=True):
         longer = slug(name, finding.attack) if count[name] > 1 else name
-        unique, number = longer, 1
+        unique = longer
+        number = 1
         while unique in made:
             number += 1
             unique = f"{longer}-{number}"
@@ -248,10 +262,13 @@ def ids(findings: Sequence[Finding], skips: Sequence[Skip] = ()) -> list[str]:
 
 
 def _item(name: str, finding: Finding, override: Override | None) -> Item:
-    rule, scored = rule_of(finding.exposure), score(finding)
-    severity, why = scored.severity, scored.why
+    rule = rule_of(finding.exposure)
+    scored = score(finding)
+    severity = scored.severity
+    why = scored.why
     if override and finding.exposed and (chosen := override(name, rule)):
-        severity, why = chosen, f"{why}; set to {chosen} by the policy"
+        severity = chosen
+        why = f"{why}; set to {chosen} by the policy"
     return Item(name, rule, finding, severity, scored.points, why)
 
 
@@ -260,7 +277,13 @@ def _worst(severities: Sequence[Severity]) -> Severity:
 
 
 def _order(item: Item) -> tuple[int, int, float, int, str]:
-    return (-item.severity.rank, -item.score, -item.share, item.finding.queries, item.id)
+    return (
+        -item.severity.rank,
+        -item.score,
+        -item.share,
+        item.finding.queries,
+        item.id,
+    )
 
 
 def _card(family: Family, items: Sequence[Item]) -> Card:
@@ -288,7 +311,9 @@ def _level(mine: Sequence[Item], exposed: Sequence[Item], unchecked: int) -> Lev
     if any(item.proved and item.share >= ALL for item in exposed):
         return Level.ALL
     if exposed:
-        return Level.PARTLY if any(item.exact is not None for item in exposed) else Level.OPEN
+        if any(item.exact is not None for item in exposed):
+            return Level.PARTLY
+        return Level.OPEN
     return Level.UNKNOWN if unchecked else Level.NONE
 
 
@@ -332,18 +357,18 @@ def _verdict(made: Assessment) -> str:
     return f"Nothing was given away: {tried} failed."
 
 
-# The measured effects of remedies. An audit measures them in three ways: texts are also read from
-# rounded, noisy or scaled leaks; a model trained against the attack is attacked
-# (`Finding.remedied`); and other findings of the same part of the target expose less, such as
-# labels in place of scores, or the same behind a defence.
+# The measured effects of remedies. An audit measures them in three ways: texts are also
+# read from rounded, noisy or scaled leaks; a model trained against the attack is
+# attacked (`Finding.remedied`); and other findings of the same part of the target
+# expose less, such as labels in place of scores, or the same behind a defence.
 
 
 @dataclass(frozen=True)
 class Measure:
     """A remedy, and the share that was still given away with it.
 
-    `change` names the remedy, and `words` say what was left. If that is a finding of its own, it is
-    `item`, and its exposure says both.
+    `change` names the remedy, and `words` say what was left. If that is a finding of
+    its own, it is `item`, and its exposure says both.
     """
 
     change: str
@@ -379,17 +404,22 @@ def measured(item: Item, items: Sequence[Item]) -> list[Measure]:
 
 def _rounded(cell: Readings) -> Measure:
     count = len(cell.readings)
-    words = f"{percent(cell.known)} of tokens right, {cell.exact} of {count} texts exact"
+    words = (
+        f"{percent(cell.known)} of tokens right, {cell.exact} of {count} texts exact"
+    )
     return Measure(_PRECISIONS.get(cell.precision, cell.precision), cell.known, words)
 
 
 def _exposes_less(other: Item, item: Item) -> bool:
     """Return whether `other` exposes less of the same secret of the same part of the target."""
-    more, less = item.finding.exposure, other.finding.exposure
+    more = item.finding.exposure
+    less = other.finding.exposure
     if other is item or other.family is not item.family or less.part != more.part:
         return False
     # The variant `budget` is the same attack with too few queries.
-    weaker = more.rule in _LESS and (less.rule in _LESS[more.rule] or less.variant == "budget")
+    weaker = more.rule in _LESS and (
+        less.rule in _LESS[more.rule] or less.variant == "budget"
+    )
     return weaker or less.narrows(more)
 
 
@@ -399,7 +429,7 @@ _COUNTED = {
     FAILED: ("gives something away", "give something away"),
     UNCHECKED: ("could not be checked", "could not be checked"),
     PASSED: ("gives nothing away", "give nothing away"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -413,7 +443,9 @@ class FleetAssessment:
     def verdict(self) -> str:
         """One sentence about what is given away, whatever a policy says."""
         made = self.targets.values()
-        counts = Counter(replace(assessment, decision=None).exit_code for assessment in made)
+        counts = Counter(
+            replace(assessment, decision=None).exit_code for assessment in made
+        )
         parts = [
             f"{counts[code]} {one if counts[code] == 1 else more}"
             for code, (one, more) in _COUNTED.items()
@@ -425,7 +457,9 @@ class FleetAssessment:
     @property
     def exit_code(self) -> int:
         """FAILED if any target fails, else UNCHECKED if anything was not checked, else PASSED."""
-        return joint_exit_code(assessment.exit_code for assessment in self.targets.values())
+        return joint_exit_code(
+            assessment.exit_code for assessment in self.targets.values()
+        )
 
 
 def assess_fleet(
@@ -433,15 +467,18 @@ def assess_fleet(
 ) -> FleetAssessment:
     """Assess every audit; `judge` takes the target's name, and may apply a policy."""
     made = {
-        name: judge(name, audit) if judge else assess(audit) for name, audit in fleet.audits.items()
+        name: judge(name, audit) if judge else assess(audit)
+        for name, audit in fleet.audits.items()
     }
     return FleetAssessment(fleet, made)
 
 
-# Comparison with an earlier audit of the same target, the baseline. Findings are compared by id.
+# Comparison with an earlier audit of the same target, the baseline. Findings are
+# compared by id.
 #
-# A finding is gone if the attack fails this time, or if the target has no such thing any more. If
-# it was not checked this time, it is as before. A check without a result is no improvement.
+# A finding is gone if the attack fails this time, or if the target has no such thing
+# any more. If it was not checked this time, it is as before. A check without a result
+# is no improvement.
 
 SLACK = 0.02  # two runs of one search differ by this share of what was recovered
 
@@ -453,12 +490,17 @@ def compared(new: Assessment, old: Assessment) -> Assessment:
         return replace(new, items=items, other=old.audit.name or old.audit.target)
     parts = [{finding.part for finding in each.audit.findings} for each in (new, old)]
     has_parts = max(map(len, parts)) > 1
-    keys, old_keys = _keys(new.audit, has_parts), _keys(old.audit, has_parts)
+    keys = _keys(new.audit, has_parts)
+    old_keys = _keys(old.audit, has_parts)
     before = {old_keys[item.id]: item for item in old.items}
     pairs = [(item, before.get(keys[item.id])) for item in new.items]
-    items = tuple(replace(item, state=state(item, old), before=old) for item, old in pairs)
+    items = tuple(
+        replace(item, state=state(item, old), before=old) for item, old in pairs
+    )
     skipped = (skip.exposure for skip in new.audit.skips if skip.absent)
-    absent = {_key(exposure, has_parts).id for exposure in skipped}  # the target has them no more
+    absent = {
+        _key(exposure, has_parts).id for exposure in skipped
+    }  # the target has them no more
     missing = {
         key: item
         for key, item in before.items()
@@ -468,10 +510,14 @@ def compared(new: Assessment, old: Assessment) -> Assessment:
         new,
         items=items,
         gone=tuple(
-            replace(item, state=State.GONE) for key, item in missing.items() if key in absent
+            replace(item, state=State.GONE)
+            for key, item in missing.items()
+            if key in absent
         ),
         untried=tuple(
-            replace(item, state=State.UNTRIED) for key, item in missing.items() if key not in absent
+            replace(item, state=State.UNTRIED)
+            for key, item in missing.items()
+            if key not in absent
         ),
     )
 
@@ -484,9 +530,12 @@ def _key(exposure: Exposure, has_parts: bool) -> Exposure:
 def _keys(audit: Audit, has_parts: bool) -> dict[str, str]:
     """Return the key by which each finding is compared, by the finding's id."""
     plain = [
-        replace(finding, exposure=_key(finding.exposure, has_parts)) for finding in audit.findings
+        replace(finding, exposure=_key(finding.exposure, has_parts))
+        for finding in audit.findings
     ]
-    skips = [replace(skip, exposure=_key(skip.exposure, has_parts)) for skip in audit.skips]
+    skips = [
+        replace(skip, exposure=_key(skip.exposure, has_parts)) for skip in audit.skips
+    ]
     return dict(zip(ids(audit.findings, audit.skips), ids(plain, skips), strict=True))
 
 

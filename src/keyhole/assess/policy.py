@@ -26,8 +26,8 @@ A policy is a file `keyhole.toml`, or the table `[tool.keyhole]` of a `pyproject
     [environment.production]                   # with --environment production
     fail-on = ["low"]
 
-The settings of an environment replace those above it, except that its ignores and severities are
-added. File names are relative to the policy's folder.
+The settings of an environment replace those above it, except that its ignores and
+severities are added. File names are relative to the policy's folder.
 """
 
 from __future__ import annotations
@@ -58,7 +58,14 @@ from keyhole.assess.assessment import (
 from keyhole.assess.severity import Severity
 from keyhole.core import Outcome, Skip
 from keyhole.core.errors import InputError, expect_keys
-from keyhole.core.exposure import NOT_CHECKED, RULES, Family, Rule, expect_exposures, expect_returns
+from keyhole.core.exposure import (
+    NOT_CHECKED,
+    RULES,
+    Family,
+    Rule,
+    expect_exposures,
+    expect_returns,
+)
 from keyhole.core.files import exists, read_toml
 from keyhole.core.standards import FRAMEWORKS, expect_standard
 
@@ -69,7 +76,8 @@ FILES = ("keyhole.toml", "pyproject.toml")
 class Policy:
     """The settings of a policy; by default everything that is given away fails.
 
-    `standards` are the conditions from [[rule]], by which findings fail besides `fail_on`.
+    `standards` are the conditions from [[rule]], by which findings fail besides
+    `fail_on`.
     """
 
     source: str = "no policy: whatever is given away fails"
@@ -94,7 +102,9 @@ def find_policy(folder: Path) -> Path | None:
     """Return the policy of a folder, if any; a pyproject.toml counts if it has [tool.keyhole]."""
     for name in FILES:
         path = folder / name
-        if exists(path) and (name == FILES[0] or "keyhole" in _tool(read_toml(path, "a policy"))):
+        if exists(path) and (
+            name == FILES[0] or "keyhole" in _tool(read_toml(path, "a policy"))
+        ):
             return path
     return None
 
@@ -111,13 +121,18 @@ def read_policy(path: str | Path, environment: str | None = None) -> Policy:
         raise InputError(f"{path} is empty: give {', '.join(_KEYS)} or environment")
     environments = _table(table.pop("environment", {}), "environment", path)
     policy = _layer(Policy(source=str(path)), table, path)
-    for name, inner in environments.items():  # reads all of them, so that any mistake shows
+    for (
+        name,
+        inner,
+    ) in environments.items():  # reads all of them, so that any mistake shows
         layered = _layer(policy, _table(inner, f"environment.{name}", path), path)
         if name == environment:
             policy = replace(layered, source=f"{path}, environment {name}")
     if environment is not None and environment not in environments:
         known = ", ".join(environments) or "none"
-        raise InputError(f"{path} has no environment {environment[:40]}; it has {known}")
+        raise InputError(
+            f"{path} has no environment {environment[:40]}; it has {known}"
+        )
     return policy
 
 
@@ -129,7 +144,8 @@ def _tool(table: Mapping[str, Any]) -> dict[str, Any]:
 def _layer(policy: Policy, table: Mapping[str, Any], path: Path) -> Policy:
     """Return a policy with the settings of a table added or replaced.
 
-    Its severities come before those of the policy: first [severity], then each [[rule]].
+    Its severities come before those of the policy: first [severity], then each
+    [[rule]].
     """
     expect_keys(table, _KEYS, str(path))
     changes = {"severities": {}} | {
@@ -169,7 +185,9 @@ def _value(key: str, value: Any, policy: Policy, path: Path) -> object:
             raise InputError(f"expected {key} in {path} as {kind}, got {value!r:.40}")
 
 
-def _before(first: Mapping[str, Severity], then: Mapping[str, Severity]) -> Mapping[str, Severity]:
+def _before(
+    first: Mapping[str, Severity], then: Mapping[str, Severity]
+) -> Mapping[str, Severity]:
     """Put severities before others: the first pattern that matches a finding decides."""
     return {**first, **then, **first}
 
@@ -179,7 +197,9 @@ def _severities(value: Any, path: Path) -> dict[str, Severity]:
     given: dict[str, Severity] = {}
     for name, word in _table(value, "severity", path).items():
         if word not in list(Severity) or word == Severity.UNKNOWN:
-            names = ", ".join(severity for severity in Severity if severity != Severity.UNKNOWN)
+            names = ", ".join(
+                severity for severity in Severity if severity != Severity.UNKNOWN
+            )
             raise InputError(
                 f"the severity of {name[:60]} in {path} must be one of {names}, not {word!r:.40}"
             )
@@ -195,7 +215,11 @@ def _generality(pattern: str) -> tuple[bool, bool]:
 def _with_rules(policy: Policy, table: Mapping[str, Any], path: Path) -> Policy:
     """Return a policy with a [[rule]], which applies to the rules under entries of a framework."""
     keys = [key for key in table if key in _STANDARDS]
-    if len(keys) != 1 or not set(table) - set(keys) <= {"severity", "fail"} or len(table) < 2:
+    if (
+        len(keys) != 1
+        or not set(table) - set(keys) <= {"severity", "fail"}
+        or len(table) < 2
+    ):
         raise InputError(
             f"[[rule]] of {path} must have one of {', '.join(_STANDARDS)}, and severity or "
             f"fail, and has {', '.join(table)[:60] or 'nothing'}"
@@ -208,7 +232,9 @@ def _with_rules(policy: Policy, table: Mapping[str, Any], path: Path) -> Policy:
         severities = _before(policy.severities, _severities(given, path))
         policy = replace(policy, severities=severities)
     if table.get("fail", True) is not True:
-        raise InputError(f"fail in [[rule]] of {path} can only be true; [[ignore]] excuses")
+        raise InputError(
+            f"fail in [[rule]] of {path} can only be true; [[ignore]] excuses"
+        )
     if "fail" in table:
         met = Condition(
             f"{keys[0]} {', '.join(ids)}",
@@ -224,9 +250,17 @@ def _ignore(table: Mapping[str, Any], path: Path) -> Ignore:
             f"[[ignore]] of {path} must have finding, reason and until, and has "
             f"{', '.join(table)[:60] or 'nothing'}"
         )
-    finding, reason, until = table["finding"], table["reason"], table["until"]
-    if not isinstance(finding, str) or not isinstance(reason, str) or not reason.strip():
-        raise InputError(f"[[ignore]] of {path} must have a finding and a reason in words")
+    finding = table["finding"]
+    reason = table["reason"]
+    until = table["until"]
+    if (
+        not isinstance(finding, str)
+        or not isinstance(reason, str)
+        or not reason.strip()
+    ):
+        raise InputError(
+            f"[[ignore]] of {path} must have a finding and a reason in words"
+        )
     if isinstance(until, datetime) or not isinstance(until, date):
         raise InputError(
             f"until in [[ignore]] of {path} must be a date such as 2027-06-30, not {until!r:.40}"
@@ -238,7 +272,9 @@ def _ignore(table: Mapping[str, Any], path: Path) -> Ignore:
 def _expect_rule(word: str, where: str) -> None:
     """Raise an InputError if a word begins like the id of a rule and matches none."""
     known = (*(rule.id for rule in RULES), NOT_CHECKED)
-    if word.upper().startswith("KH-") and not any(fnmatchcase(rule, word) for rule in known):
+    if word.upper().startswith("KH-") and not any(
+        fnmatchcase(rule, word) for rule in known
+    ):
         raise InputError(
             f"{where} names {word[:60]}, which matches no rule (such as {RULES[0].id} or KH-TEXT-*)"
         )
@@ -246,16 +282,26 @@ def _expect_rule(word: str, where: str) -> None:
 
 _STANDARDS = tuple(dict.fromkeys(framework.key for framework in FRAMEWORKS))
 _KEYS = {  # the keys of a policy's file, and the fields of Policy that they set
-    "targets": "targets", "data": "data", "exposures": "exposures", "returns": "returns",
-    "fail-on": "fail_on", "allow-unchecked": "allow_unchecked", "severity": "severities",
-    "ignore": "ignores", "rule": "standards",
-}  # fmt: skip
+    "targets": "targets",
+    "data": "data",
+    "exposures": "exposures",
+    "returns": "returns",
+    "fail-on": "fail_on",
+    "allow-unchecked": "allow_unchecked",
+    "severity": "severities",
+    "ignore": "ignores",
+    "rule": "standards",
+}
 
 
 def _words(value: Any, key: str, path: Path) -> tuple[str, ...]:
     entries = [value] if isinstance(value, str) else value
-    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
-        raise InputError(f"expected {key} in {path} as a list of words, got {value!r:.40}")
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, str) for entry in entries
+    ):
+        raise InputError(
+            f"expected {key} in {path} as a list of words, got {value!r:.40}"
+        )
     return tuple(cast("list[str]", entries))
 
 
@@ -284,9 +330,9 @@ def _in_folder(path: Path, name: str) -> str:
 #     "KH-TEXT-*", "text-layer-3"   anything given away under this rule or id; * is a wildcard
 #     "text.exact > 0.1"            a figure of this family, whatever the outcome of the attack
 #
-# Figures are `exact` (the share recovered exactly), `share` (the share that is known), `score` (0
-# to 10), `error`, `queries` and `seconds`. A finding without the figure does not meet the
-# condition, and controls never do.
+# Figures are `exact` (the share recovered exactly), `share` (the share that is known),
+# `score` (0 to 10), `error`, `queries` and `seconds`. A finding without the figure does
+# not meet the condition, and controls never do.
 
 FIGURES: dict[str, Callable[[Item], float | None]] = {
     "exact": lambda item: item.exact,
@@ -317,15 +363,21 @@ def condition(words: str) -> Condition:
     """Read an entry of `fail-on`, or raise an InputError that says what it takes."""
     if words in _FAILING:
         least = Severity(words).rank
-        return Condition(words, lambda item: item.finding.exposed and item.severity.rank >= least)
+        return Condition(
+            words, lambda item: item.finding.exposed and item.severity.rank >= least
+        )
     if words in list(Family):
-        return Condition(words, lambda item: item.finding.exposed and item.family == words)
+        return Condition(
+            words, lambda item: item.finding.exposed and item.family == words
+        )
     comparison = _COMPARISON.fullmatch(words)
     if comparison:
         return Condition(words, _comparing(words, *comparison.groups()))
     if _NAME.fullmatch(words) and "-" in words:
         _expect_rule(words, "fail-on")
-        return Condition(words, lambda item: item.finding.exposed and matches(words, item))
+        return Condition(
+            words, lambda item: item.finding.exposed and matches(words, item)
+        )
     raise InputError(
         f"fail-on does not know {words[:60]!r}: give a severity ({', '.join(_FAILING)}), a family "
         f"({', '.join(Family)}), an id of a rule or finding, or a figure such as "
@@ -360,17 +412,26 @@ def _comparing(
 
     def met(item: Item) -> bool:
         value = FIGURES[name](item)
-        return item.family == family and value is not None and _COMPARE[sign](value, limit)
+        return (
+            item.family == family and value is not None and _COMPARE[sign](value, limit)
+        )
 
     return met
 
 
-def decided(assessment: Assessment, policy: Policy, today: date | None = None) -> Assessment:
+def decided(
+    assessment: Assessment, policy: Policy, today: date | None = None
+) -> Assessment:
     """Return the assessment with the policy's decision, and with ignored findings marked."""
     today = today or datetime.now(UTC).date()
-    items = tuple(replace(item, ignored=_ignored(item, policy, today)) for item in assessment.items)
+    items = tuple(
+        replace(item, ignored=_ignored(item, policy, today))
+        for item in assessment.items
+    )
     rulings = [_ruled(item, policy, today) for item in items]
-    rulings += [_skipped(skip, policy, today) for skip in assessment.audit.unchecked_skips]
+    rulings += [
+        _skipped(skip, policy, today) for skip in assessment.audit.unchecked_skips
+    ]
     if policy.allow_unchecked and assessment.audit.unchecked < len(rulings):
         rulings = [
             Ruled(ruled.name, Ruling.ALLOWED, f"allow-unchecked: {ruled.rule}")
@@ -388,21 +449,32 @@ def _decision(
     count = Counter(ruled.ruling for ruled in rulings)
     unchecked = count[Ruling.UNCHECKED]
     if count[Ruling.FAILS]:
-        rules = dict.fromkeys(ruled.rule for ruled in rulings if ruled.ruling is Ruling.FAILS)
-        code, rule = FAILED, f"{count[Ruling.FAILS]} of {tried} findings fail: {'; '.join(rules)}"
+        rules = dict.fromkeys(
+            ruled.rule for ruled in rulings if ruled.ruling is Ruling.FAILS
+        )
+        code = FAILED
+        rule = f"{count[Ruling.FAILS]} of {tried} findings fail: {'; '.join(rules)}"
     elif not rulings and assessment.hypothetical:
         code = PASSED if policy.allow_unchecked else UNCHECKED
         rule = f"no check is about what is returned ({', '.join(assessment.audit.returns)})"
     elif not rulings:
-        code, rule = UNCHECKED, "nothing was checked"
+        code = UNCHECKED
+        rule = "nothing was checked"
     elif unchecked and not policy.allow_unchecked:
-        code, rule = UNCHECKED, f"{unchecked} could not be checked, and that is not clean"
+        code = UNCHECKED
+        rule = f"{unchecked} could not be checked, and that is not clean"
     elif unchecked:
-        code, rule = UNCHECKED, "no check came to a result, which allow-unchecked does not excuse"
+        code = UNCHECKED
+        rule = "no check came to a result, which allow-unchecked does not excuse"
     else:
-        parts = [f"{count[ruling]} {words}" for ruling, words in _EXCUSED.items() if count[ruling]]
+        parts = [
+            f"{count[ruling]} {words}"
+            for ruling, words in _EXCUSED.items()
+            if count[ruling]
+        ]
         detail = f" ({', '.join(parts)})" if parts else ""
-        code, rule = PASSED, f"no finding fails{detail}"
+        code = PASSED
+        rule = f"no finding fails{detail}"
     return Decision(code, rule, tuple(rulings), policy.source)
 
 
@@ -424,7 +496,10 @@ def _ruled(item: Item, policy: Policy, today: date) -> Ruled:
         return Ruled(item.id, Ruling.FAILS, f"fail-on {met}{expired}")
     if item.finding.outcome is Outcome.UNCHECKED:
         return Ruled(item.id, Ruling.UNCHECKED, item.finding.status.value)
-    why = "meets no condition of fail-on" if item.finding.exposed else "nothing was given away"
+    if item.finding.exposed:
+        why = "meets no condition of fail-on"
+    else:
+        why = "nothing was given away"
     return Ruled(item.id, Ruling.PASSES, why)
 
 
@@ -438,12 +513,16 @@ def _is_known(item: Item, policy: Policy) -> bool:
     """Return whether the baseline has a finding that meets a condition, and it is no worse now."""
     if item.finding.outcome is Outcome.UNCHECKED or item.before is None:
         return False
-    return item.state in (State.SAME, State.BETTER) and _met(item.before, policy) is not None
+    return (
+        item.state in (State.SAME, State.BETTER)
+        and _met(item.before, policy) is not None
+    )
 
 
 def _skipped(skip: Skip, policy: Policy, today: date) -> Ruled:
     """Rule on a check that could not be made, ignored by the id of its exposure or rule."""
-    name, rule = skip.exposure.id, skip.exposure.rule
+    name = skip.exposure.id
+    rule = skip.exposure.rule
     for ignore in policy.ignores:
         named = fnmatchcase(name, ignore.finding) or fnmatchcase(rule, ignore.finding)
         if ignore.until >= today and named:
@@ -460,7 +539,9 @@ def _ignored(item: Item, policy: Policy, today: date) -> Ignore | None:
 
 
 def _expired(item: Item, policy: Policy, today: date) -> str:
-    ends = [i.until for i in policy.ignores if matches(i.finding, item) and i.until < today]
+    ends = [
+        i.until for i in policy.ignores if matches(i.finding, item) and i.until < today
+    ]
     return f" (ignored until {max(ends)}, which has passed)" if ends else ""
 
 

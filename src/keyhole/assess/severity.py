@@ -7,11 +7,12 @@
 
     9 and 10 critical, 7 and 8 high, 5 and 6 medium, 1 to 4 low
 
-A finding that gave nothing away has the score 0 and the severity none; so has a control. A text
-counts as not given away if guesses without the leak would have as much of it right
-(audit/texts.py). A check without a result has the severity unknown, which is never none. If a way
-is open and was not tried, only what may be lost and the cost count: for text that makes medium. A
-policy may set the severity of a rule or of a finding (assess/policy.py).
+A finding that gave nothing away has the score 0 and the severity none; so has a
+control. A text counts as not given away if guesses without the leak would have as much
+of it right (audit/texts.py). A check without a result has the severity unknown, which
+is never none. If a way is open and was not tried, only what may be lost and the cost
+count: for text that makes medium. A policy may set the severity of a rule or of a
+finding (assess/policy.py).
 """
 
 from __future__ import annotations
@@ -40,13 +41,25 @@ class Severity(StrEnum):
 
 
 _LOST = {  # the points of each family, and the name of what is lost
-    Family.TEXT: (4, "text"), Family.INPUTS: (4, "the input"), Family.WEIGHTS: (3, "weights"),
+    Family.TEXT: (4, "text"),
+    Family.INPUTS: (4, "the input"),
+    Family.WEIGHTS: (3, "weights"),
     Family.PREDICTIONS: (2, "the prediction"),
-}  # fmt: skip
+}
 _LOST_VECTOR = (2, "a vector (the last state)")
-_LEAST_POINTS = {Severity.CRITICAL: 9, Severity.HIGH: 7, Severity.MEDIUM: 5, Severity.LOW: 1}
-ALL, MOST, MUCH = 0.99, 0.5, 0.25  # shares of the secret
-_CHEAP, _AFFORDABLE = 10_000, 1_000_000  # queries
+_LEAST_POINTS = {
+    Severity.CRITICAL: 9,
+    Severity.HIGH: 7,
+    Severity.MEDIUM: 5,
+    Severity.LOW: 1,
+}
+# shares of the secret
+ALL = 0.99
+MOST = 0.5
+MUCH = 0.25
+# queries
+_CHEAP = 10_000
+_AFFORDABLE = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -60,17 +73,28 @@ class Score:
 
 def score(finding: Finding) -> Score:
     if finding.control:
-        return Score(0, Severity.NONE, "a control: an attack without choice, for comparison")
+        return Score(
+            0, Severity.NONE, "a control: an attack without choice, for comparison"
+        )
     if finding.outcome is Outcome.UNCHECKED:
         return Score(0, Severity.UNKNOWN, "could not be checked")
     if not finding.exposed:
-        return Score(0, Severity.NONE, f"nothing was given away{_explained_by_chance(finding)}")
+        return Score(
+            0, Severity.NONE, f"nothing was given away{_explained_by_chance(finding)}"
+        )
     lost, what = _LOST_VECTOR if is_vector(finding) else _LOST[finding.exposure.family]
-    cheap = 2 if finding.queries <= _CHEAP else 1 if finding.queries <= _AFFORDABLE else 0
+    if finding.queries <= _CHEAP:
+        cheap = 2
+    elif finding.queries <= _AFFORDABLE:
+        cheap = 1
+    else:
+        cheap = 0
     if finding.open:
         return _scored(lost + cheap, f"a way to {what} is open, {cost(finding)}")
     proved = is_proved(finding)
-    much, how_much = _points_for_share(1.0 if is_vector(finding) else share(finding), proved)
+    much, how_much = _points_for_share(
+        1.0 if is_vector(finding) else share(finding), proved
+    )
     how_much += _compared_with_chance(finding)
     words = (what, how_much, cost(finding), "proved" if proved else "not proved")
     return _scored(lost + much + cheap + proved, ", ".join(words))
@@ -100,8 +124,8 @@ def share(finding: Finding) -> float:
 def exact(finding: Finding) -> float | None:
     """Return the share that was recovered exactly and verified.
 
-    It is a share of texts or predictions; of other secrets it is 0 or 1. None if nothing was tried,
-    or if only a vector was recovered and not its text.
+    It is a share of texts or predictions; of other secrets it is 0 or 1. None if
+    nothing was tried, or if only a vector was recovered and not its text.
     """
     if finding.open or is_vector(finding):
         return None
@@ -116,8 +140,8 @@ def exact(finding: Finding) -> float | None:
 def is_proved(finding: Finding) -> bool:
     """Return whether the secret was compared with the target and agreed.
 
-    A flipped prediction is proved because the model itself gave the other answer. Text is proved if
-    at least one whole text was verified.
+    A flipped prediction is proved because the model itself gave the other answer. Text
+    is proved if at least one whole text was verified.
     """
     if finding.exposure.family is Family.PREDICTIONS:
         return finding.exposed
@@ -156,5 +180,10 @@ def _points_for_share(known: float, proved: bool) -> tuple[int, str]:
     if known >= ALL:
         return 3, "all of it"
     is_little = 0 < known < MUCH and not proved
-    points = 2 if known >= MOST else 0 if is_little else 1
+    if known >= MOST:
+        points = 2
+    elif is_little:
+        points = 0
+    else:
+        points = 1
     return points, f"{percent(known)} of it" if known > 0 else "some of it"
