@@ -7,8 +7,10 @@ from keyhole.recover import Mark
 
 
 def shown(ids, truth):
-    tokens = [(f" w{id_}" if place else f"w{id_}", Mark.LIKELY, id_) for place, id_ in
-              enumerate(ids)]  # fmt: skip
+    tokens = [
+        (f" w{id_}" if place else f"w{id_}", Mark.LIKELY, id_)
+        for place, id_ in enumerate(ids)
+    ]
     pieces = list(aligned(tokens, truth))
     return "".join(piece.text for piece in pieces), [piece.right for piece in pieces]
 

@@ -40,27 +40,47 @@ def audited(inputs, answer, **options):
 
 def numbers(name, rows, datatype="FP32"):
     values = torch.as_tensor(rows)
-    return lambda _: [output(name, datatype, [1, *values.shape], values.reshape(-1).tolist())]
+    return lambda _: [
+        output(name, datatype, [1, *values.shape], values.reshape(-1).tolist())
+    ]
 
 
 @pytest.mark.parametrize(
     ("answer", "exposure", "words"),
     [
-        (lambda _: [output("label", "BYTES", [1], ["POSITIVE"])], "labels: output label",
-         "labels ('POSITIVE')"),
-        (lambda _: [output("class", "INT64", [1], [2])], "labels: output class",
-         "the number of a class, in INT64"),
-        (numbers("scores", [0.2, 0.3, 0.5]), "a number for each class: output scores",
-         "3 numbers, probabilities"),
-        (numbers("y", torch.randn(5).log_softmax(0)), "a number for each class: output y",
-         "5 numbers, log-probabilities"),
-        (numbers("logits", [2.0, -1.0]), "a number for each class: output logits",
-         "2 numbers, logits"),
+        (
+            lambda _: [output("label", "BYTES", [1], ["POSITIVE"])],
+            "labels: output label",
+            "labels ('POSITIVE')",
+        ),
+        (
+            lambda _: [output("class", "INT64", [1], [2])],
+            "labels: output class",
+            "the number of a class, in INT64",
+        ),
+        (
+            numbers("scores", [0.2, 0.3, 0.5]),
+            "a number for each class: output scores",
+            "3 numbers, probabilities",
+        ),
+        (
+            numbers("y", torch.randn(5).log_softmax(0)),
+            "a number for each class: output y",
+            "5 numbers, log-probabilities",
+        ),
+        (
+            numbers("logits", [2.0, -1.0]),
+            "a number for each class: output logits",
+            "2 numbers, logits",
+        ),
         (numbers("y", [3.5]), "one score: output y", "one number"),
-        (numbers("e", torch.ones(64) / 8), "a vector for the text: output e",
-         "64 numbers, of length one"),
+        (
+            numbers("e", torch.ones(64) / 8),
+            "a vector for the text: output e",
+            "64 numbers, of length one",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_answers_are_is_said_and_is_no_clean_bill(answer, exposure, words):
     audit, _ = audited([TEXT], answer)
     (finding,) = audit.findings
@@ -87,10 +107,14 @@ def served(encoder, form):
     """Answers of a model to ids, as a server of it gives them."""
 
     def answer(inputs):
-        ids = torch.tensor(inputs["input_ids"]["data"]).reshape(inputs["input_ids"]["shape"])
+        ids = torch.tensor(inputs["input_ids"]["data"]).reshape(
+            inputs["input_ids"]["shape"]
+        )
         mask = torch.tensor(inputs["attention_mask"]["data"]).reshape(ids.shape)
         with torch.no_grad():
-            values = form(encoder.model(ids, attention_mask=mask).last_hidden_state[0], mask[0])
+            values = form(
+                encoder.model(ids, attention_mask=mask).last_hidden_state[0], mask[0]
+            )
         return numbers("h", values)(inputs)
 
     return answer

@@ -1,7 +1,7 @@
 """What became of a baseline's findings, in twelve situations and more, on real audits.
 
-The expected outcome is computed from the JSON files alone, by sets of fields; whether a situation
-is about one target, and what became of the first finding, stands in its row.
+The expected outcome is computed from the JSON files alone, by sets of fields; whether a
+situation is about one target, and what became of the first finding, stands in its row.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ from keyhole.core.exposure import Exposure
 from keyhole.report import json_form, sarif, words
 
 GIVEN = {"recovered", "recovered within a domain", "inexact", "exposed"}
-UNKNOWN = {"budget exhausted", "unverified", "mismatch", "not applicable", "oracle failed"}
-KEYS, HIDDEN = "KH-TEXT-KEYS-AND-VALUES", "KH-TEXT-HIDDEN-STATES"
+UNKNOWN = {
+    "budget exhausted",
+    "unverified",
+    "mismatch",
+    "not applicable",
+    "oracle failed",
+}
+KEYS = "KH-TEXT-KEYS-AND-VALUES"
+HIDDEN = "KH-TEXT-HIDDEN-STATES"
 ROUTE = Exposure(HIDDEN, "route", name="POST /embeddings of llama.cpp")
 
 
@@ -29,16 +36,23 @@ class Audited:
     """Audits of tiny encoders in folders of their own, each made once."""
 
     def __init__(self, home):
-        self.home, self.made = home, {}
+        self.home = home
+        self.made = {}
         (home / "texts.txt").write_text("w1 w20 w3\n")
-        for name, seed in (("a/model", 0), ("b/elsewhere", 0), ("c/model", 7), ("d/other", 7)):
+        for name, seed in (
+            ("a/model", 0),
+            ("b/elsewhere", 0),
+            ("c/model", 7),
+            ("d/other", 7),
+        ):
             tiny.model("bert", seed, num_hidden_layers=2).save_pretrained(home / name)
             tiny.tokenizer().save_pretrained(home / name)
 
     def __call__(self, folder, only=(KEYS, HIDDEN), **options):
         key = (folder, only, repr(options))
         if key not in self.made:
-            data, place = self.home / "texts.txt", str(self.home / folder)
+            data = self.home / "texts.txt"
+            place = str(self.home / folder)
             self.made[key] = keyhole.audit(place, data=data, only=only, **options)
         return self.made[key]
 
@@ -56,8 +70,12 @@ def changed(audit, status, **more):
 
 def served(audit, *skips, status=None):
     """An audit with an open route, or with what was found of it since."""
-    route = replace(audit.findings[0], exposure=ROUTE, texts=(), status=status or Status.EXPOSED)
-    return replace(audit, findings=audit.findings + (() if skips else (route,)), skips=skips)
+    route = replace(
+        audit.findings[0], exposure=ROUTE, texts=(), status=status or Status.EXPOSED
+    )
+    return replace(
+        audit, findings=audit.findings + (() if skips else (route,)), skips=skips
+    )
 
 
 @dataclass(frozen=True)
@@ -75,7 +93,8 @@ SITUATIONS = {
     "fewer checks": Situation(lambda audited: audited("a/model", only=(KEYS,))),
     "fewer layers": Situation(lambda audited: audited("a/model", layers=(1,))),
     "more checks": Situation(
-        lambda audited: audited("a/model"), old=lambda audited: audited("a/model", only=(KEYS,))
+        lambda audited: audited("a/model"),
+        old=lambda audited: audited("a/model", only=(KEYS,)),
     ),
     "other folder": Situation(lambda audited: audited("b/elsewhere")),
     "renamed": Situation(lambda audited: audited("b/elsewhere", name="reviews")),
@@ -86,19 +105,29 @@ SITUATIONS = {
     ),
     "another target": Situation(lambda audited: audited("d/other"), same=False),
     "better": Situation(
-        lambda audited: changed(audited("a/model"), Status.INEXACT, known=0.6, texts=()),
+        lambda audited: changed(
+            audited("a/model"), Status.INEXACT, known=0.6, texts=()
+        ),
         first="better",
     ),
     "worse": Situation(
-        lambda audited: audited("a/model"), first="worse",
-        old=lambda audited: changed(audited("a/model"), Status.INEXACT, known=0.6, texts=()),
+        lambda audited: audited("a/model"),
+        first="worse",
+        old=lambda audited: changed(
+            audited("a/model"), Status.INEXACT, known=0.6, texts=()
+        ),
     ),
     "given away again": Situation(
-        lambda audited: audited("a/model"), first="worse",
-        old=lambda audited: changed(audited("a/model"), Status.UNSOLVED, known=0.0, texts=()),
+        lambda audited: audited("a/model"),
+        first="worse",
+        old=lambda audited: changed(
+            audited("a/model"), Status.UNSOLVED, known=0.0, texts=()
+        ),
     ),
     "the attack fails": Situation(
-        lambda audited: changed(audited("a/model"), Status.UNSOLVED, known=0.0, texts=()),
+        lambda audited: changed(
+            audited("a/model"), Status.UNSOLVED, known=0.0, texts=()
+        ),
         first="gone",
     ),
     "could not check": Situation(
@@ -117,14 +146,16 @@ SITUATIONS = {
         ),
         old=lambda audited: served(audited("a/model")),
     ),
-}  # fmt: skip
+}
 
 
 def expected(new, old, situation):
     """By the fields of two JSON files: which findings are new, same, gone, not tried."""
 
     def key(exposure):
-        return tuple(str(exposure[name]) for name in ("rule", "variant", "layer", "name"))
+        return tuple(
+            str(exposure[name]) for name in ("rule", "variant", "layer", "name")
+        )
 
     now = {key(finding["exposure"]): finding for finding in new["findings"]}
     before = {key(finding["exposure"]): finding for finding in old["findings"]}
@@ -149,14 +180,20 @@ def test_what_became_of_a_baseline(name, audited, tmp_path):
     files = {}
     for which in ("new", "old"):
         files[which] = tmp_path / f"{which}.json"
-        files[which].write_text(json_form.render(assess(getattr(situation, which)(audited))))
+        files[which].write_text(
+            json_form.render(assess(getattr(situation, which)(audited)))
+        )
     raw = {which: json.loads(file.read_text()) for which, file in files.items()}
     new, old = (assess(Audit.load(file)) for file in files.values())
     judged = decided(compared(new, old), Policy())
-    found = Counter(item.state.value for item in (*judged.items, *judged.gone, *judged.untried))
+    found = Counter(
+        item.state.value for item in (*judged.items, *judged.gone, *judged.untried)
+    )
     assert found == expected(raw["new"], raw["old"], situation), words.ruling(judged)
     fails = {"new", "worse"} & set(found)
-    assert judged.exit_code == (1 if fails else 3 if "could not" in name or "answer" in name else 0)
+    assert judged.exit_code == (
+        1 if fails else 3 if "could not" in name or "answer" in name else 0
+    )
     assert (situation.same is False) is bool(judged.other)
 
 
@@ -187,28 +224,40 @@ SCORER = "scorer, d = 8 ({}/v2/models/scorer)"
         (SCORER.format("http://host:8000"), SCORER.format("http://host:9000"), False),
         (SCORER.format("http://a.example"), SCORER.format("http://b.example"), False),
         (SCORER.format("http://host:8000"), SCORER.format("http://host:8000"), True),
-        ("postgresql://db:5432/a, read with demo", "postgresql://db:5433/a, read with demo", False),
+        (
+            "postgresql://db:5432/a, read with demo",
+            "postgresql://db:5433/a, read with demo",
+            False,
+        ),
         ("weaviate:http://a:80/v1", "weaviate:http://a:81/v1", False),
-        ("chroma:/one/texts, read with /x/demo", "chroma:/two/texts, read with demo", True),
+        (
+            "chroma:/one/texts, read with /x/demo",
+            "chroma:/two/texts, read with demo",
+            True,
+        ),
         ("a/model", "/elsewhere/model/", True),
     ],
 )
 def test_an_address_is_part_of_what_a_target_is_and_a_folder_is_not(one, other, same):
     audits = [
-        Audit(target, f"identity of {target} {n}", ()) for n, target in enumerate((one, other))
+        Audit(target, f"identity of {target} {n}", ())
+        for n, target in enumerate((one, other))
     ]
     assert audits[0].is_of(audits[1]) is same
 
 
 def test_words_and_alerts_of_what_was_not_tried(audited):
     """GitHub closes an alert that the next file does not have: one not looked for stays open."""
-    new, old = audited("a/model", only=(KEYS,)), audited("a/model")
+    new = audited("a/model", only=(KEYS,))
+    old = audited("a/model")
     judged = decided(compared(assess(new), assess(old)), Policy())
     untried = len(old.findings) - len(new.findings)
     assert untried > 0
     assert f"{untried} not tried, as before" in words.ruling(judged)
     assert "gone" not in words.ruling(judged)
     results = json.loads(sarif.render_alerts(judged))["runs"][0]["results"]
-    assert [result["baselineState"] for result in results] == ["unchanged"] * len(old.findings)
+    assert [result["baselineState"] for result in results] == ["unchanged"] * len(
+        old.findings
+    )
     document = json_form.document(judged)["assessment"]
     assert (len(document["untried"]), document["gone"]) == (untried, [])

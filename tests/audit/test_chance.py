@@ -15,7 +15,11 @@ from keyhole.recover import Mark, TextRecovery
 from keyhole.recover.originals import Original
 
 TOKENIZER = tiny_models.tokenizer()
-FREQUENT = ["w0", "w1", "w2"]  # the commas and articles of these texts: at every third place
+FREQUENT = [
+    "w0",
+    "w1",
+    "w2",
+]  # the commas and articles of these texts: at every third place
 
 
 def texts(count=3, words=15, seed=0):
@@ -75,7 +79,9 @@ def test_a_few_rare_words_are_not():
 
 def test_a_few_tokens_above_chance_are_given_away_in_part():
     def attack(original):
-        return unsure([id_ if n in (2, 6, 9) else 198 for n, id_ in enumerate(original.ids)])
+        return unsure(
+            [id_ if n in (2, 6, 9) else 198 for n, id_ in enumerate(original.ids)]
+        )
 
     part = compared(texts(seed=1), attack)
     assert part.known == pytest.approx(0.2)
@@ -108,12 +114,19 @@ def test_one_text_is_held_against_ordinary_sentences():
 
 def test_the_tail_of_the_binomial_counted_one_by_one():
     for right, total, share in (
-        (0, 5, 0.3), (5, 5, 0.3), (5, 5, 0.2), (5, 45, 0.02), (6, 45, 0.02), (3, 9, 1.0),
-    ):  # fmt: skip
+        (0, 5, 0.3),
+        (5, 5, 0.3),
+        (5, 5, 0.2),
+        (5, 45, 0.02),
+        (6, 45, 0.02),
+        (3, 9, 1.0),
+    ):
         counted = sum(
             math.comb(total, k) * share**k * (1 - share) ** (total - k)
             for k in range(right, total + 1)
         )
         pieces = tuple(Piece("w", "likely", place < right) for place in range(total))
-        part = Readings("hidden", 1, "float32", (Reading("", pieces, False, False),), share)
+        part = Readings(
+            "hidden", 1, "float32", (Reading("", pieces, False, False),), share
+        )
         assert explained(part) == (counted > 1e-3)

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.slow
 
 def test_an_endpoint(tmp_path):
     targets = {
-        "head": oracle.plant(dim=3, seed=1), "layer": oracle.plant("attention", dim=2, seed=1)
-    }  # fmt: skip
+        "head": oracle.plant(dim=3, seed=1),
+        "layer": oracle.plant("attention", dim=2, seed=1),
+    }
     only = "KH-WEIGHTS-ROUNDED-SCORES"  # the rule that defended scores fall under
     result = keyhole.audit(targets, against_defences=True, only=only)
     behind = {
@@ -42,7 +43,9 @@ def test_a_layer_alone_has_nothing_to_try():
     only = "KH-WEIGHTS-ROUNDED-SCORES"
     target = oracle.plant("attention", dim=4, seed=1)
     result = keyhole.audit(target, against_defences=True, only=only)
-    reasons = [skip.reason for skip in result.skips if skip.exposure.variant == "defended"]
+    reasons = [
+        skip.reason for skip in result.skips if skip.exposure.variant == "defended"
+    ]
     assert len(reasons) == 14
     assert set(reasons) == {
         "it is for one head's scores; this target gives the last token's vector"
@@ -58,7 +61,8 @@ def test_a_model():
     assert {name: finding.status for name, finding in by_name(findings).items()} == {
         "keys and values of layer 0, rotated": Status.RECOVERED,
         "keys and values of layer 0, by KV-Shield": Status.RECOVERED,
-        "keys and values of layer 0, by KV-Cloak": Status.UNSOLVED,  # a block is as wide as a head
+        # a block is as wide as a head
+        "keys and values of layer 0, by KV-Cloak": Status.UNSOLVED,
         "hidden states of layer 1, rotated": Status.RECOVERED,
     }
     assert all(finding.sought == "text" for finding in findings)

@@ -26,7 +26,9 @@ def fleet(tmp_path):
     return read
 
 
-def test_a_target_comes_before_defaults_and_those_before_the_command_line(fleet, tmp_path):
+def test_a_target_comes_before_defaults_and_those_before_the_command_line(
+    fleet, tmp_path
+):
     first, second = fleet(
         """
         [defaults]
@@ -43,16 +45,28 @@ def test_a_target_comes_before_defaults_and_those_before_the_command_line(fleet,
         header = "Authorization=HOME"
         timeout = 3
         """,
-        seed=7, texts=1, flips=2,
-    )  # fmt: skip
+        seed=7,
+        texts=1,
+        flips=2,
+    )
     assert (first.name, first.stem, second.name, second.stem) == (
-        "first", "first", "models/b", "models-b",
-    )  # fmt: skip
+        "first",
+        "first",
+        "models/b",
+        "models-b",
+    )
     assert (first.target.options.texts, second.target.options.texts) == (MOST, 5)
     assert (first.target.options.layers, second.target.options.layers) == ((1, 6), None)
-    assert first.target.options.data == second.target.options.data == str(tmp_path / "texts.tsv")
+    assert (
+        first.target.options.data
+        == second.target.options.data
+        == str(tmp_path / "texts.tsv")
+    )
     assert first.target.options.seed == second.target.options.seed == 7
-    assert (first.target.options.flips, second.target.options.against_defences) == (2, True)
+    assert (first.target.options.flips, second.target.options.against_defences) == (
+        2,
+        True,
+    )
     assert second.target.options.endpoint.headers == {"Authorization": "HOME"}
     assert second.target.options.endpoint.timeout == 3
     assert second.target.place == str(tmp_path / "models/b")
@@ -62,18 +76,35 @@ def test_a_target_comes_before_defaults_and_those_before_the_command_line(fleet,
 def test_a_pattern_is_every_target_that_it_matches(fleet):
     members = fleet('[[target]]\ntarget = "./models/*"\nname = "ours"')
     assert [(each.name, each.target.name) for each in members] == [
-        ("ours/a", "models/a"), ("ours/b", "models/b"),
-    ]  # fmt: skip
+        ("ours/a", "models/a"),
+        ("ours/b", "models/b"),
+    ]
 
 
 def test_names_of_files_are_plain_whatever_a_target_is_called(fleet):
-    names = ["../../etc/passwd", "index", "<script>alert(1)</script>", "A", "a", "…", "x" * 300]
-    text = "".join(f"[[target]]\nname = '{name}'\ntarget = 'models/a'\n" for name in names)
+    names = [
+        "../../etc/passwd",
+        "index",
+        "<script>alert(1)</script>",
+        "A",
+        "a",
+        "…",
+        "x" * 300,
+    ]
+    text = "".join(
+        f"[[target]]\nname = '{name}'\ntarget = 'models/a'\n" for name in names
+    )
     members = fleet(text)
     assert [each.name for each in members] == names
     assert [each.stem for each in members] == [
-        "etc-passwd", "index-2", "script-alert-1-script", "a", "a-2", "target", "x" * 80,
-    ]  # fmt: skip
+        "etc-passwd",
+        "index-2",
+        "script-alert-1-script",
+        "a",
+        "a-2",
+        "target",
+        "x" * 80,
+    ]
 
 
 def test_what_is_no_file_stays_as_it_is(fleet, tmp_path):
@@ -90,8 +121,10 @@ def test_what_is_no_file_stays_as_it_is(fleet, tmp_path):
         """
     )
     assert [each.target.place for each in members] == [
-        "demo", f"chroma:{tmp_path}/store", "http://user:secret@localhost:1/v2/models/m",
-    ]  # fmt: skip
+        "demo",
+        f"chroma:{tmp_path}/store",
+        "http://user:secret@localhost:1/v2/models/m",
+    ]
     assert members[1].target.options.model == f"{tmp_path}/models/a"
     assert members[2].name == "http://localhost:1/v2/models/m"
     assert [each.target.local_only for each in members] == [False, False, True]
@@ -101,7 +134,10 @@ ONE = '[[target]]\ntarget = "demo"\n'
 WRONG = {
     "no TOML": ("[[target", "fleet.toml is not TOML: Expected"),
     "nothing": ("", r"has no \[\[target\]\]: it needs one or more"),
-    "a table": ('[target]\ntarget = "demo"', r"has no \[\[target\]\]: it needs one or more"),
+    "a table": (
+        '[target]\ntarget = "demo"',
+        r"has no \[\[target\]\]: it needs one or more",
+    ),
     "no target": ('[[target]]\nname = "x"', r"\[\[target\]\] 1 has no target"),
     "no table": ("target = [1]", r"expected a table in .*\[\[target\]\] 1, got 1"),
     "a key": (
@@ -109,15 +145,30 @@ WRONG = {
         r"^text has no meaning in .*\[\[target\]\] 1: did you mean texts\?",
     ),
     "a hyphen": (f"{ONE}against-defence = true", r"did you mean against_defences\?"),
-    "a section": (f"[default]\n{ONE}", r"^default has no meaning in .*: did you mean defaults\?"),
-    "far from any": (f"{ONE}zzzz = 3", r"^zzzz has no meaning in .*\[\[target\]\] 1: it takes "),
-    "a type": (f"{ONE}texts = true", "expected texts in .* as a whole number, got True"),
+    "a section": (
+        f"[default]\n{ONE}",
+        r"^default has no meaning in .*: did you mean defaults\?",
+    ),
+    "far from any": (
+        f"{ONE}zzzz = 3",
+        r"^zzzz has no meaning in .*\[\[target\]\] 1: it takes ",
+    ),
+    "a type": (
+        f"{ONE}texts = true",
+        "expected texts in .* as a whole number, got True",
+    ),
     "a number": (f"{ONE}data = 3", "expected data in .* as text, got 3"),
     "a range": (f"{ONE}flips = 0", "--flips must be 1 or more, not 0"),
     "a seed": (f"{ONE}seed = -1", "a seed must be from 0"),
-    "layers": (f'{ONE}layers = "1;2"', "--layers takes numbers .1,6,12. or all, not '1;2'"),
+    "layers": (
+        f'{ONE}layers = "1;2"',
+        "--layers takes numbers .1,6,12. or all, not '1;2'",
+    ),
     "defaults": ("defaults = 3\n" + ONE, r"expected \[defaults\] as a table"),
-    "a shared name": (f'[defaults]\nname = "x"\n{ONE}', r"^name has no meaning in .*\[defaults\]"),
+    "a shared name": (
+        f'[defaults]\nname = "x"\n{ONE}',
+        r"^name has no meaning in .*\[defaults\]",
+    ),
     "a shared ledger": (
         f'[defaults]\nledger = "x"\n{ONE}',
         r"^ledger has no meaning in .*\[defaults\]",
@@ -126,7 +177,10 @@ WRONG = {
     "no match": ('[[target]]\ntarget = "./nowhere/*"', "no target matches ./nowhere/"),
     "a bad pattern": ('[[target]]\ntarget = "a**b/*"', "is not a pattern of names"),
     "a NUL": ('[[target]]\ntarget = "a\\u0000b"', "target in .* holds a NUL"),
-    "a secret": (f'{ONE}header = "Authorization: hunter2"', "--header takes NAME=VARIABLE"),
+    "a secret": (
+        f'{ONE}header = "Authorization: hunter2"',
+        "--header takes NAME=VARIABLE",
+    ),
 }
 
 

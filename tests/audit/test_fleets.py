@@ -23,7 +23,9 @@ from keyhole.core.errors import InputError
 from keyhole.core.journal import records_in
 from kill_points import lasting, wait_until
 
-FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
+FULL = pytest.mark.skipif(
+    not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it"
+)
 HOSTILE = "<script>alert(1)</script> ../../x [red]"
 FLEET = f"""
 [defaults]
@@ -68,8 +70,10 @@ class Stop(BaseException):
 
 def counted(monkeypatch, stops=()):
     """What is opened, and which checks are made, from now on; it stops after so many checks."""
-    opened, made = [], []
-    usual, take = NamedTarget.open, Checking.take
+    opened = []
+    made = []
+    usual = NamedTarget.open
+    take = Checking.take
 
     def noted(named):
         opened.append(named.name)
@@ -103,14 +107,19 @@ def test_every_target_is_audited_as_it_would_be_alone(place, whole, monkeypatch)
 def test_stopped_anywhere_it_goes_on_and_opens_nothing_that_is_finished(
     place, whole, tmp_path, monkeypatch
 ):
-    checks = sum(len(audit.findings) + len(audit.skips) for audit in whole.audits.values())
+    checks = sum(
+        len(audit.findings) + len(audit.skips) for audit in whole.audits.values()
+    )
     opened, made = counted(monkeypatch, (3, checks - 4))
-    path, resumed = tmp_path / "journal", []
+    path = tmp_path / "journal"
+    resumed = []
     for _ in range(2):
         with pytest.raises(Stop):
             fleet(place / "fleet.toml", journal=path)
     again = fleet(
-        place / "fleet.toml", journal=path, resuming=lambda *counts: resumed.append(counts)
+        place / "fleet.toml",
+        journal=path,
+        resuming=lambda *counts: resumed.append(counts),
     )
     assert len(made) == len(set(made)) <= checks
     assert resumed == [(1, 3)]
@@ -126,7 +135,9 @@ def test_stopped_anywhere_it_goes_on_and_opens_nothing_that_is_finished(
     assert [file.name for file in tmp_path.iterdir()] == ["journal"]
 
 
-def test_touched_files_are_checked_anew_and_others_are_not(place, tmp_path, monkeypatch):
+def test_touched_files_are_checked_anew_and_others_are_not(
+    place, tmp_path, monkeypatch
+):
     oracle.save(oracle.plant(dim=2, seed=1), tmp_path / "a.safetensors")
     oracle.save(oracle.plant(dim=2, seed=2), tmp_path / "b.safetensors")
     (tmp_path / "fleet.toml").write_text('[[target]]\ntarget = "*.safetensors"')
@@ -135,8 +146,14 @@ def test_touched_files_are_checked_anew_and_others_are_not(place, tmp_path, monk
     opened, _ = counted(monkeypatch)
     after = fleet(tmp_path / "fleet.toml", journal=tmp_path / "journal")
     assert opened == ["b.safetensors"]
-    assert after.audits["a.safetensors"].identity == before.audits["a.safetensors"].identity
-    assert after.audits["b.safetensors"].identity != before.audits["b.safetensors"].identity
+    assert (
+        after.audits["a.safetensors"].identity
+        == before.audits["a.safetensors"].identity
+    )
+    assert (
+        after.audits["b.safetensors"].identity
+        != before.audits["b.safetensors"].identity
+    )
 
 
 def test_another_runs_journal_is_refused(place, tmp_path):
@@ -160,11 +177,13 @@ def test_the_page_has_a_row_for_each_and_nothing_of_theirs_is_markup(whole):
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_folder_and_the_table(place, whole, tmp_path, monkeypatch, capsys):
+def test_the_command_writes_a_folder_and_the_table(
+    place, whole, tmp_path, monkeypatch, capsys
+):
     def keyhole(*words):
         return inside(
             "audit", *words, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
-        )  # fmt: skip
+        )
 
     done = keyhole("--targets", place / "fleet.toml", "--out", "out")
     assert done.returncode == 1, done.stderr
@@ -200,8 +219,15 @@ def test_the_command_writes_a_folder_and_the_table(place, whole, tmp_path, monke
 def test_killed_with_its_processes_the_same_command_goes_on(place, whole, tmp_path):
     journal = tmp_path / "out" / "fleet.journal"
     words = [
-        *KEYHOLE, "audit", "--targets", place / "fleet.toml", "--out", "out", "--processes", "2",
-    ]  # fmt: skip
+        *KEYHOLE,
+        "audit",
+        "--targets",
+        place / "fleet.toml",
+        "--out",
+        "out",
+        "--processes",
+        "2",
+    ]
     with started(words, cwd=tmp_path) as process:
         assert wait_until(lambda: records_in(journal) >= 1, process)
         process.kill()
@@ -211,14 +237,19 @@ def test_killed_with_its_processes_the_same_command_goes_on(place, whole, tmp_pa
         _, errors = process.communicate(timeout=200)
     assert process.returncode == 1, errors
     assert int(re.search(r"resuming: (\d+) of", errors)[1]) == kept
-    for name, stem in (("encoder", "encoder"), (HOSTILE, "script-alert-1-script-x-red")):
+    for name, stem in (
+        ("encoder", "encoder"),
+        (HOSTILE, "script-alert-1-script-x-red"),
+    ):
         found = Audit.load(tmp_path / "out" / f"{stem}.json")
         assert facts(found) == facts(whole.audits[name])
 
 
 @FULL  # else only as benchmarks/fleet.py does it
 @pytest.mark.slow
-def test_a_worker_of_a_cluster_is_killed_and_nothing_is_lost_or_done_twice(place, tmp_path):
+def test_a_worker_of_a_cluster_is_killed_and_nothing_is_lost_or_done_twice(
+    place, tmp_path
+):
     """A real scheduler and two real workers, of which one is killed with a check under way."""
     pytest.importorskip("distributed")
     for name in "ab":
@@ -237,14 +268,19 @@ def test_a_worker_of_a_cluster_is_killed_and_nothing_is_lost_or_done_twice(place
 
         killer = threading.Thread(target=kill)
         killer.start()
-        found = fleet(tmp_path / "fleet.toml", dask=cluster.address, journal=tmp_path / "journal")
+        found = fleet(
+            tmp_path / "fleet.toml", dask=cluster.address, journal=tmp_path / "journal"
+        )
         killer.join()
-        begun, ended = cluster.recorded(BEGUN), cluster.recorded(ENDED)
+        begun = cluster.recorded(BEGUN)
+        ended = cluster.recorded(ENDED)
     for name in "ab":
         assert facts(found.audits[name]) == facts(whole.audits[name])
     assert lost
     assert set(begun) == set(ended)
-    assert {check for check, times in begun.items() if times > 1} <= lost  # nothing else ran again
+    assert {
+        check for check, times in begun.items() if times > 1
+    } <= lost  # nothing else ran again
 
 
 def test_numbers_of_workers_follow_the_gpus_that_they_see():
@@ -261,7 +297,8 @@ def test_numbers_of_workers_follow_the_gpus_that_they_see():
 
     cluster = Cluster("tcp://a:0", Client())
     numbers = cluster.workers({})
-    # Two that see the same GPUs take one each; those with an order of their own take their first.
+    # Two that see the same GPUs take one each; those with an order of their own take
+    # their first.
     assert numbers == {"tcp://a:1": 0, "tcp://a:2": 1, "tcp://b:1": 0, "tcp://b:2": 0}
     seen = {"tcp://a:2": "", "tcp://a:3": ""}
     assert cluster.workers(numbers) == {"tcp://a:2": 1, "tcp://a:3": 0}

@@ -43,7 +43,9 @@ def target(**options):
     model = tiny_classifiers.model(seed=2, labels=2).eval().requires_grad_(False)
     loaded = Loaded(model, tiny.tokenizer(), identity(model), "tiny")
     examples = options.pop("examples", tiny_classifiers.examples(6))
-    return TextTarget(loaded, [example.text for example in examples], examples=examples, **options)
+    return TextTarget(
+        loaded, [example.text for example in examples], examples=examples, **options
+    )
 
 
 def checked(asked, seed=0):
@@ -99,14 +101,18 @@ class Whole:
 
     def __call__(self, model, batch, labels=None, *, ids=()):
         outcomes = [
-            Outcome(name, True, True, (int(label),), (1 - int(label),), 0.9, 0.1, queries=1)
+            Outcome(
+                name, True, True, (int(label),), (1 - int(label),), 0.9, 0.1, queries=1
+            )
             for name, label in zip(ids, labels, strict=True)
         ]
         return Disruption({}, tuple(outcomes), Control(0.0, 0.0, 0), 0.0)
 
 
 def test_an_attacker_in_one_line_is_in_the_audit():
-    ATTACKERS.add(Entry("whole", Whole, (Row(Exposure("KH-PREDICTIONS-CUTS", "everything")),)))
+    ATTACKERS.add(
+        Entry("whole", Whole, (Row(Exposure("KH-PREDICTIONS-CUTS", "everything")),))
+    )
     try:
         findings = checked(target(), seed=3).findings
     finally:
@@ -124,14 +130,18 @@ def test_the_audit_tries_what_the_registry_says():
         HackAttend(schedule=Rerank(prefixes=8, refine=4), seed=7),
         HackAttend(schedule=Rerank(prefixes=8, refine=4), scope="model", seed=7),
         HackAttend.as_released(seed=7),
-        HackAttend.as_released(ranking="random", order="random", spare="special", seed=7),
+        HackAttend.as_released(
+            ranking="random", order="random", spare="special", seed=7
+        ),
     ]
     assert [attacker.control for attacker in made] == [False, False, False, True]
 
 
 def test_without_labels_the_models_own_answers_count(easily):
     asked = target(
-        examples=[replace(example, label=-1) for example in tiny_classifiers.examples(3)]
+        examples=[
+            replace(example, label=-1) for example in tiny_classifiers.examples(3)
+        ]
     )
     for finding in checked(asked).findings:
         assert " of 3 right answers flipped" in finding.reason
@@ -144,7 +154,9 @@ def test_the_hardened_model_stands_next_to_it(easily):
     hardened = replace(asked.loaded, name="the hardened model")
     found = checked(replace(asked, hardened=hardened)).findings[0]
     first, second = found.reason.split("; of the hardened model: ")
-    assert first.split(" right")[0] == second.split(" (")[0]  # the same model, so the same figures
+    assert (
+        first.split(" right")[0] == second.split(" (")[0]
+    )  # the same model, so the same figures
 
 
 def test_a_model_without_a_head_is_skipped_and_wrong_labels_are_said():
@@ -190,9 +202,16 @@ def test_json_page_and_verdict(easily):
 def test_hostile_tokens_are_escaped():
     cut = Cut((HOSTILE, "b"), HOSTILE, HOSTILE, 0.9, 0.1, 0.01, 1, 1, ((0, 0, 0, 1),))
     finding = Finding(
-        Exposure("KH-PREDICTIONS-CUTS"), "HackAttend", Status.INEXACT, "", "", None, 1, 0.0,
+        Exposure("KH-PREDICTIONS-CUTS"),
+        "HackAttend",
+        Status.INEXACT,
+        "",
+        "",
+        None,
+        1,
+        0.0,
         cuts=(cut,),
-    )  # fmt: skip
+    )
     page = report.render(Audit("t", "t", (finding,)))
     assert "<script>window" not in page
     assert "<img src=x" not in page
@@ -205,8 +224,12 @@ def test_a_picture_places_each_unit_in_its_head():
     assert [layer for _, layer in drawn.down] == [1, 3]  # nothing was cut of the second
     assert len(drawn.heads) == 6
     assert {head.size for head in drawn.heads} == {4 * drawn.cell}
-    first, last = drawn.heads[0], drawn.heads[-1]
-    assert (first.path, last.path) == ("M0 0.5h1", "M3 0.5h1M1 3.5h2")  # key, query, how many keys
+    first = drawn.heads[0]
+    last = drawn.heads[-1]
+    assert (first.path, last.path) == (
+        "M0 0.5h1",
+        "M3 0.5h1M1 3.5h2",
+    )  # key, query, how many keys
     assert last.x + last.size <= drawn.width
     assert last.y + last.size <= drawn.height
     assert last.title == "layer 3, head 3: d → b, d → c, a → d"

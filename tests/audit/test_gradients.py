@@ -36,7 +36,9 @@ def test_the_texts_come_back():
         )
         assert [cell.precision for cell in finding.texts] == ["float32", "bfloat16"]
         assert all(reading.exact for reading in finding.texts[0].readings)
-        for cell in finding.texts:  # whatever rounding leaves: nothing wrong is vouched for
+        for (
+            cell
+        ) in finding.texts:  # whatever rounding leaves: nothing wrong is vouched for
             assert all(reading.exact for reading in cell.readings if reading.verified)
 
 
@@ -55,10 +57,13 @@ def test_tokens_are_given_away_where_texts_are_not():
 def of_another_kind(family):
     """A classifier of a kind that tests/tiny_architectures.py knows, with the words of TEXTS."""
     config = tiny_architectures.CONFIGS[family]()
-    config.vocab_size, config.initializer_range = tiny.SHAPE["vocab_size"], 0.12
+    config.vocab_size = tiny.SHAPE["vocab_size"]
+    config.initializer_range = 0.12
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+        model = transformers.AutoModelForSequenceClassification.from_config(
+            config
+        ).eval()
     return TextTarget(Loaded(model, tiny.tokenizer(), identity(model), family), TEXTS)
 
 
@@ -84,7 +89,9 @@ def test_what_has_no_loss_is_said():
 
 
 def test_one_block_is_said():
-    one_layer = target("bert", "AutoModelForSequenceClassification", num_hidden_layers=1)
+    one_layer = target(
+        "bert", "AutoModelForSequenceClassification", num_hidden_layers=1
+    )
     (check,) = gradients.checks("", one_layer, 0)
     (skip,) = check.run(untracked).skips
     assert "second block" in skip.reason

@@ -39,7 +39,11 @@ def classifier(seed=2, **options):
 def timeless(data):
     """What must be the same in every run."""
     if isinstance(data, dict):
-        return {name: timeless(value) for name, value in data.items() if name not in UNTIMELY}
+        return {
+            name: timeless(value)
+            for name, value in data.items()
+            if name not in UNTIMELY
+        }
     return [timeless(part) for part in data] if isinstance(data, list | tuple) else data
 
 
@@ -82,21 +86,29 @@ def followed(rows):
     ids=type,
 )
 def test_wherever_it_stops_it_ends_with_the_same_findings(target, only, tmp_path):
-    whole, rows = audit(target, only=only, track=followed(rows := [])), rows
+    whole = audit(target, only=only, track=followed(rows := []))
+    rows = rows
     total = rows[0][1]
     assert [row[0] for row in rows] == list(range(total + 1))
-    assert len({row[2] for row in rows[1:]}) == total  # every check has a name of its own
-    path, stops = tmp_path / "journal", sorted({1, total - 1})
+    assert (
+        len({row[2] for row in rows[1:]}) == total
+    )  # every check has a name of its own
+    path = tmp_path / "journal"
+    stops = sorted({1, total - 1})
     for stop in stops:
         with pytest.raises(Stop):
             audit(target, only=only, journal=path, track=stop_after(stop))
         assert path.read_text().count("\n") == 1 + stop
         assert path.stat().st_mode & 0o077 == 0
-    reported, rest = [], []
+    reported = []
+    rest = []
     found = audit(
-        target, only=only, journal=path, track=followed(rest),
+        target,
+        only=only,
+        journal=path,
+        track=followed(rest),
         resuming=lambda *counts: reported.append(counts),
-    )  # fmt: skip
+    )
     assert reported == [(total - 1, total)]
     assert rest == [(total - 1, total, ""), rows[-1]]  # only what was left is made
     assert timeless(found.to_dict()) == timeless(whole.to_dict())
@@ -105,29 +117,41 @@ def test_wherever_it_stops_it_ends_with_the_same_findings(target, only, tmp_path
 
 
 CHANGES = {
-    "another model": (lambda: classifier(seed=3), {}, r"target \w+, that of .* has target \w+"),
+    "another model": (
+        lambda: classifier(seed=3),
+        {},
+        r"target \w+, that of .* has target \w+",
+    ),
     "another text": (
-        lambda: classifier(texts=["w3 w4"]), {}, "model data .*, that of .* has model data",
+        lambda: classifier(texts=["w3 w4"]),
+        {},
+        "model data .*, that of .* has model data",
     ),
     "more texts": (
-        lambda: classifier(texts=["w3 w4", "w5"]), {},
+        lambda: classifier(texts=["w3 w4", "w5"]),
+        {},
         "model texts 2, that of .* has model texts 1",
     ),
     "fewer flips": (
-        lambda: classifier(examples=tiny_classifiers.examples(1)), {},
+        lambda: classifier(examples=tiny_classifiers.examples(1)),
+        {},
         "model examples 1, that of .* has model examples 2",
     ),
     "another layer": (lambda: classifier(layers=[2]), {}, r"model layers \[2\], that"),
     "another precision": (
-        lambda: classifier(precisions=("bfloat16",)), {}, r"model precisions \['bfloat16'\], that",
+        lambda: classifier(precisions=("bfloat16",)),
+        {},
+        r"model precisions \['bfloat16'\], that",
     ),
     "another seed": (classifier, {"seed": 1}, "seed 1, that of .* has seed 0"),
     "an endpoint": (lambda: HEAD, {}, r"target head:.*, that of .* has target \w+"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("target", "options", "words"), CHANGES.values(), ids=CHANGES)
-def test_another_audits_journal_is_refused_with_what_differs(target, options, words, tmp_path):
+def test_another_audits_journal_is_refused_with_what_differs(
+    target, options, words, tmp_path
+):
     path = tmp_path / "journal"
     with pytest.raises(Stop):
         audit(classifier(), journal=path, track=stop_after(1))
@@ -143,7 +167,8 @@ def test_another_audits_journal_is_refused_with_what_differs(target, options, wo
 
 def test_the_same_head_on_other_weights_is_another_model(tmp_path):
     """The head does not change hidden states, but it does change predictions."""
-    path, target = tmp_path / "journal", classifier()
+    path = tmp_path / "journal"
+    target = classifier()
     with pytest.raises(Stop):
         audit(target, journal=path, track=stop_after(1))
     with torch.no_grad():
@@ -156,7 +181,8 @@ def test_the_same_head_on_other_weights_is_another_model(tmp_path):
 class Moody:
     """A head that answers a given number of calls, and none after that."""
 
-    dim, identity = HEAD.dim, "moody"
+    dim = HEAD.dim
+    identity = "moody"
 
     def __init__(self, calls):
         self.calls = calls
@@ -174,15 +200,18 @@ def test_what_the_target_did_not_answer_is_tried_again(tmp_path):
     failed = [each for each in gone.findings if each.status is Status.ORACLE_FAILED]
     assert 0 < len(failed) < len(gone.findings)
     back = audit(Moody(10**9), journal=path)
-    assert timeless(asdict(back)["findings"]) == timeless(asdict(audit(Moody(10**9)))["findings"])
+    assert timeless(asdict(back)["findings"]) == timeless(
+        asdict(audit(Moody(10**9)))["findings"]
+    )
 
 
 def test_a_target_that_never_answers_is_said_once_and_leaves_no_journal(tmp_path):
     path = tmp_path / "journal"
     found = audit({"a": Moody(0), "b": Moody(0)}, journal=path)
     assert [(each.part, each.status) for each in found.findings] == [
-        ("a", Status.ORACLE_FAILED), ("b", Status.ORACLE_FAILED),
-    ]  # fmt: skip
+        ("a", Status.ORACLE_FAILED),
+        ("b", Status.ORACLE_FAILED),
+    ]
     # What needs no answer is done: the attacks that need a layer's weights.
     assert all("KH-INPUTS" in line for line in path.read_text().splitlines()[1:])
 
@@ -200,13 +229,16 @@ def test_a_journal_that_somebody_changed_is_one_line(tmp_path):
     head, first = path.read_text().splitlines()
     path.write_text(f"{head}\n{json.dumps({'key': json.loads(first)['key']})}\n")
     with pytest.raises(
-        InputError, match=r"does not hold what a run wrote under 1\. weights-.*remove this line"
+        InputError,
+        match=r"does not hold what a run wrote under 1\. weights-.*remove this line",
     ):
         audit(HEAD, journal=path)
 
 
 def test_a_ledger_is_for_endpoints(tmp_path):
-    with pytest.raises(InputError, match=r"^--ledger keeps .*, and tiny is a model: leave"):
+    with pytest.raises(
+        InputError, match=r"^--ledger keeps .*, and tiny is a model: leave"
+    ):
         audit(classifier(), ledger=tmp_path / "run.db")
     assert not (tmp_path / "run.db").exists()
     assert audit(HEAD, ledger=tmp_path / "run.db").exposed
@@ -248,13 +280,17 @@ def test_equal_targets_share_a_journal(tmp_path):
     with pytest.raises(Stop):
         audit(classifier(), journal=path, track=stop_after(2))
     same_model = classifier()
-    named = replace(same_model, loaded=replace(same_model.loaded, name="in another folder"))
+    named = replace(
+        same_model, loaded=replace(same_model.loaded, name="in another folder")
+    )
     reported = []
     with pytest.raises(Stop):
         audit(
-            named, journal=path, track=stop_after(3),
+            named,
+            journal=path,
+            track=stop_after(3),
             resuming=lambda *counts: reported.append(counts),
-        )  # fmt: skip
+        )
     assert reported[0][0] == 2
 
 
@@ -273,7 +309,10 @@ def test_the_time_left_is_told_by_the_weight_of_what_is_left():
             reported.append(left)
 
     exposure = Exposure("KH-WEIGHTS-SIGNS")
-    checks = {name: Check(exposure, lambda _: Checked(), weight=w) for name, w in WEIGHTS.items()}
+    checks = {
+        name: Check(exposure, lambda _: Checked(), weight=w)
+        for name, w in WEIGHTS.items()
+    }
     with Journal(None, {}) as journal, Runner(0) as runner:
         run = Checking(checks, runner, journal, lambda name, total=None: Recorder())
         run.begin(lambda key: lambda worker: Checked())

@@ -49,17 +49,31 @@ def test_what_another_program_saved(saved, file, exposures):
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("layers", [1]), ("layers", "all"), ("data", "texts.txt"), ("column", "text"),
-     ("against_defences", True), ("probe_only", True), ("budget", 9)],
-)  # fmt: skip
-def test_an_option_that_does_nothing_for_a_file_is_refused(saved, tmp_path, option, value):
-    shown, given = option.replace("_", "-"), {option: value}
-    with pytest.raises(InputError, match=f"^--{shown} does not apply to the leak .*: leave it out"):
+    [
+        ("layers", [1]),
+        ("layers", "all"),
+        ("data", "texts.txt"),
+        ("column", "text"),
+        ("against_defences", True),
+        ("probe_only", True),
+        ("budget", 9),
+    ],
+)
+def test_an_option_that_does_nothing_for_a_file_is_refused(
+    saved, tmp_path, option, value
+):
+    shown = option.replace("_", "-")
+    given = {option: value}
+    with pytest.raises(
+        InputError, match=f"^--{shown} does not apply to the leak .*: leave it out"
+    ):
         keyhole.audit(str(saved / "cache.pt"), model=str(saved / "model"), **given)
     target = tmp_path / "target.safetensors"
     keyhole.oracle.save(keyhole.oracle.plant(dim=4), target)
     if option != "against_defences":
-        with pytest.raises(InputError, match=f"^--{shown} does not apply to the endpoint "):
+        with pytest.raises(
+            InputError, match=f"^--{shown} does not apply to the endpoint "
+        ):
             keyhole.audit(str(target), **given)
 
 
@@ -67,7 +81,9 @@ def test_the_file_of_another_model_is_no_clean_result(saved, tmp_path):
     tiny.model("llama", 7, head="AutoModel").save_pretrained(tmp_path)
     tiny.tokenizer(True).save_pretrained(tmp_path)
     audit = keyhole.audit(str(saved / "cache.pt"), model=str(tmp_path))
-    assert {(each.status, each.known) for each in audit.findings} == {(Status.MISMATCH, 0.0)}
+    assert {(each.status, each.known) for each in audit.findings} == {
+        (Status.MISMATCH, 0.0)
+    }
     assert audit.exit_code == 3
 
 

@@ -35,17 +35,21 @@ def extras(root):
     """The modules behind each extra, from pyproject.toml."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     return {
-        extra: [NAMES.get(name, name) for name in (need.split(">")[0] for need in needs)]
+        extra: [
+            NAMES.get(name, name) for name in (need.split(">")[0] for need in needs)
+        ]
         for extra, needs in project["optional-dependencies"].items()
         if extra not in ("all", "dev", "docs")
     }
 
 
-# What the audit of the demo says where an extra is missing; the others it can do without.
+# What the audit of the demo says where an extra is missing; the others it can do
+# without.
 REASONS = {"proofs": "not proved: certificates need python-flint"}
 EXTRAS = ("cluster", "convex", "hub", "models", "plots", "proofs", "serve", "stores")
 FULL = bool(int(os.environ.get("KEYHOLE_FULL", "0")))
-# One at a time in a full run; otherwise those that the demo can do without are missing together.
+# One at a time in a full run; otherwise those that the demo can do without are missing
+# together.
 MISSING = (
     [(extra,) for extra in EXTRAS if extra != "models"]
     if FULL
@@ -60,14 +64,23 @@ def small_demo(monkeypatch):
 
     def small(part):
         subject = part.target
-        return replace(part, target=replace(
-            subject, texts=subject.notes[:1], examples=subject.examples[:1], hardened=None,
-            precisions=("float32",), notes=(),
-        ))  # fmt: skip
+        return replace(
+            part,
+            target=replace(
+                subject,
+                texts=subject.notes[:1],
+                examples=subject.examples[:1],
+                hardened=None,
+                precisions=("float32",),
+                notes=(),
+            ),
+        )
 
     def opened(name, options, **more):
         target = real(name, replace(options, layers=(1,)), **more)
-        models = [small(part) for part in target.parts if isinstance(part, targets.ModelPart)]
+        models = [
+            small(part) for part in target.parts if isinstance(part, targets.ModelPart)
+        ]
         layer = targets.EndpointPart("the attention layer", LAYER)
         return replace(target, parts=(layer, *models))
 
@@ -83,7 +96,9 @@ def test_every_extra_is_tried(root):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("missing", MISSING, ids=" ".join)
 @pytest.mark.usefixtures("small_demo")
-def test_the_demo_is_audited_without(missing, root, without, tmp_path, monkeypatch, capsys):
+def test_the_demo_is_audited_without(
+    missing, root, without, tmp_path, monkeypatch, capsys
+):
     for extra in missing:
         for module in extras(root)[extra]:
             without(module)
@@ -118,7 +133,8 @@ def test_without_torch_no_audit_is_made(root, without, tmp_path, monkeypatch, ca
 def test_the_demo_without_transformers_checks_its_endpoints(without, monkeypatch):
     without("transformers")
     monkeypatch.setattr(
-        "keyhole.audit.target.demo_endpoints", lambda: {"head": keyhole.oracle.plant(dim=3)}
+        "keyhole.audit.target.demo_endpoints",
+        lambda: {"head": keyhole.oracle.plant(dim=3)},
     )
     audit = keyhole.audit("demo")
     assert audit.exposed
@@ -131,7 +147,9 @@ def test_nothing_found_is_not_clean_where_a_part_was_not_opened(without):
     without("transformers")
     opened = keyhole.audit.open_target("demo")
     assert not opened.models
-    silent = keyhole.oracle.Head(LAYER.W[0], 0 * LAYER.W[0, 0])  # v = 0 gives nothing away
+    silent = keyhole.oracle.Head(
+        LAYER.W[0], 0 * LAYER.W[0, 0]
+    )  # v = 0 gives nothing away
     audit = keyhole.audit(replace(target_of(silent), name="t", skips=opened.skips))
     assert not audit.exposed
     assert audit.exit_code == 3
@@ -149,15 +167,29 @@ def test_an_audit_without_flint_has_findings_without_proofs(without):
     ("package", "extra", "use"),
     [
         ("cvxpy", "convex", lambda: keyhole.extract.run(LAYER, "nuclear-norm", rank=1)),
-        ("transformers", "models", lambda: keyhole.recover.capture("demo", "a", "hidden:1")),
-        ("flint", "proofs", lambda: keyhole.invert.run(
-            keyhole.invert.plant(2, 2)[0], starts=1, certify=True
-        )),
-        ("distributed", "cluster", lambda: keyhole.disrupt.run("demo", dask="tcp://localhost:1")),
+        (
+            "transformers",
+            "models",
+            lambda: keyhole.recover.capture("demo", "a", "hidden:1"),
+        ),
+        (
+            "flint",
+            "proofs",
+            lambda: keyhole.invert.run(
+                keyhole.invert.plant(2, 2)[0], starts=1, certify=True
+            ),
+        ),
+        (
+            "distributed",
+            "cluster",
+            lambda: keyhole.disrupt.run("demo", dask="tcp://localhost:1"),
+        ),
         ("datasets", "hub", lambda: keyhole.disrupt.run("demo", data="nobody/nothing")),
     ],
-)  # fmt: skip
-def test_what_needs_a_package_names_its_extra(package, extra, use, without, tmp_path, monkeypatch):
+)
+def test_what_needs_a_package_names_its_extra(
+    package, extra, use, without, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     without(package)
     with pytest.raises(MissingExtra, match=rf"pip install 'keyhole\[{extra}\]'"):
@@ -169,7 +201,12 @@ def test_serving_names_its_extra(without, tmp_path, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "keyhole.oracle.server", raising=False)
     keyhole.oracle.save(LAYER, tmp_path / "t.safetensors")
     done = command_line.inside(
-        "lab", "serve", "t.safetensors", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
+        "lab",
+        "serve",
+        "t.safetensors",
+        cwd=tmp_path,
+        monkeypatch=monkeypatch,
+        capsys=capsys,
     )
     assert done.returncode == 2
     assert "pip install 'keyhole[serve]'" in done.stderr
@@ -177,13 +214,19 @@ def test_serving_names_its_extra(without, tmp_path, monkeypatch, capsys):
 
 def test_what_is_written_is_for_its_owner_alone(tmp_path):
     head = keyhole.oracle.plant(dim=2)
-    keyhole.extract.run(head, ledger=tmp_path / "ledger.db").save(tmp_path / "stolen.json")
+    keyhole.extract.run(head, ledger=tmp_path / "ledger.db").save(
+        tmp_path / "stolen.json"
+    )
     keyhole.audit(head).save(tmp_path / "audit.json")
     with Journal(tmp_path / "run.jsonl", {"run": "test"}) as journal:
         journal.add({"a check": {}})
     written = [path for path in tmp_path.iterdir() if path.suffix != ".db-shm"]
     assert {path.name for path in written} >= {
-        "ledger.db", "stolen.json", "stolen.safetensors", "audit.json", "run.jsonl",
-    }  # fmt: skip
+        "ledger.db",
+        "stolen.json",
+        "stolen.safetensors",
+        "audit.json",
+        "run.jsonl",
+    }
     for path in written:
         assert path.stat().st_mode & 0o077 == 0, path

@@ -16,7 +16,8 @@ from keyhole.core.errors import InputError
 from keyhole.core.progress import untracked
 from keyhole.models import Loaded, identity
 
-MODEL, WORDS = tiny.model("bert"), tiny.tokenizer()
+MODEL = tiny.model("bert")
+WORDS = tiny.tokenizer()
 SUBJECT = TextTarget(Loaded(MODEL, WORDS, identity(MODEL), "tiny"), ["w1 w2 w3"])
 HEAD = oracle.plant(dim=5, seed=2)
 BOTH = Target("both", (EndpointPart("head", HEAD), ModelPart("tiny", SUBJECT)))
@@ -30,10 +31,11 @@ def timeless(findings):
 def test_a_leak_is_attacked_as_in_an_audit(precision):
     subject = replace(SUBJECT, layers=[2], precisions=[precision])
     (check,) = [
-        check for check in texts.checks("tiny", subject, 0)
+        check
+        for check in texts.checks("tiny", subject, 0)
         if (check.exposure.rule, check.exposure.layer) == ("KH-TEXT-HIDDEN-STATES", 2)
         and check.attack == "encoder-states"
-    ]  # fmt: skip
+    ]
     audit = audit_exposure(BOTH, "hidden:2", precision=precision)
     assert timeless(audit.findings) == timeless(check.run(untracked).findings)
     assert (audit.target, audit.identity) == ("both", BOTH.identity)
@@ -41,9 +43,10 @@ def test_a_leak_is_attacked_as_in_an_audit(precision):
 
 def test_scores_are_attacked_as_they_are():
     whole = [
-        finding for check in EndpointPart("head", HEAD).weight_checks(0)
+        finding
+        for check in EndpointPart("head", HEAD).weight_checks(0)
         for finding in check.run(untracked).findings
-    ]  # fmt: skip
+    ]
     audit = audit_exposure(BOTH, "scores")
     assert timeless(audit.findings) == timeless(
         finding for finding in whole if finding.exposure.variant in ("full", "low-rank")

@@ -32,7 +32,9 @@ def test_a_family_that_the_target_does_not_have(target):
 
 
 def test_what_is_no_exposure_is_refused(target):
-    with pytest.raises(InputError, match=r"weights, inputs, text, predictions.*got everything"):
+    with pytest.raises(
+        InputError, match=r"weights, inputs, text, predictions.*got everything"
+    ):
         audit(target, only=["everything"])
     with pytest.raises(InputError, match="got KH-TEXT-DREAMS"):
         audit(target, only=["KH-TEXT-DREAMS"])

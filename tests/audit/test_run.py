@@ -35,7 +35,9 @@ def test_targets_like_the_demos_give_their_weights_away():
         "heads": oracle.plant("multi-head", dim=16, heads=2, rank=4, seed=2601),
         "one-layer": oracle.plant("one-layer", dim=8, width=16, seed=2601),
         "last token": oracle.plant("attention", dim=16, seed=2601),
-        "every token": oracle.plant("attention", dim=16, every_token=True, causal=True, seed=2601),
+        "every token": oracle.plant(
+            "attention", dim=16, every_token=True, causal=True, seed=2601
+        ),
         "no mask": oracle.plant("attention", dim=16, every_token=True, seed=2601),
     }
     assert [each.kind for each in endpoints.values()] == [
@@ -43,13 +45,16 @@ def test_targets_like_the_demos_give_their_weights_away():
     ]
     found = audit(endpoints)
     by_exposure = by_name(found.findings)
-    full, low = by_exposure["full scores"], by_exposure["full scores, low-rank head"]
+    full = by_exposure["full scores"]
+    low = by_exposure["full scores, low-rank head"]
     assert full.queries == 24 * 24 + 24
     assert low.queries < full.queries / 3
     limited = by_exposure["scores under a budget"]
     assert limited.status is Status.UNSOLVED  # the budget held
     assert limited.queries == full.queries // 2
-    assert limited.error > 0.01  # judged all the same: half the queries are worth nothing
+    assert (
+        limited.error > 0.01
+    )  # judged all the same: half the queries are worth nothing
     clipped = by_exposure["scores rounded to 3 decimals, inputs of norm 10 at most"]
     assert clipped.status is Status.INEXACT
     others = [each for each in found.findings if each not in (limited, clipped)]
@@ -57,7 +62,9 @@ def test_targets_like_the_demos_give_their_weights_away():
     assert len(others) == 9
     assert all(finding.status is Status.RECOVERED for finding in others)
     assert all(
-        finding.error < 1e-8 for finding in others if finding.exposure.rule != "KH-WEIGHTS-SIGNS"
+        finding.error < 1e-8
+        for finding in others
+        if finding.exposure.rule != "KH-WEIGHTS-SIGNS"
     )
     assert {finding.part for finding in found.findings} == set(endpoints)
     assert not found.skips
@@ -146,11 +153,17 @@ def test_every_attack_is_followed():
         return lambda done, total=None, note="": counts.update({name: done})
 
     found = audit(oracle.plant(dim=5), track=track)
-    exposures = {words.exposure(attack.exposure) for attack in ATTACKS if attack.reads is Kind.HEAD}
+    exposures = {
+        words.exposure(attack.exposure)
+        for attack in ATTACKS
+        if attack.reads is Kind.HEAD
+    }
     assert set(counts) == {"audit", *exposures}
     assert counts["audit"] == len(ATTACKS) + len(LEAKS)
     for finding in found.findings:
-        assert counts[words.exposure(finding.exposure)] >= finding.queries  # the judge asks too
+        assert (
+            counts[words.exposure(finding.exposure)] >= finding.queries
+        )  # the judge asks too
 
 
 def test_targets_as_people_write_them(tmp_path, monkeypatch):
@@ -159,17 +172,29 @@ def test_targets_as_people_write_them(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     (tmp_path / "slot.bin").write_bytes(b"qsgg\2\0\0\0")
     kinds = {
-        "demo": "demo", "t.safetensors": "file", "model": "model", "owner/name": "model",
-        "x.gguf": "model", "http://h:1": "server", "http://h:1/v2/models/m": "endpoint",
-        "http://h:1/other": "route", "http://h/v1/embeddings": "vector store",
-        "chroma:folder": "vector store", "x.npy": "vector store", "slot.bin": "leak",
-        "model:attention.2": "attention", "model:block.2": "block",
-        "nothing.safetensors": "unknown", "http://[::1": "route",
-    }  # fmt: skip
+        "demo": "demo",
+        "t.safetensors": "file",
+        "model": "model",
+        "owner/name": "model",
+        "x.gguf": "model",
+        "http://h:1": "server",
+        "http://h:1/v2/models/m": "endpoint",
+        "http://h:1/other": "route",
+        "http://h/v1/embeddings": "vector store",
+        "chroma:folder": "vector store",
+        "x.npy": "vector store",
+        "slot.bin": "leak",
+        "model:attention.2": "attention",
+        "model:block.2": "block",
+        "nothing.safetensors": "unknown",
+        "http://[::1": "route",
+    }
     assert {name: str(kind_of(name)) for name in kinds} == kinds
     assert set(kinds.values()) == set(TargetKind)
     assert open_target("t.safetensors").name == "planted head, d = 3 (t.safetensors)"
-    with pytest.raises(InputError, match="must have the form http://host:port/v2/models/NAME"):
+    with pytest.raises(
+        InputError, match="must have the form http://host:port/v2/models/NAME"
+    ):
         open_target("http://127.0.0.1:1/other")
     with pytest.raises(InputError, match=r"there is no nothing\.safetensors"):
         open_target("nothing.safetensors")
@@ -178,7 +203,9 @@ def test_targets_as_people_write_them(tmp_path, monkeypatch):
 class TwoAttacks(Part):
     """A part with two attacks on one exposure, of which the second may break."""
 
-    name, identity, loaded = "", "two attacks", None
+    name = ""
+    identity = "two attacks"
+    loaded = None
 
     def __init__(self, breaks):
         self.breaks = breaks
@@ -189,7 +216,10 @@ class TwoAttacks(Part):
                 raise KeyholeError("no answer")
             return one_finding(SCORES, attack, Status.RECOVERED, "", "", 0.0, queries=1)
 
-        return [Check(SCORES, partial(run, attack), attack) for attack in ("first", "second")]
+        return [
+            Check(SCORES, partial(run, attack), attack)
+            for attack in ("first", "second")
+        ]
 
 
 SCORES = Exposure("KH-WEIGHTS-SCORES", "full")
@@ -206,4 +236,7 @@ def test_an_attack_that_breaks_moves_no_other_id_and_is_not_gone():
     assert [item.id for item in broken.items] == ["weights-scores-full-first"]
     then = compared(broken, whole)
     assert [item.state for item in then.items] == [State.SAME]
-    assert (then.gone, [item.id for item in then.untried]) == ((), ["weights-scores-full-second"])
+    assert (then.gone, [item.id for item in then.untried]) == (
+        (),
+        ["weights-scores-full-second"],
+    )

@@ -64,7 +64,9 @@ def proved_without_comparison(audit):
         or any(reading.verified for cell in finding.texts for reading in cell.readings)
     }
     rows = rows_of(audit)
-    return [name for name, row in rows.items() if row["proved"] and name not in compared]
+    return [
+        name for name, row in rows.items() if row["proved"] and name not in compared
+    ]
 
 
 def test_text_from_the_states_of_llama_cpp(weights, data):
@@ -94,20 +96,27 @@ def test_log_probabilities_and_slots_of_llama_cpp(weights, data):
     with tiny_gguf.serving(weights, f"slots={weights.parent}/") as url:
         audit = keyhole.audit(url, model=str(weights), data=data, texts=4, budget=1024)
         assert not list(weights.parent.glob("*.bin"))  # the probe writes nothing
-        saved = httpx.post(f"{url}/slots/0?action=save", json={"filename": "slot.bin"}, timeout=60)
+        saved = httpx.post(
+            f"{url}/slots/0?action=save", json={"filename": "slot.bin"}, timeout=60
+        )
         saved.raise_for_status()
     given = by_exposure(audit)
     whole = given["log-probabilities: POST /completion of llama.cpp"]
     assert (whole.status, whole.reason.split(": ")[1]) == (
-        Status.EXPOSED, "258 log-probabilities of the next token",
-    )  # fmt: skip
+        Status.EXPOSED,
+        "258 log-probabilities of the next token",
+    )
     for path in ("/v1/completions", "/v1/chat/completions"):
         assert "258" in given[f"log-probabilities: POST {path} of OpenAI's form"].reason
     state = given["last state from POST /completion of llama.cpp"]
     assert state.status is Status.RECOVERED
     assert 0 < state.error < 0.1
     layer = given["last layer from POST /completion of llama.cpp"]
-    assert (layer.status, layer.known, layer.sought) == (Status.RECOVERED, 1.0, "last layer")
+    assert (layer.status, layer.known, layer.sought) == (
+        Status.RECOVERED,
+        1.0,
+        "last layer",
+    )
     assert layer.reason.split("; ")[1].startswith("width 64: 66 singular values")
     assert layer.error < 1e-5
     assert layer.queries < 110
@@ -126,10 +135,14 @@ def test_log_probabilities_and_slots_of_llama_cpp(weights, data):
 
 def test_a_wide_last_layer_is_not_read_to_its_end(weights, monkeypatch):
     monkeypatch.setattr(last_layers, "SAMPLE", 16)
-    with tiny_gguf.serving(weights) as url:  # 64 questions are too few for its 64 directions
+    with tiny_gguf.serving(
+        weights
+    ) as url:  # 64 questions are too few for its 64 directions
         layer = by_exposure(keyhole.audit(url, budget=64))[LAST_LAYER]
     assert (layer.status, layer.queries) == (Status.BUDGET, 16)
-    assert layer.known == pytest.approx(16 / 64, abs=2 / 64)  # a direction for every answer
+    assert layer.known == pytest.approx(
+        16 / 64, abs=2 / 64
+    )  # a direction for every answer
     assert f"go on with keyhole extract {url} --method output-layer" in layer.reason
     assert "of 64 that the server states" in layer.reason
 
@@ -142,12 +155,17 @@ def test_many_questions_are_asked_only_where_somebody_wants_it(weights, tmp_path
         usual = keyhole.audit(url, answers=tmp_path / "usual.db")
         first, again = (
             keyhole.audit(
-                url, only="KH-WEIGHTS-LAST-LAYER", answers=tmp_path / "a.db", notice=said.append
+                url,
+                only="KH-WEIGHTS-LAST-LAYER",
+                answers=tmp_path / "a.db",
+                notice=said.append,
             )
             for _ in range(2)
         )
     assert {finding.attack for finding in probed.findings} == {"probe"}
-    assert {words.skip(skip) for skip in probed.skips} >= {"token states: " + EMBEDDINGS}
+    assert {words.skip(skip) for skip in probed.skips} >= {
+        "token states: " + EMBEDDINGS
+    }
     (skip,) = [skip for skip in usual.skips if words.skip(skip) == LAST_LAYER]
     assert "--budget 1024" in skip.reason
     assert sum(finding.queries for finding in usual.findings) < 10
@@ -166,18 +184,30 @@ def test_a_key_closes_llama_cpp(weights, data, monkeypatch):
         audit = keyhole.audit(url)
         assert {finding.status for finding in audit.findings} == {Status.UNSOLVED}
         assert not any(finding.command for finding in audit.findings)
-        assert all("asks for a key (401)" in finding.reason for finding in audit.findings)
+        assert all(
+            "asks for a key (401)" in finding.reason for finding in audit.findings
+        )
         assert audit.exit_code == 0
         monkeypatch.setenv("KEYHOLE_API_KEY", "secret")
         monkeypatch.setenv("MY_KEY", "Bearer secret")
         named = EndpointOptions(headers={"Authorization": "MY_KEY"}, rate=1000)
         for endpoint in (None, named):
-            options = {"model": str(weights), "data": data, "texts": 1, "endpoint": endpoint}
+            options = {
+                "model": str(weights),
+                "data": data,
+                "texts": 1,
+                "endpoint": endpoint,
+            }
             given = by_exposure(keyhole.audit(url, **options))
-            assert given["text from POST /embeddings of llama.cpp"].status is Status.RECOVERED
+            assert (
+                given["text from POST /embeddings of llama.cpp"].status
+                is Status.RECOVERED
+            )
             assert not given["token states: POST /embeddings of llama.cpp"].exposed
             monkeypatch.setenv("KEYHOLE_API_KEY", "another")
-        monkeypatch.delenv("KEYHOLE_API_KEY")  # a header is enough for the last layer too
+        monkeypatch.delenv(
+            "KEYHOLE_API_KEY"
+        )  # a header is enough for the last layer too
         layer = by_exposure(keyhole.audit(url, budget=16, endpoint=named))[LAST_LAYER]
         assert layer.queries == 16
 
@@ -192,8 +222,13 @@ def test_a_pooled_vector_is_not_judged_here(weights):
         audit = keyhole.audit(url)
     vector = by_exposure(audit)["embedding: POST /v1/embeddings of OpenAI's form"]
     assert vector.status is Status.EXPOSED
-    assert vector.command == f"keyhole audit {url}/v1/embeddings --model MODEL --known FILE"
-    (states,) = [skip for skip in audit.skips if words.skip(skip).startswith("token states")]
+    assert (
+        vector.command
+        == f"keyhole audit {url}/v1/embeddings --model MODEL --known FILE"
+    )
+    (states,) = [
+        skip for skip in audit.skips if words.skip(skip).startswith("token states")
+    ]
     assert states.reason == "not given: no token states in the answer"
 
 
@@ -204,7 +239,9 @@ def standing_in(answers, owner):
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             self.reply(
-                {"data": [{"id": "tiny", "owned_by": owner}]} if "models" in self.path else None
+                {"data": [{"id": "tiny", "owned_by": owner}]}
+                if "models" in self.path
+                else None
             )
 
         def do_POST(self):
@@ -212,7 +249,9 @@ def standing_in(answers, owner):
             self.reply(answers[self.path](content) if self.path in answers else 404)
 
         def reply(self, answer):
-            body = json.dumps({"error": answer} if isinstance(answer, int) else answer).encode()
+            body = json.dumps(
+                {"error": answer} if isinstance(answer, int) else answer
+            ).encode()
             self.send_response(answer if isinstance(answer, int) else 200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -253,22 +292,35 @@ def test_states_of_a_stand_in_for_vllm(tmp_path):
         }
 
     with standing_in({"/pooling": pooling}, "vllm") as url:
-        audit = keyhole.audit(url, model=str(tmp_path / "model"), data=tmp_path / "texts.txt")
+        audit = keyhole.audit(
+            url, model=str(tmp_path / "model"), data=tmp_path / "texts.txt"
+        )
     given = by_exposure(audit)
     assert given["token states: POST /pooling of vLLM"].exposed
     assert given["text from POST /pooling of vLLM"].status is Status.RECOVERED
-    assert "does not guard this route" in given["token states: POST /pooling of vLLM"].remedy
+    assert (
+        "does not guard this route"
+        in given["token states: POST /pooling of vLLM"].remedy
+    )
 
 
-@pytest.mark.parametrize(("status", "unchecked"), [(400, False), (404, False), (500, True)])
+@pytest.mark.parametrize(
+    ("status", "unchecked"), [(400, False), (404, False), (500, True)]
+)
 def test_a_fault_of_a_server_is_not_a_closed_route(status, unchecked):
     with standing_in({"/pooling": lambda _: status}, "vllm") as url:
         audit = keyhole.audit(url, probe_only=True)
-    named = [skip for skip in audit.skips if skip.exposure.name.startswith("POST /pooling")]
-    assert {(skip.unchecked, skip.absent) for skip in named} == {(unchecked, not unchecked)}
+    named = [
+        skip for skip in audit.skips if skip.exposure.name.startswith("POST /pooling")
+    ]
+    assert {(skip.unchecked, skip.absent) for skip in named} == {
+        (unchecked, not unchecked)
+    }
 
 
-@pytest.mark.parametrize("texts", ["w1 w20 w3 w4\nw9 w9 w8\nw7\n", "w9 w9 w8\nw7\nw1 w20 w3 w4\n"])
+@pytest.mark.parametrize(
+    "texts", ["w1 w20 w3 w4\nw9 w9 w8\nw7\n", "w9 w9 w8\nw7\nw1 w20 w3 w4\n"]
+)
 def test_a_text_that_is_read_counts_whatever_happens_to_others(texts, tmp_path):
     """One text is read, one is answered with random numbers, one is refused: in any order."""
     tiny.save("bert", tmp_path / "model")
@@ -285,7 +337,9 @@ def test_a_text_that_is_read_counts_whatever_happens_to_others(texts, tmp_path):
         return {"data": [{"index": 0, "object": "pooling", "data": rows.tolist()}]}
 
     with standing_in({"/pooling": pooling}, "vllm") as url:
-        audit = keyhole.audit(url, model=str(tmp_path / "model"), data=tmp_path / "texts.txt")
+        audit = keyhole.audit(
+            url, model=str(tmp_path / "model"), data=tmp_path / "texts.txt"
+        )
     found = by_exposure(audit)["text from POST /pooling of vLLM"]
     assert found.status is Status.INEXACT
     assert found.reason.startswith("1 of 2 texts exact and verified")
@@ -299,7 +353,11 @@ def test_chosen_tokens_of_a_stand_in_for_vllm(tmp_path):
 
     def completions(content):
         chosen = content.get("logprob_token_ids", [])
-        if "prompt" not in content or content["logprobs"] not in range(21) or len(chosen) > 128:
+        if (
+            "prompt" not in content
+            or content["logprobs"] not in range(21)
+            or len(chosen) > 128
+        ):
             return 400
         if max(chosen, default=0) >= len(own := following_text(box, content["prompt"])):
             return 400
@@ -338,18 +396,26 @@ def following_text(box, prompt):
 
 @pytest.mark.parametrize(
     ("cap", "expected"),
-    [(SAFE, "1,000 log-prob"), (100, "768 log-probabilities of the next token, of tokens named")],
+    [
+        (SAFE, "1,000 log-prob"),
+        (100, "768 log-probabilities of the next token, of tokens named"),
+    ],
 )
 def test_a_stand_in_for_sglang_is_not_asked_for_more_than_it_has(cap, expected):
-    """As SGLang 0.5.23 answers: triples, of the likeliest tokens and of those that are named. Asked
-    for more log-probabilities than it has tokens it ends."""
+    """As SGLang 0.5.23 answers: triples, of the likeliest tokens and of those that are
+    named. Asked for more log-probabilities than it has tokens it ends.
+    """
 
     def generate(content):
         assert content["sampling_params"]["max_new_tokens"] == 1
         if content.get("return_hidden_states"):
             return {"text": "", "meta_info": {"hidden_states": [[[0.5] * 8] * 3]}}
         assert content["top_logprobs_num"] <= SAFE
-        given = {"output_top_logprobs": [triples(range(min(content["top_logprobs_num"], cap)))]}
+        given = {
+            "output_top_logprobs": [
+                triples(range(min(content["top_logprobs_num"], cap)))
+            ]
+        }
         if "token_ids_logprob" in content:
             given["output_token_ids_logprobs"] = [triples(content["token_ids_logprob"])]
         return {"text": "", "meta_info": given}
@@ -361,9 +427,13 @@ def test_a_stand_in_for_sglang_is_not_asked_for_more_than_it_has(cap, expected):
         assert content["logprobs"] <= SAFE
         return {"choices": [{"logprobs": {"top_logprobs": [{"a": -1.0}]}}]}
 
-    with standing_in({"/generate": generate, "/v1/completions": completions}, "sglang") as url:
+    with standing_in(
+        {"/generate": generate, "/v1/completions": completions}, "sglang"
+    ) as url:
         given = by_exposure(keyhole.audit(url))
-        with pytest.raises(InputError, match="a server of SGLang, which crashes if asked"):
+        with pytest.raises(
+            InputError, match="a server of SGLang, which crashes if asked"
+        ):
             Completions.at(url)
     states = given["token states: POST /generate of SGLang"]
     assert "3 rows of 8 numbers" in states.reason
@@ -388,7 +458,9 @@ def test_few_log_probabilities_are_kept():
         audit = keyhole.audit(url)
     assert asked[0] == SAFE  # more might end a server of a kind that is not known
     assert asked[-1] == 5
-    kept = by_exposure(audit)["log-probabilities: POST /v1/completions of OpenAI's form"]
+    kept = by_exposure(audit)[
+        "log-probabilities: POST /v1/completions of OpenAI's form"
+    ]
     assert kept.status is Status.NOT_IDENTIFIABLE
     assert not audit.exposed
 
@@ -400,7 +472,9 @@ def vllm_answer(model):
         if "prompt_embeds" not in content:
             return 400
         data = io.BytesIO(base64.b64decode(content["prompt_embeds"]))
-        best = following(model, torch.load(data, weights_only=True), content["logprobs"])
+        best = following(
+            model, torch.load(data, weights_only=True), content["logprobs"]
+        )
         tops = {f"t{token}": value for value, token in best}
         return {"choices": [{"logprobs": {"top_logprobs": [tops]}}]}
 
@@ -415,7 +489,11 @@ def sglang_answer(model):
             return 400
         rows = torch.tensor(content["input_embeds"])
         best = following(model, rows, content["top_logprobs_num"])
-        return {"meta_info": {"output_top_logprobs": [[[value, t, ""] for value, t in best]]}}
+        return {
+            "meta_info": {
+                "output_top_logprobs": [[[value, t, ""] for value, t in best]]
+            }
+        }
 
     return {"/generate": generate}
 
@@ -461,7 +539,11 @@ def test_prompts_of_vectors_for_stand_ins(owner, path, answers, tmp_path):
 
 
 def test_who_may_be_probed(monkeypatch):
-    for name in ("http://example.org", "http://10.0.0.1:8080/", "http://[2001:db8::1]:80"):
+    for name in (
+        "http://example.org",
+        "http://10.0.0.1:8080/",
+        "http://[2001:db8::1]:80",
+    ):
         with pytest.raises(InputError, match="is another machine: give --authorized"):
             keyhole.audit(name)
     with standing_in({}, "llamacpp") as url:

@@ -22,7 +22,8 @@ from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
 from keyhole.stores import open_store
 
-MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()
+MODEL = tiny.model("bert", num_hidden_layers=1)
+WORDS = tiny.tokenizer()
 LOADED = Loaded(MODEL, WORDS, identity(MODEL), "a tiny encoder")
 TEXTS = [f"w{11 * number}" for number in range(1, 8)]
 CORPUS = [f"w{number} w{(3 * number + 1) % 190}" for number in range(190)]
@@ -58,19 +59,25 @@ class Tracks(list):
 
 
 def test_a_corpus_is_counted_once_for_all_checks(target, tmp_path):
-    tracks, journal = Tracks(), tmp_path / "journal"
+    tracks = Tracks()
+    journal = tmp_path / "journal"
     (finding,) = audit(target, track=tracks, journal=journal).findings
     assert tracks.count(COUNTING) == 1
     assert len(journal.read_text().splitlines()) == 1 + 3  # 7 texts, 3 at a time
     assert finding.attack == "CountedReader"
     assert finding.status is Status.RECOVERED, finding.reason
     assert finding.estimate.exact == len(TEXTS)
-    read = ["".join(piece.text for piece in r.pieces).strip() for r in finding.texts[0].readings]
+    read = [
+        "".join(piece.text for piece in r.pieces).strip()
+        for r in finding.texts[0].readings
+    ]
     assert read == TEXTS
 
 
 def test_what_noise_would_change_is_measured_on_the_store_itself(target):
-    target = replace(target, method=replace(target.method, search=SumSearch(passes=200)))
+    target = replace(
+        target, method=replace(target.method, search=SumSearch(passes=200))
+    )
     notices = []
     found = audit(target, against_defences=True, notice=notices.append).findings
     assert [line for line in notices if "tried" in line][-1].count("(7 tried)") == 1
@@ -103,8 +110,12 @@ def test_a_text_that_is_not_read_behind_a_defence_is_kept(target):
     assert Status.BUDGET not in statuses
 
 
-def test_a_stopped_audit_goes_on_with_the_checks_that_are_left(target, tmp_path, monkeypatch):
-    journal, read, parts = tmp_path / "journal", stores.read, []
+def test_a_stopped_audit_goes_on_with_the_checks_that_are_left(
+    target, tmp_path, monkeypatch
+):
+    journal = tmp_path / "journal"
+    read = stores.read
+    parts = []
 
     def stopped_in_the_second(part, track):
         parts.append(part.rows)
@@ -125,7 +136,9 @@ def test_the_command_reads_with_a_corpus(store, tmp_path, monkeypatch, capsys):
     WORDS.save_pretrained(tmp_path / "encoder")
     (tmp_path / "texts.txt").write_text("\n".join(CORPUS))
     keyhole = partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
-    done = keyhole("audit", store, "--model", "encoder", "--corpus", "texts.txt", "--texts", 2)
+    done = keyhole(
+        "audit", store, "--model", "encoder", "--corpus", "texts.txt", "--texts", 2
+    )
     assert done.returncode == 1, done.stderr
     (finding,) = Audit.load(tmp_path / "keyhole-vectors.jsonl.json").findings
     assert (finding.estimate.exact, finding.estimate.sample) == (2, 2)

@@ -19,8 +19,11 @@ from keyhole.recover.embeddings.pooling import embeddings
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
 
-FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
-MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()
+FULL = pytest.mark.skipif(
+    not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it"
+)
+MODEL = tiny.model("bert", num_hidden_layers=1)
+WORDS = tiny.tokenizer()
 BRIEF = CountedReader(["w1 w2"], max_length=1, search=SumSearch(passes=100))
 
 
@@ -42,12 +45,16 @@ def opened(tmp_path, encoder):
     """A store that was opened by name, read with a corpus."""
 
     def target(count, method=None, **options):
-        vectors = embeddings(MODEL, WORDS, texts(190), Exposure("pooled")).float().numpy()
+        vectors = (
+            embeddings(MODEL, WORDS, texts(190), Exposure("pooled")).float().numpy()
+        )
         kept = texts(count)
         rows = [kept.index(text) for text in kept]
         name = made_stores.jsonl(tmp_path, vectors[rows], kept)
         made = open_target(name, model=encoder, texts=count, **options)
-        return replace(made, parts=tuple(replace(part, method=method) for part in made.parts))
+        return replace(
+            made, parts=tuple(replace(part, method=method) for part in made.parts)
+        )
 
     return target
 
@@ -60,11 +67,14 @@ def counting(tmp_path):
 
 def read(audited):
     readings = audited.findings[0].texts[0].readings
-    return ["".join(piece.text for piece in reading.pieces).strip() for reading in readings]
+    return [
+        "".join(piece.text for piece in reading.pieces).strip() for reading in readings
+    ]
 
 
 @pytest.mark.parametrize(
-    "count", [18, pytest.param(110, marks=pytest.mark.release), pytest.param(4000, marks=FULL)]
+    "count",
+    [18, pytest.param(110, marks=pytest.mark.release), pytest.param(4000, marks=FULL)],
 )
 def test_hundreds_of_vectors_are_read_and_all_are_counted(count, opened, tmp_path):
     """More of them than one check, or one page, takes."""
@@ -75,7 +85,9 @@ def test_hundreds_of_vectors_are_read_and_all_are_counted(count, opened, tmp_pat
     assert sorted(read(audited)) == sorted(texts(count))
     assert read(audited) == [reading.original for reading in finding.texts[0].readings]
     assert (finding.estimate.exact, finding.estimate.population) == (count, count)
-    assert len(journal.read_text().splitlines()) == 1 + count  # each as soon as it is read
+    assert (
+        len(journal.read_text().splitlines()) == 1 + count
+    )  # each as soon as it is read
     page = report.render(audited)
     assert (f"The first 100 of {count:,} texts" in page) == (count > 100)
     assert len(page) < 200_000
@@ -87,7 +99,8 @@ def test_processes_give_what_this_one_gives(opened, encoder, tmp_path):
     opened(9)
     options = {"model": encoder, "corpus": str(counting(tmp_path).corpus)}
     here, there = (
-        audit(str(tmp_path / "vectors.jsonl"), **options, processes=count) for count in (0, 2)
+        audit(str(tmp_path / "vectors.jsonl"), **options, processes=count)
+        for count in (0, 2)
     )
     assert read(there) == read(here)
     assert sorted(read(here)) == sorted(texts(9))
@@ -96,7 +109,9 @@ def test_processes_give_what_this_one_gives(opened, encoder, tmp_path):
 
 
 def test_workers_need_a_target_by_its_name(opened):
-    with pytest.raises(InputError, match="--processes and --dask need a target by its name"):
+    with pytest.raises(
+        InputError, match="--processes and --dask need a target by its name"
+    ):
         audit(opened(2, BRIEF), processes=1)
 
 

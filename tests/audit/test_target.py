@@ -44,7 +44,9 @@ def place(tmp_path_factory):
 
 
 def targets(place):
-    options = AuditOptions(data=f"{place}/texts.tsv", texts=1, flips=2, layers=(1,), only=ONLY)
+    options = AuditOptions(
+        data=f"{place}/texts.tsv", texts=1, flips=2, layers=(1,), only=ONLY
+    )
     return {
         "classifier": NamedTarget(f"{place}/classifier", options),
         "head": NamedTarget(f"{place}/head.safetensors"),
@@ -65,7 +67,8 @@ def facts(audit):
 @pytest.mark.parametrize("name", ["classifier", "head"])
 def test_a_worker_that_is_sent_names_finds_the_same(name, place):
     """Sent as processes send it; every check alone, the last one first."""
-    named, sent = targets(place)[name], []
+    named = targets(place)[name]
+    sent = []
     opened = named.open()
     checks = run.numbered(run.checks_of(opened, named.options))
     for key in reversed(checks):
@@ -100,7 +103,9 @@ def test_a_target_is_named_as_it_was_given_wherever_a_worker_runs(place, monkeyp
         assert sent.place == f"{place}/{name}"
         opened = sent.open()
         assert (opened.name, opened.identity) == (whole.name, whole.identity)
-        assert [part.name for part in opened.parts] == [part.name for part in whole.parts]
+        assert [part.name for part in opened.parts] == [
+            part.name for part in whole.parts
+        ]
         assert given.name in opened.name
         monkeypatch.chdir(place.parent)
 
@@ -111,7 +116,8 @@ def test_another_target_at_the_same_place_is_refused(place):
 
 
 def test_one_target_is_open_at_a_time():
-    opened, closed = [], []
+    opened = []
+    closed = []
 
     def make(name, resources):
         opened.append(name)
@@ -136,8 +142,12 @@ def test_what_asks_a_server_or_keeps_a_ledger_stays_on_this_machine():
 
 def test_of_several_gpus_each_worker_takes_one():
     assert [device_of("cuda", worker, gpus=3) for worker in range(5)] == [
-        "cuda:0", "cuda:1", "cuda:2", "cuda:0", "cuda:1",
-    ]  # fmt: skip
+        "cuda:0",
+        "cuda:1",
+        "cuda:2",
+        "cuda:0",
+        "cuda:1",
+    ]
     assert device_of("cuda", 4, gpus=1) == "cuda"
     assert device_of("cuda:1", 0, gpus=4) == "cuda:1"
     assert device_of("cpu", 3, gpus=4) == "cpu"
@@ -151,7 +161,9 @@ def test_a_model_without_data_is_tried_with_as_many_texts_as_asked_for(place):
 
 def test_touched_files_are_another_target(place, tmp_path):
     named = NamedTarget(str(tmp_path / "copy.safetensors"))
-    (tmp_path / "copy.safetensors").write_bytes((place / "head.safetensors").read_bytes())
+    (tmp_path / "copy.safetensors").write_bytes(
+        (place / "head.safetensors").read_bytes()
+    )
     before = named.fingerprint()
     assert named.fingerprint() == before
     assert replace(named, options=AuditOptions(seed=1)).fingerprint() != before
@@ -165,9 +177,11 @@ def test_pickled_weights_are_opened_when_allowed(place, tmp_path):
         place / "encoder", tmp_path / "pickled", ignore=lambda *_: ["model.safetensors"]
     )
     torch.save(
-        load_file(place / "encoder" / "model.safetensors"), tmp_path / "pickled/pytorch_model.bin"
+        load_file(place / "encoder" / "model.safetensors"),
+        tmp_path / "pickled/pytorch_model.bin",
     )
-    name, options = str(tmp_path / "pickled"), {"data": f"{place}/texts.tsv", "texts": 1}
+    name = str(tmp_path / "pickled")
+    options = {"data": f"{place}/texts.tsv", "texts": 1}
     with pytest.raises(InputError, match="only pickled ones: --allow-pickle"):
         open_target(name, **options)
     assert open_target(name, **options, allow_pickle=True).parts

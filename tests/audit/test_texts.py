@@ -44,8 +44,12 @@ def audited() -> Audit:
 
 def test_hidden_states_keys_and_maps_give_the_text_away(audited):
     by_exposure = by_name(audited.findings)
-    for name in ("hidden states of layer 1", "hidden states of layer 2",
-                 "keys and values of layer 1", "attention maps of layer 1"):  # fmt: skip
+    for name in (
+        "hidden states of layer 1",
+        "hidden states of layer 2",
+        "keys and values of layer 1",
+        "attention maps of layer 1",
+    ):
         finding = by_exposure[name]
         assert finding.status is Status.RECOVERED, finding.reason
         assert finding.sought == "text"
@@ -72,7 +76,9 @@ def test_tokens_that_are_all_alike_are_not_identifiable(exposure):
 def test_a_model_that_computes_no_numbers_is_refused():
     broken = target("bert")
     with torch.no_grad():
-        broken.loaded.model.encoder.layer[0].attention.self.value.weight[0, 0] = torch.nan
+        broken.loaded.model.encoder.layer[0].attention.self.value.weight[0, 0] = (
+            torch.nan
+        )
     checks = texts.checks_of("it", broken, Exposure("hidden", 2), "float32", 0)
     with pytest.raises(
         InputError, match=r"hold some, in encoder\.layer\.0\.attention\.self\.value"
@@ -87,7 +93,9 @@ def test_a_reading_says_which_tokens_are_right(audited):
                 continue
             for text, reading in zip(WORDS, cell.readings, strict=True):
                 assert reading.original == text
-                assert len(reading.pieces) == len(text.split())  # special tokens left out
+                assert len(reading.pieces) == len(
+                    text.split()
+                )  # special tokens left out
                 written = "".join(piece.text for piece in reading.pieces).split()
                 right = [a == b for a, b in zip(written, text.split(), strict=True)]
                 assert right == [piece.right for piece in reading.pieces]
@@ -133,10 +141,14 @@ def test_a_causal_model_skips_what_cannot_be_read():
         finding.reason for finding in hidden
     ]
     missed = {
-        "attention maps", "pooled embedding", "next-token logits", "attention cut",
-        "gradient of a batch of texts", "attention output before the residual of layer 2",
+        "attention maps",
+        "pooled embedding",
+        "next-token logits",
+        "attention cut",
+        "gradient of a batch of texts",
+        "attention output before the residual of layer 2",
         "keys and values of layer 1",
-    }  # fmt: skip
+    }
     assert set(names(audited.skips)) == missed
 
 
@@ -155,20 +167,31 @@ def deep(family, **options):
 @pytest.mark.parametrize(
     ("family", "reasons"),
     [
-        ("bert", {
-            "hidden states of layers 2–5, 7–11, it": "3 of 12 layers were tried; --layers all",
-            "keys and values of layers 2–5, 7–12, it": "2 of 12 layers were tried; --layers all",
-            "attention maps of layers 3–12, it": "2 of 12 layers were tried; these take longer: "
-            "keyhole lab capture --expose maps:3, then",
-            "attention output before the residual of layers 2–12, it": "1 of 12 layers were tried",
-        }),
-        ("llama", {
-            "hidden states of layers 2–5, 7–11, it": "3 of 12 layers were tried; --layers all",
-            "keys and values of layers 1–4, 6–11, it": "2 of 12 layers were tried; --layers all",
-            "attention output before the residual of layers 2–12, it": "1 of 12 layers were tried",
-        }),
+        (
+            "bert",
+            {
+                "hidden states of layers 2–5, 7–11, it": "3 of 12 layers were tried; --layers all",
+                "keys and values of layers 2–5, 7–12, "
+                "it": "2 of 12 layers were tried; --layers all",
+                "attention maps of layers 3–12, "
+                "it": "2 of 12 layers were tried; these take longer: "
+                "keyhole lab capture --expose maps:3, then",
+                "attention output before the residual of layers 2–12, "
+                "it": "1 of 12 layers were tried",
+            },
+        ),
+        (
+            "llama",
+            {
+                "hidden states of layers 2–5, 7–11, it": "3 of 12 layers were tried; --layers all",
+                "keys and values of layers 1–4, 6–11, "
+                "it": "2 of 12 layers were tried; --layers all",
+                "attention output before the residual of layers 2–12, "
+                "it": "1 of 12 layers were tried",
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_layers_that_were_not_tried_are_named(family, reasons):
     def left(part, **wishes):
         subject = deep(family, **wishes)
@@ -183,12 +206,18 @@ def test_layers_that_were_not_tried_are_named(family, reasons):
     assert "hidden states of layers 1–2, 4–12" in names(left("", layers=[3]))
 
 
-@pytest.mark.parametrize(("family", "caches"), [("bert", range(1, 3)), ("llama", range(2))])
+@pytest.mark.parametrize(
+    ("family", "caches"), [("bert", range(1, 3)), ("llama", range(2))]
+)
 def test_all_layers_by_one_word(family, caches):
     asked = texts.checks("", target(family, layers="all"), seed=0)
     exposures = [check.exposure for check in asked if not check.exposure.variant]
     for rule, layers in (("HIDDEN-STATES", range(1, 3)), ("KEYS-AND-VALUES", caches)):
-        tried = [exposure.layer for exposure in exposures if exposure.rule == f"KH-TEXT-{rule}"]
+        tried = [
+            exposure.layer
+            for exposure in exposures
+            if exposure.rule == f"KH-TEXT-{rule}"
+        ]
         assert tried == list(layers)
 
 
@@ -219,7 +248,9 @@ def test_the_classifier_that_ships_gives_its_texts_away():
     assert all(recovery.verified for recovery in recoveries)
     for text, recovery in zip(TEXTS, recoveries, strict=True):
         assert recovery.ids == demo.tokenizer(text)["input_ids"]
-    for recovery, label in zip(recoveries[:2], (1, 0), strict=True):  # and it is a classifier
+    for recovery, label in zip(
+        recoveries[:2], (1, 0), strict=True
+    ):  # and it is a classifier
         assert int(demo.model(torch.tensor([recovery.ids])).logits.argmax()) == label
 
 
@@ -232,13 +263,18 @@ class Guess:
     def __call__(self, target, leaks):
         for number, leak in enumerate(leaks):
             known = target.framed(leak.length)
-            yield number, Proposal([self.word if id_ < 0 else id_ for id_ in known.tolist()])
+            yield (
+                number,
+                Proposal([self.word if id_ < 0 else id_ for id_ in known.tolist()]),
+            )
 
 
 @pytest.fixture
 def guess():
     exposure = Shown("KH-TEXT-HIDDEN-STATES", "guessed")
-    ATTACKS.add(Entry("guess", Guess, (Row("hidden", False, exposure, "", lambda _: [2]),)))
+    ATTACKS.add(
+        Entry("guess", Guess, (Row("hidden", False, exposure, "", lambda _: [2]),))
+    )
     yield
     del ATTACKS["guess"]
 
@@ -254,23 +290,37 @@ def test_one_line_adds_an_attack(tmp_path, monkeypatch, capsys):
     assert findings[1].status is Status.UNSOLVED
     assert readers("hidden", False) == ["encoder-states", "guess"]
     demo = load_demo()
-    leak_of(demo.model, demo.tokenizer, TEXTS[0], "hidden:1").save(tmp_path / "leak.safetensors")
+    leak_of(demo.model, demo.tokenizer, TEXTS[0], "hidden:1").save(
+        tmp_path / "leak.safetensors"
+    )
     done = inside(
-        "recover", "demo", "leak.safetensors", "--method", "guess",
-        cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys,
-    )  # fmt: skip
+        "recover",
+        "demo",
+        "leak.safetensors",
+        "--method",
+        "guess",
+        cwd=tmp_path,
+        monkeypatch=monkeypatch,
+        capsys=capsys,
+    )
     assert done.returncode == 0, done.stderr
-    assert "unsolved" in done.stdout  # a guess explains nothing, and proves nothing of the model
+    assert (
+        "unsolved" in done.stdout
+    )  # a guess explains nothing, and proves nothing of the model
     assert "leak.safetensors: " in done.stdout
 
 
-def test_a_models_pooled_embedding_is_read_with_a_corpus_and_short_texts_besides(tmp_path):
+def test_a_models_pooled_embedding_is_read_with_a_corpus_and_short_texts_besides(
+    tmp_path,
+):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("\n".join(f"w{number} w{number + 3}" for number in range(5, 150)))
     subject = replace(
-        target("bert", layers=[1], precisions=("float32",)), texts=("w30 w31 w32 " * 4,),
-        notes=("w40",), corpus=corpus,
-    )  # fmt: skip
+        target("bert", layers=[1], precisions=("float32",)),
+        texts=("w30 w31 w32 " * 4,),
+        notes=("w40",),
+        corpus=corpus,
+    )
     (finding,) = audit(subject, only=["KH-TEXT-EMBEDDING"]).findings
     long, short = finding.texts[0].readings
     assert (finding.queries, finding.attack) == (2, "CountedReader")

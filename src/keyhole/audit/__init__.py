@@ -1,7 +1,7 @@
 """Run every attack that applies to a target, and collect the results as findings.
 
-`keyhole.audit("demo")` audits one target: the package can be called, and calls `audit` in run.py.
-`keyhole.audit.fleet("fleet.toml")` audits many.
+`keyhole.audit("demo")` audits one target: the package can be called, and calls `audit`
+in run.py. `keyhole.audit.fleet("fleet.toml")` audits many.
 """
 
 from __future__ import annotations
@@ -22,17 +22,33 @@ if TYPE_CHECKING:
     from keyhole.core import Audit
 
 __all__ = [
-    "Audit", "AuditOptions", "Member", "NamedTarget", "StoreTarget", "Target", "TextTarget",
-    "audit", "fleet", "open_target", "read_fleet",
-]  # fmt: skip
+    "Audit",
+    "AuditOptions",
+    "Member",
+    "NamedTarget",
+    "StoreTarget",
+    "Target",
+    "TextTarget",
+    "audit",
+    "fleet",
+    "open_target",
+    "read_fleet",
+]
 
-# The module of each name. It is imported on demand: all of these load torch, AuditOptions does not.
+# The module of each name. It is imported on demand: all of these load torch,
+# AuditOptions does not.
 _MODULES = {
-    "Audit": "core", "Member": "audit.fleets", "NamedTarget": "audit.target",
-    "StoreTarget": "audit.stores", "Target": "audit.target", "TextTarget": "audit.texts",
-    "audit": "audit.run", "fleet": "audit.fleets", "open_target": "audit.target",
+    "Audit": "core",
+    "Member": "audit.fleets",
+    "NamedTarget": "audit.target",
+    "StoreTarget": "audit.stores",
+    "Target": "audit.target",
+    "TextTarget": "audit.texts",
+    "audit": "audit.run",
+    "fleet": "audit.fleets",
+    "open_target": "audit.target",
     "read_fleet": "audit.fleets",
-}  # fmt: skip
+}
 
 
 class _Audit(ModuleType):

@@ -1,7 +1,7 @@
 """A check: one attack on one exposure of one part of a target, and what it finds.
 
-An audit is a list of checks. No check needs the result of another, so an audit that was stopped
-resumes with the checks that are left (core/journal.py).
+An audit is a list of checks. No check needs the result of another, so an audit that was
+stopped resumes with the checks that are left (core/journal.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class Checked:
     @property
     def answered(self) -> bool:
         """Whether the target answered; if it did not, the check is worth another try."""
-        failed = any(finding.status is Status.ORACLE_FAILED for finding in self.findings)
+        failed = any(
+            finding.status is Status.ORACLE_FAILED for finding in self.findings
+        )
         return not failed and not any(skip.unchecked for skip in self.skips)
 
     def to_dict(self) -> dict[str, Any]:
@@ -47,9 +49,10 @@ class Checked:
 class Check:
     """One attack on one exposure, still to be run.
 
-    `attack` is its name if several attacks are tried on the exposure. `weight` is about how many
-    seconds the check takes; the time left is estimated from it, and from how long other checks
-    took. `queries` is the largest number of queries to a server, if that is large.
+    `attack` is its name if several attacks are tried on the exposure. `weight` is about
+    how many seconds the check takes; the time left is estimated from it, and from how
+    long other checks took. `queries` is the largest number of queries to a server, if
+    that is large.
     """
 
     exposure: Exposure
@@ -67,9 +70,9 @@ class Check:
 class Part(ABC):
     """A part of a target, which makes its own checks.
 
-    `name` is empty if it is the only part. `loaded` is the model, if its weights are known.
-    `observed` says whether the target itself gives away what is checked, as a server does, or the
-    auditor runs the model to see what it would give.
+    `name` is empty if it is the only part. `loaded` is the model, if its weights are
+    known. `observed` says whether the target itself gives away what is checked, as a
+    server does, or the auditor runs the model to see what it would give.
     """
 
     name: str
@@ -96,14 +99,27 @@ class Part(ABC):
 
 
 def one_finding(
-    exposure: Exposure, attack: str, status: Status, reason: str, remedy: str, started: float, *,
-    queries: int = 1, **more: Any,
-) -> Checked:  # fmt: skip
+    exposure: Exposure,
+    attack: str,
+    status: Status,
+    reason: str,
+    remedy: str,
+    started: float,
+    *,
+    queries: int = 1,
+    **more: Any,
+) -> Checked:
     """Return a single finding of an attack that ran from `started` until now."""
     finding = Finding(
-        exposure=exposure, attack=attack, status=status, reason=reason, remedy=remedy,
-        queries=queries, seconds=time.perf_counter() - started, **more,
-    )  # fmt: skip
+        exposure=exposure,
+        attack=attack,
+        status=status,
+        reason=reason,
+        remedy=remedy,
+        queries=queries,
+        seconds=time.perf_counter() - started,
+        **more,
+    )
     return Checked((finding,))
 
 
@@ -117,7 +133,9 @@ def skipped_check(skip: Skip, exposure: Exposure | None = None) -> Check:
 
     `exposure` is the check's own, if that of the skip is wider.
     """
-    return Check(exposure or skip.exposure, lambda _: Checked(skips=(skip,)), weight=0.0)
+    return Check(
+        exposure or skip.exposure, lambda _: Checked(skips=(skip,)), weight=0.0
+    )
 
 
 def joined(parts: Iterable[Checked]) -> Checked:

@@ -1,13 +1,13 @@
 """Checks of an endpoint that takes vectors: are its weights given away, or the inputs of a layer?
 
-**Weights** from answers: one check for each kind of answer, by the attack that reads it. They are
-listed in extract/registry.py.
+**Weights** from answers: one check for each kind of answer, by the attack that reads
+it. They are listed in extract/registry.py.
 
-**Inputs** from the output of a layer whose weights are public, as a debug endpoint returns it. The
-auditor makes up an input, queries the endpoint with it, and gives the attack the layer's weights
-and the output, nothing else. Since the auditor knows the input, it can tell whether the attack
-found that input, and not merely one with the same output. invert/registry.py lists the leaks and
-their attacks.
+**Inputs** from the output of a layer whose weights are public, as a debug endpoint
+returns it. The auditor makes up an input, queries the endpoint with it, and gives the
+attack the layer's weights and the output, nothing else. Since the auditor knows the
+input, it can tell whether the attack found that input, and not merely one with the same
+output. invert/registry.py lists the leaks and their attacks.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class EndpointPart(Part):
     ) -> list[Check]:
         """Return a check of every row of the registry; it skips rows for other kinds of answers.
 
-        `as_given` leaves out rows that simulate a server's defences: coarser answers, query
-        budgets. `budget` is how many queries an attacker may make.
+        `as_given` leaves out rows that simulate a server's defences: coarser answers,
+        query budgets. `budget` is how many queries an attacker may make.
         """
 
         @cache  # the first check that runs makes a few dozen queries for it
@@ -95,9 +95,13 @@ class EndpointPart(Part):
         return checks
 
     def _check_weights(
-        self, row: AnswerRow, method: Method, exposure: Exposure,
-        choice: Callable[[], Choice | OracleError], track: Track,
-    ) -> Checked:  # fmt: skip
+        self,
+        row: AnswerRow,
+        method: Method,
+        exposure: Exposure,
+        choice: Callable[[], Choice | OracleError],
+        track: Track,
+    ) -> Checked:
         """Run the attack if it reads the kind of answer that this endpoint gives."""
         chosen = choice()
         if isinstance(chosen, OracleError):
@@ -106,7 +110,9 @@ class EndpointPart(Part):
             reason = f"it reads {row.reads}; this target gives {chosen.kind}"
             return one_skip(row.exposure, type(method).__name__, reason, absent=True)
         try:
-            return Checked((_extract(row, method, exposure, chosen.view(self.oracle), track),))
+            return Checked(
+                (_extract(row, method, exposure, chosen.view(self.oracle), track),)
+            )
         except OracleError as error:  # while the result was judged
             return _endpoint_failed(exposure.part, error)
 
@@ -119,18 +125,23 @@ class EndpointPart(Part):
             method = INVERSIONS.make(entry.name, seed=seed, **row.settings)
             if layer is None:
                 reason = "it needs the weights of an attention layer that answers for every token"
-                checks.append(skipped_check(Skip(row.exposure, type(method).__name__, reason)))
+                checks.append(
+                    skipped_check(Skip(row.exposure, type(method).__name__, reason))
+                )
                 continue
             variant = row.exposure.variant or ("causal" if layer.causal else "")
             exposure = replace(row.exposure, variant=variant, part=self.name)
-            run = partial(_check_input, row, method, exposure, layer, partial(leak, layer))
+            run = partial(
+                _check_input, row, method, exposure, layer, partial(leak, layer)
+            )
             checks.append(Check(exposure, run, entry.name, weight=_INPUT_SECONDS))
         return checks
 
 
 def _endpoint_failed(part: str, error: OracleError) -> Checked:
     """Return the finding that nothing could be checked because the endpoint failed."""
-    exposure, status = Exposure("KH-WEIGHTS-SCORES", part=part), Status.ORACLE_FAILED
+    exposure = Exposure("KH-WEIGHTS-SCORES", part=part)
+    status = Status.ORACLE_FAILED
     return Checked((Finding(exposure, "Auto", status, str(error), status.advice),))
 
 
@@ -141,14 +152,19 @@ def _extract(
     # The budget is a share of the unknowns. 1e-6 keeps rounding from losing a query.
     budget = None if row.budget is None else int(row.budget * _unknowns(oracle) + 1e-6)
     expected = budget if budget is not None else method.expected_queries(oracle.dim)
-    extraction = method(Counted(seen, budget, track(words.exposure(exposure), expected)))
+    extraction = method(
+        Counted(seen, budget, track(words.exposure(exposure), expected))
+    )
     if budget is not None and extraction.model is not None:
-        # The budget binds the attacker and not the auditor, who measures what the attacker has.
+        # The budget binds the attacker and not the auditor, who measures what the
+        # attacker has.
         check = judge(oracle, extraction.model, method.seed)
         trace = ((extraction.queries, check.worst),)
         extraction = replace(extraction, check=check, trace=trace)
     if budget is not None and extraction.status is Status.BUDGET:
-        extraction = replace(extraction, status=Status.UNSOLVED)  # the budget is the defence
+        extraction = replace(
+            extraction, status=Status.UNSOLVED
+        )  # the budget is the defence
     return Finding(
         exposure=exposure,
         attack=type(method).__name__,
@@ -169,7 +185,9 @@ def _unknowns(oracle: Oracle) -> int:
     return oracle.dim**2 + oracle.dim
 
 
-def _input_and_output(oracle: Oracle, seed: int, layer: Attention) -> tuple[Tensor, Tensor]:
+def _input_and_output(
+    oracle: Oracle, seed: int, layer: Attention
+) -> tuple[Tensor, Tensor]:
     """Return an input made up by the auditor, and the endpoint's output for it.
 
     The input is scaled so that scores have deviation 1, as in a working model.
@@ -182,9 +200,13 @@ def _input_and_output(oracle: Oracle, seed: int, layer: Attention) -> tuple[Tens
 
 
 def _check_input(
-    row: LeakRow, method: Solve, exposure: Exposure, layer: Attention,
-    leak: Callable[[], tuple[Tensor, Tensor]], track: Track,
-) -> Checked:  # fmt: skip
+    row: LeakRow,
+    method: Solve,
+    exposure: Exposure,
+    layer: Attention,
+    leak: Callable[[], tuple[Tensor, Tensor]],
+    track: Track,
+) -> Checked:
     """Run the attack on the layer's output, and compare what it found with the input."""
     try:
         secret, output = leak()
@@ -221,7 +243,10 @@ def _proof(problem: Problem, X: Tensor) -> tuple[str, str]:
         return f"; not proved: {missing}", missing.extra
     if certificate.radius is None:
         return "", ""
-    return f"; proved: one exact input lies within {certificate.radius:.0e} of this one", ""
+    return (
+        f"; proved: one exact input lies within {certificate.radius:.0e} of this one",
+        "",
+    )
 
 
 def _planted_layer(oracle: Oracle) -> Attention | None:
@@ -258,7 +283,11 @@ def _compared(
     if error <= SAME:
         return Status.RECOVERED, f"{inversion.reason}; {among}", error
     if decimals is not None and error <= 1e-1:
-        return Status.INEXACT, f"{inversion.reason}; {among}, but for what rounding hid", error
+        return (
+            Status.INEXACT,
+            f"{inversion.reason}; {among}, but for what rounding hid",
+            error,
+        )
     return (
         Status.NOT_IDENTIFIABLE,
         f"{inversion.reason}; none of the {len(errors)} found is the one put in",

@@ -11,12 +11,14 @@
     [[target]]
     target = "./others/*"
 
-The keys are the fields of `AuditOptions` and `EndpointOptions`. A target's own keys override the
-defaults, and the defaults override the command line. Paths are relative to the folder of this file.
+The keys are the fields of `AuditOptions` and `EndpointOptions`. A target's own keys
+override the defaults, and the defaults override the command line. Paths are relative to
+the folder of this file.
 
-Each target is one task of a runner: an audit with its own journal of checks. The journal of the
-fleet keeps finished targets, which are not opened again unless their files have changed. A target
-that cannot be opened, or a check that fails, becomes a skip and does not stop the others.
+Each target is one task of a runner: an audit with its own journal of checks. The
+journal of the fleet keeps finished targets, which are not opened again unless their
+files have changed. A target that cannot be opened, or a check that fails, becomes a
+skip and does not stop the others.
 """
 
 from __future__ import annotations
@@ -60,10 +62,14 @@ class Member:
 
     def journal(self, fleet: str | Path | None) -> Path | None:
         """Return the path of the journal of its checks, next to the journal of the fleet."""
-        return None if fleet is None else Path(fleet).absolute().with_name(f"{self.stem}.journal")
+        if fleet is None:
+            return None
+        return Path(fleet).absolute().with_name(f"{self.stem}.journal")
 
 
-Finished = Callable[[Member, Audit], None]  # called when all checks of a target are done
+Finished = Callable[
+    [Member, Audit], None
+]  # called when all checks of a target are done
 
 
 def fleet(
@@ -83,8 +89,8 @@ def fleet(
     - `processes` targets are audited at a time (0: one by one in this process), or `dask` is the
       address of a cluster.
     - `journal` is the file that keeps finished targets; the checks of an unfinished target are in a
-      journal of its own next to it. A fleet that was stopped resumes from them, and calls
-      `resuming`. The journal of another run is refused, or replaced with `force`.
+      journal of its own next to it. A fleet that was stopped resumes from them, and
+      calls `resuming`. The journal of another run is refused, or replaced with `force`.
     - `finished` is called with the audit of each target as soon as it is done.
     """
     started = time.perf_counter()
@@ -105,8 +111,13 @@ def fleet(
             member: Member = done.task.key
             if done.error is not None:
                 reason = reason_of(done.error)
-                skip = Skip(Exposure(NOT_CHECKED, "target"), "none", reason, unchecked=True)
-                add(member, Audit(target=member.name, identity="", findings=(), skips=(skip,)))
+                skip = Skip(
+                    Exposure(NOT_CHECKED, "target"), "none", reason, unchecked=True
+                )
+                add(
+                    member,
+                    Audit(target=member.name, identity="", findings=(), skips=(skip,)),
+                )
                 return
             audit: Audit = done.value
             if Checked(audit.findings, audit.skips).answered:
@@ -125,26 +136,40 @@ def fleet(
                 left.append(member)
         if audits:
             resuming(len(audits), len(members))
-        left.sort(key=lambda member: -member.target.size)  # so that no large one is left at the end
+        left.sort(
+            key=lambda member: -member.target.size
+        )  # so that no large one is left at the end
         # A ledger, and the secrets of an address, do not leave this machine.
-        local = [member for member in left if dask is not None and member.target.local_only]
+        local = [
+            member for member in left if dask is not None and member.target.local_only
+        ]
         remote = [member for member in left if member not in local]
-        for workers, group in ((dask if dask is not None else processes, remote), (0, local)):
+        for workers, group in (
+            (dask if dask is not None else processes, remote),
+            (0, local),
+        ):
             with Runner(workers if group else 0) as runner:
                 more = {"track": track} if runner.in_process else {}
                 for member in group:
-                    work = partial(_audit_member, member.target, member.journal(journal), **more)
+                    work = partial(
+                        _audit_member, member.target, member.journal(journal), **more
+                    )
                     runner.add(Task(member, work))
                 for done in runner.run():
                     take(done)
-    return Fleet({each.name: audits[each.name] for each in members}, time.perf_counter() - started)
+    return Fleet(
+        {each.name: audits[each.name] for each in members},
+        time.perf_counter() - started,
+    )
 
 
 def _read_record(record: dict[str, Any]) -> Audit:
     return Audit.from_dict(record["audit"])
 
 
-def _audit_member(target: NamedTarget, journal: Path | None, worker: int = 0, **more: Any) -> Audit:
+def _audit_member(
+    target: NamedTarget, journal: Path | None, worker: int = 0, **more: Any
+) -> Audit:
     """Audit one target in a worker, with a journal unless its folder is not on this machine."""
     path = journal if journal is not None and is_folder(journal.parent) else None
     return audit(target.on(worker), journal=path, force=True, complete=False, **more)
@@ -158,7 +183,9 @@ def read_fleet(path: str | Path, base: AuditOptions | None = None) -> list[Membe
     defaults = data.get("defaults", {})
     entries = data.get("target", [])
     if not isinstance(defaults, dict):
-        raise InputError(f"expected [defaults] as a table in {path}, got {defaults!r:.40}")
+        raise InputError(
+            f"expected [defaults] as a table in {path}, got {defaults!r:.40}"
+        )
     if not isinstance(entries, list) or not entries:
         raise InputError(f"{path} has no [[target]]: it needs one or more")
     folder = Path(path).absolute().parent
@@ -167,13 +194,17 @@ def read_fleet(path: str | Path, base: AuditOptions | None = None) -> list[Membe
     base = _overridden(base, cast("dict[str, Any]", defaults), folder, where, shared)
     targets: list[tuple[str, NamedTarget]] = []
     for number, entry in enumerate(cast("list[Any]", entries), 1):
-        targets += _targets_of_entry(base, entry, folder, f"{path}, [[target]] {number}")
+        targets += _targets_of_entry(
+            base, entry, folder, f"{path}, [[target]] {number}"
+        )
     return _members(targets, path)
 
 
 def members_of(targets: Sequence[str], base: AuditOptions) -> list[Member]:
     """Return the members of a fleet that a policy lists by name."""
-    named = [(without_password(name), NamedTarget(name, base).anywhere()) for name in targets]
+    named = [
+        (without_password(name), NamedTarget(name, base).anywhere()) for name in targets
+    ]
     return _members(named, "the policy")
 
 
@@ -193,7 +224,10 @@ def _targets_of_entry(
     targets: list[tuple[str, NamedTarget]] = []
     for each in found:
         public = without_password(each).removeprefix("./")
-        own_name = f"{name}/{Path(public).name}" if name and len(found) > 1 else name or public
+        if name and len(found) > 1:
+            own_name = f"{name}/{Path(public).name}"
+        else:
+            own_name = name or public
         targets.append((own_name, NamedTarget(each, options, str(folder))))
     return targets
 
@@ -231,7 +265,8 @@ def _is_target(path: Path) -> bool:
 
 
 # The keys of a fleet file are the fields of both classes.
-_AUDIT_TYPES, _ENDPOINT_TYPES = get_type_hints(AuditOptions), get_type_hints(EndpointOptions)
+_AUDIT_TYPES = get_type_hints(AuditOptions)
+_ENDPOINT_TYPES = get_type_hints(EndpointOptions)
 _TYPES = _AUDIT_TYPES | _ENDPOINT_TYPES
 _DECLARED: dict[str, Option | None] = {
     each.name: each.metadata.get("option")
@@ -242,7 +277,11 @@ _KEYS = (*(key for key in _TYPES if key not in ("endpoint", "headers")), "header
 
 
 def _overridden(
-    base: AuditOptions, given: Mapping[str, Any], folder: Path, where: str, keys: Sequence[str]
+    base: AuditOptions,
+    given: Mapping[str, Any],
+    folder: Path,
+    where: str,
+    keys: Sequence[str],
 ) -> AuditOptions:
     """Return `base` with the options of a table of a fleet file."""
     given = {key.replace("-", "_"): value for key, value in given.items()}
@@ -254,7 +293,9 @@ def _overridden(
             endpoint["headers"] = headers_of(_typed(tuple[str, ...], value, key, where))
         elif key in _ENDPOINT_TYPES:
             endpoint[key] = _option(value, key, folder, where)
-        elif key in _AUDIT_TYPES and key != "name":  # the name of an entry, not an option
+        elif (
+            key in _AUDIT_TYPES and key != "name"
+        ):  # the name of an entry, not an option
             audit[key] = _option(value, key, folder, where)
     audit["endpoint"] = replace(base.endpoint, **endpoint)
     options = replace(base, **audit)
@@ -263,7 +304,8 @@ def _overridden(
 
 def _option(value: Any, key: str, folder: Path, where: str) -> Any:
     """Return the value of an option, checked; a path is taken from the folder of the file."""
-    declared, kind = _DECLARED[key], _TYPES[key]
+    declared = _DECLARED[key]
+    kind = _TYPES[key]
     if declared is not None and declared.parse is not None:  # "all", or numbers
         if isinstance(value, str):
             return declared.parse(value)
@@ -278,7 +320,10 @@ def _typed(kind: Any, value: Any, key: str, where: str) -> Any:
     if several and not isinstance(value, list):
         value = [value]
     given = typed(kind, value, f"{key} in {where}")
-    if any(isinstance(each, str) and "\0" in each for each in (given if several else [given])):
+    if any(
+        isinstance(each, str) and "\0" in each
+        for each in (given if several else [given])
+    ):
         raise InputError(f"{key} in {where} holds a NUL character")
     return given
 
@@ -289,9 +334,15 @@ def _members(targets: list[tuple[str, NamedTarget]], path: str | Path) -> list[M
     stems = {"index", "fleet"}  # the page and the journal of the fleet
     for name, target in targets:
         if name in members:
-            raise InputError(f"{path} has two targets called {name[:80]}: give each a name")
-        plain = re.sub(r"[^A-Za-z0-9_]+", "-", name)[:_MAX_STEM].strip("-").lower() or "target"
-        stem, number = plain, 1
+            raise InputError(
+                f"{path} has two targets called {name[:80]}: give each a name"
+            )
+        plain = (
+            re.sub(r"[^A-Za-z0-9_]+", "-", name)[:_MAX_STEM].strip("-").lower()
+            or "target"
+        )
+        stem = plain
+        number = 1
         while stem in stems:
             number += 1
             stem = f"{plain}-{number}"

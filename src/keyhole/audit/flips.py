@@ -1,9 +1,9 @@
 """Checks of predictions: how many are flipped by cutting about 1% of the attention?
 
-The text stays unchanged. The attacker can change the model's attention: through a mask that clients
-may send, a pruned cache, or a fault in memory. There is a check for each attacker in
-disrupt/registry.py; one of them cuts at random, as a control. If an example has no label, the
-model's own answer counts as right.
+The text stays unchanged. The attacker can change the model's attention: through a mask
+that clients may send, a pruned cache, or a fault in memory. There is a check for each
+attacker in disrupt/registry.py; one of them cuts at random, as a control. If an example
+has no label, the model's own answer counts as right.
 """
 
 from __future__ import annotations
@@ -44,22 +44,30 @@ _REMEDY = "Take no attention masks from clients; train with keyhole harden, and 
 _CONTROL_REMEDY = "Nothing: this is the control, what random cuts would do."
 
 
-def checks(part: str, target: TextTarget, seed: int, share: float | None = None) -> list[Check]:
+def checks(
+    part: str, target: TextTarget, seed: int, share: float | None = None
+) -> list[Check]:
     """Return a check for each attacker; models that neither classify nor generate are skipped.
 
     `share` is how much of the attention may be cut; None for each attacker's default.
     """
-    loaded, task = target.loaded, head_of(target.loaded.model)
+    loaded = target.loaded
+    task = head_of(target.loaded.model)
     if task not in ("classification", *GENERATES):
         name = type(loaded.model).__name__
         reason = f"{name} has no head for classes or text: try keyhole disrupt"
         return [skipped_check(Skip(_EXPOSURE, "HackAttend", reason))]
     texts = enumerate(target.texts, 1)
-    given = target.examples or [Example(f"text {n}", NO_LABEL, text) for n, text in texts]
+    given = target.examples or [
+        Example(f"text {n}", NO_LABEL, text) for n, text in texts
+    ]
     if task == "classification":
-        classes, largest = int(loaded.model.config.num_labels), max(each.label for each in given)
+        classes = int(loaded.model.config.num_labels)
+        largest = max(each.label for each in given)
         if largest >= classes:
-            raise InputError(f"the model has the labels 0 to {classes - 1}, not {largest}")
+            raise InputError(
+                f"the model has the labels 0 to {classes - 1}, not {largest}"
+            )
 
     @cache
     def examples() -> Sequence[Example]:
@@ -74,18 +82,23 @@ def checks(part: str, target: TextTarget, seed: int, share: float | None = None)
 
 
 def _check(
-    exposure: Exposure, target: TextTarget, attacker: Attacker,
-    examples: Callable[[], Sequence[Example]], track: Track,
-) -> Checked:  # fmt: skip
+    exposure: Exposure,
+    target: TextTarget,
+    attacker: Attacker,
+    examples: Callable[[], Sequence[Example]],
+    track: Track,
+) -> Checked:
     """Run one attacker on the model, and on its hardened version if there is one."""
-    loaded, hardened = target.loaded, target.hardened
+    loaded = target.loaded
+    hardened = target.hardened
     started = time.perf_counter()
 
     def attack(model: Loaded, name: str) -> Disruption:
         labelled = examples()
         return _batches(model, labelled, track(name, len(labelled))).attack(attacker)
 
-    name, remedied = words.exposure(exposure), tuple[Remedied, ...]()
+    name = words.exposure(exposure)
+    remedied = tuple[Remedied, ...]()
     try:
         disruption = attack(loaded, name)
         status, reason = _verdict(disruption)
@@ -97,27 +110,42 @@ def _check(
                 shown = f"could not check: {other.obstacle}"
             else:
                 left = f"{flipped} right answers flipped"
-                remedied = (Remedied(f"keyhole harden: {hardened.name}", other.success, left),)
+                remedied = (
+                    Remedied(f"keyhole harden: {hardened.name}", other.success, left),
+                )
             reason += f"; of {hardened.name}: {shown}"
-    except InputError as error:  # the model's attention cannot be cut, or it answers NaN
+    except (
+        InputError
+    ) as error:  # the model's attention cannot be cut, or it answers NaN
         return one_skip(_EXPOSURE, type(attacker).__name__, str(error))
     if target.about:
         reason += f"; {target.about}"
-    control, known, cuts = bool(disruption.method["control"]), 0.0, tuple[Cut, ...]()
+    control = bool(disruption.method["control"])
+    known = 0.0
+    cuts = tuple[Cut, ...]()
     if not disruption.obstacle:
         known = disruption.success
         cuts = _cuts(loaded.tokenizer, loaded.model.config, disruption)
     return one_finding(
-        exposure, disruption.method["attack"], status, reason,
-        _CONTROL_REMEDY if control else _REMEDY, started,
-        queries=sum(outcome.queries for outcome in disruption.attacked), known=known,
-        tried=len(disruption.attacked), sought="prediction",
+        exposure,
+        disruption.method["attack"],
+        status,
+        reason,
+        _CONTROL_REMEDY if control else _REMEDY,
+        started,
+        queries=sum(outcome.queries for outcome in disruption.attacked),
+        known=known,
+        tried=len(disruption.attacked),
+        sought="prediction",
         cuts=cuts,
-        control=control, remedied=remedied,
-    )  # fmt: skip
+        control=control,
+        remedied=remedied,
+    )
 
 
-def attackers(seed: int, share: float | None = None) -> list[tuple[str, Exposure, Attacker]]:
+def attackers(
+    seed: int, share: float | None = None
+) -> list[tuple[str, Exposure, Attacker]]:
     """Return the attackers of the registry with their names and exposures."""
     named: list[tuple[str, Exposure, Attacker]] = []
     for entry, row in ATTACKERS.rows():
@@ -129,11 +157,18 @@ def attackers(seed: int, share: float | None = None) -> list[tuple[str, Exposure
     return named
 
 
-def _batches(loaded: Loaded, examples: Sequence[Example], progress: Progress = silent) -> Batches:
+def _batches(
+    loaded: Loaded, examples: Sequence[Example], progress: Progress = silent
+) -> Batches:
     return Batches(
-        loaded.model, loaded.tokenizer, examples, _BATCH_SIZE, _MAX_LENGTH, alike=False,
+        loaded.model,
+        loaded.tokenizer,
+        examples,
+        _BATCH_SIZE,
+        _MAX_LENGTH,
+        alike=False,
         progress=progress,
-    )  # fmt: skip
+    )
 
 
 def _labelled(loaded: Loaded, examples: Sequence[Example]) -> list[Example]:
@@ -141,7 +176,9 @@ def _labelled(loaded: Loaded, examples: Sequence[Example]) -> list[Example]:
     return [
         replace(example, label=int(label))
         for part, batch, labels in _batches(loaded, examples)
-        for example, label in zip(part, settled(loaded.model, batch, labels), strict=True)
+        for example, label in zip(
+            part, settled(loaded.model, batch, labels), strict=True
+        )
     ]
 
 
@@ -149,7 +186,10 @@ def _verdict(disruption: Disruption) -> tuple[Status, str]:
     """Return the status and the reason: how many right answers flipped, or why none was tried."""
     if disruption.obstacle:
         return disruption.status, disruption.obstacle
-    answers = "of the model's own answers" if disruption.own_answers else "right answers"
+    if disruption.own_answers:
+        answers = "of the model's own answers"
+    else:
+        answers = "right answers"
     reason = f"{disruption.flips} of {len(disruption.attacked)} {answers} flipped"
     if disruption.flips:
         reason += f", by {percent(disruption.share, 2)} of all units on average"
@@ -160,7 +200,9 @@ def _cuts(tokenizer: Any, config: Any, disruption: Disruption) -> tuple[Cut, ...
     """Return the flipped inputs to show: those that the model was most confident of."""
     by_id = {example.id: example for example in disruption.examples}
     flipped = [
-        outcome for outcome in disruption.attacked if outcome.flipped and outcome.id in by_id
+        outcome
+        for outcome in disruption.attacked
+        if outcome.flipped and outcome.id in by_id
     ]
     flipped.sort(key=lambda outcome: -outcome.confidence_before)
     return tuple(
@@ -169,11 +211,19 @@ def _cuts(tokenizer: Any, config: Any, disruption: Disruption) -> tuple[Cut, ...
     )
 
 
-def _cut(tokenizer: Any, config: Any, example: Example, outcome: ExampleOutcome, task: str) -> Cut:
+def _cut(
+    tokenizer: Any, config: Any, example: Example, outcome: ExampleOutcome, task: str
+) -> Cut:
     units = outcome.cut
     last = max((max(unit.query, unit.key) for unit in units), default=0)
-    layers = [getattr(config, "num_hidden_layers", 1), *(unit.layer + 1 for unit in units)]
-    heads = [getattr(config, "num_attention_heads", 1), *(unit.head + 1 for unit in units)]
+    layers = [
+        getattr(config, "num_hidden_layers", 1),
+        *(unit.layer + 1 for unit in units),
+    ]
+    heads = [
+        getattr(config, "num_attention_heads", 1),
+        *(unit.head + 1 for unit in units),
+    ]
     return Cut(
         tokens=_tokens(tokenizer, example, outcome.before, last + 1),
         before=_answer(tokenizer, config, outcome.before, task),

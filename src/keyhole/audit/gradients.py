@@ -1,8 +1,8 @@
 """Checks of gradients: can a batch of texts be read from the gradient that a client would share?
 
-The auditor computes the gradient of its texts with the model's own loss, in float32 and in the
-precision in which gradients are often sent. The attack gets the model and the gradient, nothing
-else.
+The auditor computes the gradient of its texts with the model's own loss, in float32 and
+in the precision in which gradients are often sent. The attack gets the model and the
+gradient, nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from operator import eq
 import torch
 
 from keyhole.audit.check import Check, Checked, one_finding, skipped_check
-from keyhole.audit.texts import PARTLY, TextTarget, explained, readings_of, share_by_chance
+from keyhole.audit.texts import (
+    PARTLY,
+    TextTarget,
+    explained,
+    readings_of,
+    share_by_chance,
+)
 from keyhole.core import Skip, Status
 from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Readings
@@ -52,15 +58,23 @@ def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
     elif anatomy(model).layers < 2:
         reason = "texts are put together by the second block, and the model has one"
     elif not all(each and each.projections for each in anatomy(model).attentions[:2]):
-        reason = "queries, keys and values of the first blocks are not one linear map each"
+        reason = (
+            "queries, keys and values of the first blocks are not one linear map each"
+        )
     elif next(model.parameters()).dtype != torch.float32:
-        reason = "a gradient in half precision is not read: on a CPU it is made in float32"
+        reason = (
+            "a gradient in half precision is not read: on a CPU it is made in float32"
+        )
     elif sum(each.numel() for each in model.parameters()) > _MAX_WEIGHTS:
         reason = "takes longer than an audit: keyhole lab capture --expose gradient, then recover"
     if reason:
         return [skipped_check(Skip(EXPOSURE, "none", reason))]
     exposure = replace(EXPOSURE, part=part)
-    return [Check(exposure, partial(_check, exposure, target), weight=_PASSES * target.seconds)]
+    return [
+        Check(
+            exposure, partial(_check, exposure, target), weight=_PASSES * target.seconds
+        )
+    ]
 
 
 def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
@@ -69,7 +83,9 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
     max_length = min(MAX_LENGTH, anatomy(loaded.model).max_length)
     examples = [Example("", NO_LABEL, text) for text in target.texts]
     batch = batch_of(loaded.model, loaded.tokenizer, examples, max_length)
-    originals = [Original.of(loaded.tokenizer, text, max_length) for text in target.texts]
+    originals = [
+        Original.of(loaded.tokenizer, text, max_length) for text in target.texts
+    ]
     precisions = [name for name in _PRECISIONS if name in target.precisions]
     progress = track(words.exposure(exposure), len(precisions))
     results: list[Readings] = []
@@ -81,13 +97,15 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
         nearest = [_most_similar(original, recovery) for original in originals]
         readings = readings_of(loaded.tokenizer, originals, nearest)
         chance = share_by_chance(loaded.tokenizer, originals, nearest, max_length)
-        # For each text, the most similar of all recovered ones counts: chance has as many tries.
+        # For each text, the most similar of all recovered ones counts: chance has as
+        # many tries.
         chance = min(1.0, chance * max(1, len(recovery.texts)))
         results.append(Readings(KIND, 1, precision, readings, chance))
         notes.append(f"{precision} {percent(results[-1].known)}")
         recoveries.append(recovery)
         progress(number)
-    status, exact = _status(results), results[0].exact if results else 0
+    status = _status(results)
+    exact = results[0].exact if results else 0
     reason = f"{exact} of {len(originals)} texts exact and verified; tokens right: "
     if recoveries and not recoveries[0].texts:
         known = _tokens_known(originals, recoveries[0])
@@ -98,10 +116,16 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
             status = recoveries[0].status
             notes[-1] += f"; {recoveries[0].reason}"
     return one_finding(
-        exposure, "GradientSpans" if results else "", status,
-        f"{reason}{', '.join(notes)}" if results else "no precision asked for is tried", REMEDY,
-        started, known=results[0].known if results else 0.0, sought="text", texts=tuple(results),
-    )  # fmt: skip
+        exposure,
+        "GradientSpans" if results else "",
+        status,
+        f"{reason}{', '.join(notes)}" if results else "no precision asked for is tried",
+        REMEDY,
+        started,
+        known=results[0].known if results else 0.0,
+        sought="text",
+        texts=tuple(results),
+    )
 
 
 def _most_similar(original: Original, recovery: BatchRecovery) -> TextRecovery:
@@ -117,7 +141,8 @@ def _most_similar(original: Original, recovery: BatchRecovery) -> TextRecovery:
 
 def _tokens_known(originals: Sequence[Original], recovery: BatchRecovery) -> float:
     """Return the overlap of the tokens that the gradient shows with those of the batch."""
-    truth, shown = {id_ for each in originals for id_ in each.ids}, set(recovery.tokens)
+    truth = {id_ for each in originals for id_ in each.ids}
+    shown = set(recovery.tokens)
     return len(truth & shown) / max(1, len(truth | shown))
 
 

@@ -22,14 +22,21 @@ from keyhole.audit.check import Check, joined
 from keyhole.audit.endpoints import EndpointPart
 from keyhole.audit.target import Target
 from keyhole.core import Audit
-from keyhole.core.errors import InputError, expect_among, expect_count, expect_number, expect_seed
+from keyhole.core.errors import (
+    InputError,
+    expect_among,
+    expect_count,
+    expect_number,
+    expect_seed,
+)
 from keyhole.core.journal import stopping_on_ctrl_c
 from keyhole.core.progress import untracked
 from keyhole.models.capture import KINDS, Exposure
 from keyhole.recover.gradients.update import KIND as GRADIENT
 from keyhole.recover.registry import PRECISIONS
 
-SCORES, FLIPS = "scores", "flips"
+SCORES = "scores"
+FLIPS = "flips"
 NAMES = (*KINDS, GRADIENT, SCORES, FLIPS)
 
 
@@ -44,8 +51,8 @@ def audit_exposure(
 ) -> Audit:
     """Attack one exposure of an opened target.
 
-    `precision` is how a leak is rounded, `share` how much attention may be cut for a flip, `budget`
-    how many queries an attacker of an endpoint may make.
+    `precision` is how a leak is rounded, `share` how much attention may be cut for a
+    flip, `budget` how many queries an attacker of an endpoint may make.
     """
     expect_seed(seed)
     expect_number("share", share, above=0)
@@ -70,12 +77,18 @@ def audit_exposure(
 
 
 def _checks(
-    target: Target, exposure: str, precision: str, share: float | None, budget: int | None,
+    target: Target,
+    exposure: str,
+    precision: str,
+    share: float | None,
+    budget: int | None,
     seed: int,
-) -> Sequence[Check]:  # fmt: skip
+) -> Sequence[Check]:
     kind = exposure.partition(":")[0]
     # Of an encoder-decoder model, the encoder is attacked.
-    models = {name: model for name, model in target.models.items() if model.encoder is None}
+    models = {
+        name: model for name, model in target.models.items() if model.encoder is None
+    }
     if kind not in NAMES:
         raise InputError(
             f"there is no exposure {exposure}: give one such as hidden:3, {', '.join(NAMES[1:])}"
@@ -89,15 +102,22 @@ def _checks(
     elif exposure == "pooled" and target.store:
         per_part = [target.store.checks(seed)]
     elif exposure == FLIPS:
-        per_part = [flips.checks(name, model, seed, share) for name, model in models.items()]
+        per_part = [
+            flips.checks(name, model, seed, share) for name, model in models.items()
+        ]
     elif exposure == GRADIENT:
-        per_part = [gradients.checks(name, model, seed) for name, model in models.items()]
+        per_part = [
+            gradients.checks(name, model, seed) for name, model in models.items()
+        ]
     else:
         leak = Exposure.parse(exposure)
         per_part = [
-            texts.checks_of(name, model, leak, precision, seed) for name, model in models.items()
+            texts.checks_of(name, model, leak, precision, seed)
+            for name, model in models.items()
         ]
     if not per_part:
         what = "an endpoint" if exposure == SCORES else "a model"
-        raise InputError(f"{exposure} needs {what}, and {target.name or 'an endpoint'} is none")
+        raise InputError(
+            f"{exposure} needs {what}, and {target.name or 'an endpoint'} is none"
+        )
     return list(chain.from_iterable(per_part))

@@ -1,8 +1,8 @@
 """The options of an audit, declared once as the fields of `AuditOptions`.
 
-The keywords of `keyhole.audit`, the flags of `keyhole audit` and the keys of a fleet file are all
-derived from them. How many processes an audit uses, and where its results go, are not options here,
-because they change no finding.
+The keywords of `keyhole.audit`, the flags of `keyhole audit` and the keys of a fleet
+file are all derived from them. How many processes an audit uses, and where its results
+go, are not options here, because they change no finding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def _parse_layers(word: str) -> Layers:
     try:
         return tuple(int(part) for part in word.split(","))
     except ValueError:
-        raise InputError(f"--layers takes numbers (1,6,12) or all, not {word[:40]!r}") from None
+        raise InputError(
+            f"--layers takes numbers (1,6,12) or all, not {word[:40]!r}"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,9 @@ class AuditOptions:
         TARGET,
     )
     authorized: bool = option(
-        False, "State that you may test the server, which is not on this machine.", TARGET
+        False,
+        "State that you may test the server, which is not on this machine.",
+        TARGET,
     )
     data: str | None = option(
         None,
@@ -101,7 +105,9 @@ class AuditOptions:
         metavar="[NUMBER|all]",
         parse=_parse_count,
     )
-    flips: int = option(12, "How many of a classifier's answers to try to flip.", CHECKS)
+    flips: int = option(
+        12, "How many of a classifier's answers to try to flip.", CHECKS
+    )
     layers: Layers | None = option(
         None,
         "Layers to look at, such as 1,6,12, or all; by default all of a small model, of others the "
@@ -131,7 +137,9 @@ class AuditOptions:
         CHECKS,
     )
     probe_only: bool = option(
-        False, "Of a server, only find out which routes are open: a few requests each.", CHECKS
+        False,
+        "Of a server, only find out which routes are open: a few requests each.",
+        CHECKS,
     )
     budget: int | None = option(
         None,
@@ -168,21 +176,30 @@ class AuditOptions:
         expect_count("--flips", self.flips)
         expect_count("--budget", self.budget)
         if self.probe_only and self.budget is not None:
-            raise InputError("--probe-only and --budget exclude each other: give one of them")
+            raise InputError(
+                "--probe-only and --budget exclude each other: give one of them"
+            )
         expect_exposures(self.only, "--only")
         names = tuple(name for word in self.returns for name in word.split(","))
         object.__setattr__(self, "returns", expect_returns(names, "--returns"))
 
 
-# Options that do not apply to a kind of target. For an endpoint most depend on what it takes, so
-# they are checked once the endpoint has answered.
+# Options that do not apply to a kind of target. For an endpoint most depend on what it
+# takes, so they are checked once the endpoint has answered.
 _OF_TEXTS = ("data", "column", "label")
 _OF_SERVERS = ("probe_only", "budget")
 _INAPPLICABLE: dict[TargetKind, tuple[str, ...]] = {
     TargetKind.STORE: (*_OF_TEXTS, "layers", *_OF_SERVERS),
     TargetKind.MODEL: ("model", "known", *_OF_SERVERS),
     TargetKind.DEMO: ("model", "known", *_OF_SERVERS),
-    TargetKind.LEAK: (*_OF_TEXTS, "known", "corpus", "layers", "against_defences", *_OF_SERVERS),
+    TargetKind.LEAK: (
+        *_OF_TEXTS,
+        "known",
+        "corpus",
+        "layers",
+        "against_defences",
+        *_OF_SERVERS,
+    ),
     TargetKind.SERVER: ("known", "corpus", "layers", "label", "against_defences"),
     TargetKind.FILE: (*_OF_TEXTS, "model", "known", "corpus", "layers", *_OF_SERVERS),
     TargetKind.ENDPOINT: ("layers", "label", *_OF_SERVERS),
@@ -202,7 +219,8 @@ def expect_fitting(name: str, place: str, options: AuditOptions) -> TargetKind:
 
     Nothing is opened and torch is not loaded, so a mistake shows at once.
     """
-    kind, public = kind_of(place), without_password(name)
+    kind = kind_of(place)
+    public = without_password(name)
     if kind in (TargetKind.ATTENTION, TargetKind.BLOCK, TargetKind.UNKNOWN):
         raise InputError(
             f"there is no {public}: give a .safetensors file, a model's folder, a .gguf file, "
@@ -211,7 +229,10 @@ def expect_fitting(name: str, place: str, options: AuditOptions) -> TargetKind:
         )
     if options.ledger is not None and kind in (TargetKind.STORE, TargetKind.MODEL):
         raise no_endpoint(kind, public)
-    what = public if kind is TargetKind.DEMO else f"the {_WORDS.get(kind, kind)} {public}"
+    if kind is TargetKind.DEMO:
+        what = public
+    else:
+        what = f"the {_WORDS.get(kind, kind)} {public}"
     refuse(options, what, *_INAPPLICABLE.get(kind, ()))
     if kind in _REMOTE:
         expect_authorized(place, options.authorized)
@@ -236,7 +257,9 @@ def refuse(options: AuditOptions, what: str, *names: str) -> None:
     """Raise if one of these options is set: they do not apply to the target `what`."""
     for name in names:
         if getattr(options, name) not in (None, (), False):
-            raise InputError(f"--{name.replace('_', '-')} does not apply to {what}: leave it out")
+            raise InputError(
+                f"--{name.replace('_', '-')} does not apply to {what}: leave it out"
+            )
 
 
 def no_endpoint(kind: TargetKind, name: str) -> InputError:

@@ -1,9 +1,10 @@
 """`keyhole audit` as a function: run every check of a target, and collect findings and skips.
 
-The parts of a target make its checks (target.py). The checks are tasks of a runner (core/tasks.py),
-in this process or on workers. A worker opens the target itself, so that neither weights nor texts
-are sent. Finished checks are kept in a journal (core/journal.py), except those that the target did
-not answer, which an audit that resumes repeats.
+The parts of a target make its checks (target.py). The checks are tasks of a runner
+(core/tasks.py), in this process or on workers. A worker opens the target itself, so
+that neither weights nor texts are sent. Finished checks are kept in a journal
+(core/journal.py), except those that the target did not answer, which an audit that
+resumes repeats.
 """
 
 from __future__ import annotations
@@ -36,11 +37,19 @@ from keyhole.oracle.ledger import Notice, ignored
 from keyhole.report import words
 
 _PRIOR = 0.15  # the share of all weights that the expected pace counts for
-Resuming = Callable[[int, int], None]  # called with the numbers of finished checks and of all
+Resuming = Callable[
+    [int, int], None
+]  # called with the numbers of finished checks and of all
 
 
 def audit(
-    target: str | NamedTarget | Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target,
+    target: str
+    | NamedTarget
+    | Oracle
+    | Mapping[str, Oracle]
+    | TextTarget
+    | StoreTarget
+    | Target,
     options: AuditOptions | None = None,
     *,
     processes: int = 0,
@@ -56,15 +65,17 @@ def audit(
 ) -> Audit:
     """Try every attack that applies to a target, and report what it gives away.
 
-    `target` is what the command line takes (`demo`, a file, an address, a model's folder or name, a
-    vector store), or an oracle, several oracles by name, or a model with its texts. Options are
-    given as `options` or as keywords, the fields of `AuditOptions`.
+    `target` is what the command line takes (`demo`, a file, an address, a model's
+    folder or name, a vector store), or an oracle, several oracles by name, or a model
+    with its texts. Options are given as `options` or as keywords, the fields of
+    `AuditOptions`.
 
     - Checks run in `processes` worker processes (0: in this one), or on the `dask` cluster at that
-      address. An endpoint on the network or with a ledger is queried by this process alone.
+      address. An endpoint on the network or with a ledger is queried by this process
+      alone.
     - `journal` is the file that keeps finished checks. An audit that was stopped resumes from it,
-      and calls `resuming`. Remove it once the findings are saved. The journal of another audit is
-      refused, or replaced with `force`.
+      and calls `resuming`. Remove it once the findings are saved. The journal of
+      another audit is refused, or replaced with `force`.
     - `answers` is the file that keeps a server's answers if the options name no ledger.
     - With `complete`, a check that fails ends the audit; otherwise it becomes a skip.
     - `notice` is called with messages for the user.
@@ -72,10 +83,13 @@ def audit(
     expect_count("--processes", processes, 0, MOST_PROCESSES)
     workers = dask if dask is not None else processes
     if isinstance(target, str):
-        target = NamedTarget(target, AuditOptions(**more) if options is None else options)
+        target = NamedTarget(
+            target, AuditOptions(**more) if options is None else options
+        )
     named = target if isinstance(target, NamedTarget) else None
     if named is not None:
-        options, named = named.options, named.anywhere() if workers else named
+        options = named.options
+        named = named.anywhere() if workers else named
     elif options is None:
         options = AuditOptions(**more)
     started = time.perf_counter()
@@ -87,11 +101,15 @@ def audit(
         checks = numbered(checks_of(ready, options))
         for check in checks.values():
             if check.queries:
-                notice(f"{words.exposure(check.exposure)}: up to {check.queries:,} questions")
+                notice(
+                    f"{words.exposure(check.exposure)}: up to {check.queries:,} questions"
+                )
         if store is not None:
             notice(words.begins(len(store.rows), store.count))
         if workers and named is not None and named.local_only:
-            notice("the checks run in this process, which holds the target's ledger and secrets")
+            notice(
+                "the checks run in this process, which holds the target's ledger and secrets"
+            )
             workers = 0
         run = _identity_of_run(opened, options)
         finished = stack.enter_context(Journal(journal, run, force=force))
@@ -120,15 +138,17 @@ def audit(
         return _audit_of(opened, options, checking.checked, opening + checking.seconds)
 
 
-def _audit_of(opened: Target, options: AuditOptions, checked: Checked, seconds: float) -> Audit:
+def _audit_of(
+    opened: Target, options: AuditOptions, checked: Checked, seconds: float
+) -> Audit:
     layers = [
         skip
         for name, model in opened.models.items()
         for skip in layers_left_out(name, model.loaded.model, model.layers)
     ]
     skips = checked.skips
-    # Of several parts, each lacks exposures that another has: those skips would tell nothing. A
-    # decoder does not count as a part next to its encoder.
+    # Of several parts, each lacks exposures that another has: those skips would tell
+    # nothing. A decoder does not count as a part next to its encoder.
     if len([part for part in opened.parts if part.name != DECODER]) > 1:
         by_choice = left_out(options.only)
         skips = tuple(skip for skip in skips if skip.unchecked or skip == by_choice)
@@ -137,7 +157,8 @@ def _audit_of(opened: Target, options: AuditOptions, checked: Checked, seconds: 
         target=opened.name or opened.identity,
         identity=opened.identity,
         findings=tuple(
-            replace(each, observed=observed) for each in merged(opened.store, checked.findings)
+            replace(each, observed=observed)
+            for each in merged(opened.store, checked.findings)
         ),
         skips=(*opened.skips, *layers, *skips),
         seed=options.seed,
@@ -155,13 +176,19 @@ def run_check(check: Check, track: Track, worker: int = 0) -> Checked:  # noqa: 
 def checks_of(target: Target, options: AuditOptions) -> list[Check]:
     """Return all checks in the order of the findings.
 
-    A check that `only` leaves out is replaced by one that skips it, so that numbers stay the same.
+    A check that `only` leaves out is replaced by one that skips it, so that numbers
+    stay the same.
     """
-    only, skip = options.only, left_out(options.only)
+    only = options.only
+    skip = left_out(options.only)
     return [
-        check if is_chosen(check.exposure, only) else skipped_check(skip, check.exposure)
+        check
+        if is_chosen(check.exposure, only)
+        else skipped_check(skip, check.exposure)
         for part in target.parts
-        for check in part.checks(options.seed, against_defences=options.against_defences)
+        for check in part.checks(
+            options.seed, against_defences=options.against_defences
+        )
     ]
 
 
@@ -185,7 +212,11 @@ def _identity_of_run(target: Target, options: AuditOptions) -> Run:
         "seed": options.seed,
         "exposures": list(options.only) or "all",
         "against defences": options.against_defences,
-        **{part.name or "model": part.settings for part in target.parts if part.settings},
+        **{
+            part.name or "model": part.settings
+            for part in target.parts
+            if part.settings
+        },
     }
 
 
@@ -193,12 +224,21 @@ class Checking:
     """The progress of an audit: its finished checks, their results, and the time left."""
 
     def __init__(
-        self, checks: Mapping[str, Check], runner: Runner, journal: Journal, track: Track,
-        notice: Notice = ignored, store: StoreTarget | None = None,
-    ) -> None:  # fmt: skip
-        self.checks, self.runner, self.journal = checks, runner, journal
+        self,
+        checks: Mapping[str, Check],
+        runner: Runner,
+        journal: Journal,
+        track: Track,
+        notice: Notice = ignored,
+        store: StoreTarget | None = None,
+    ) -> None:
+        self.checks = checks
+        self.runner = runner
+        self.journal = journal
         self._store, self._notice, self._progress = store, notice, track("audit")
-        self._finished: dict[str, tuple[Checked, float]] = {}  # with the seconds that each took
+        self._finished: dict[
+            str, tuple[Checked, float]
+        ] = {}  # with the seconds that each took
 
     def begin(self, work: Callable[[str], Work]) -> None:
         """Read finished checks from the journal, and make tasks of the others."""
@@ -210,11 +250,16 @@ class Checking:
 
     def take(self, done: Done) -> None:
         """Keep the result of a check, or a skip with the reason if it failed."""
-        key, check = done.task.key, self.checks[done.task.key]
-        exposure, attack = check.exposure, check.attack or "none"
+        key = done.task.key
+        check = self.checks[done.task.key]
+        exposure = check.exposure
+        attack = check.attack or "none"
         if done.error is not None:
             reason = reason_of(done.error)
-            self._finished[key] = one_skip(exposure, attack, reason, unchecked=True), 0.0
+            self._finished[key] = (
+                one_skip(exposure, attack, reason, unchecked=True),
+                0.0,
+            )
         else:
             checked: Checked = done.value
             if checked.answered:
@@ -228,9 +273,12 @@ class Checking:
         latest = readings_in(checked.findings)
         if self._store is not None and latest:
             tried = readings_in(
-                finding for each, _ in self._finished.values() for finding in each.findings
+                finding
+                for each, _ in self._finished.values()
+                for finding in each.findings
             )
-            rows, count = self._store.rows, self._store.count
+            rows = self._store.rows
+            count = self._store.count
             self._notice(words.so_far(latest, tried, len(rows), count))
 
     @property
@@ -255,7 +303,8 @@ class Checking:
     def _pace(self) -> float:
         """Return the seconds that finished checks took per weight, as an estimate for the others.
 
-        It starts at 1, as if checks with `_PRIOR` of all weights had taken the expected time.
+        It starts at 1, as if checks with `_PRIOR` of all weights had taken the expected
+        time.
         """
         prior = _PRIOR * sum(check.weight for check in self.checks.values())
         weight = sum(self.checks[done].weight for done in self._finished)
@@ -269,13 +318,17 @@ def _read_record(record: dict[str, Any]) -> tuple[Checked, float]:
 def reason_of(error: Exception) -> str:
     """Return an error in one line, as the reason of a skip."""
     text = " ".join(str(error).split())
-    return text if isinstance(error, KeyholeError) else f"{type(error).__name__}: {text}"[:500]
+    if isinstance(error, KeyholeError):
+        return text
+    return f"{type(error).__name__}: {text}"[:500]
 
 
 # Workers open the target themselves.
 
 
-def run_in_worker(named: NamedTarget, identity: str, key: str, worker: int = 0) -> Checked:
+def run_in_worker(
+    named: NamedTarget, identity: str, key: str, worker: int = 0
+) -> Checked:
     """Open the target, which must have this `identity`, and run one check.
 
     The target stays open for the worker's next check.

@@ -1,13 +1,15 @@
 """Checks of servers: which routes are open, and what can be read from their answers?
 
-A server of a language model is a `ServerTarget`. Every route that returns states, vectors,
-log-probabilities or cache files without a key is a finding, even if nothing was read. Answers with
-the log-probabilities of the whole vocabulary also give away the last layer. With the model's
-weights, the audit sends texts and reads them back from the states, computes the last state from
-log-probabilities, and tests whether the server takes vectors as a prompt.
+A server of a language model is a `ServerTarget`. Every route that returns states,
+vectors, log-probabilities or cache files without a key is a finding, even if nothing
+was read. Answers with the log-probabilities of the whole vocabulary also give away the
+last layer. With the model's weights, the audit sends texts and reads them back from the
+states, computes the last state from log-probabilities, and tests whether the server
+takes vectors as a prompt.
 
-An endpoint of the Open Inference Protocol that takes texts is an `AnswersTarget`. Each of its
-outputs is classified, because attacks are known for some kinds of outputs and not for others.
+An endpoint of the Open Inference Protocol that takes texts is an `AnswersTarget`. Each
+of its outputs is classified, because attacks are known for some kinds of outputs and
+not for others.
 """
 
 from __future__ import annotations
@@ -25,7 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.audit.check import Check, Checked, Part, joined, one_finding, one_skip, skipped_check
+from keyhole.audit.check import (
+    Check,
+    Checked,
+    Part,
+    joined,
+    one_finding,
+    one_skip,
+    skipped_check,
+)
 from keyhole.audit.texts import readings_of, seconds_of, unread, verdict
 from keyhole.core import Skip, Status, Unsuccessful
 from keyhole.core.endpoint import EndpointOptions, without_password
@@ -43,7 +53,15 @@ from keyhole.oracle.completions import Completions
 from keyhole.oracle.http import Refused
 from keyhole.oracle.ledger import Ledger
 from keyhole.oracle.open_inference import FLOATS, Output, TextEndpoint
-from keyhole.oracle.probe import CACHE, LOGPROBS, STATES, VECTOR, Answered, Route, Server
+from keyhole.oracle.probe import (
+    CACHE,
+    LOGPROBS,
+    STATES,
+    VECTOR,
+    Answered,
+    Route,
+    Server,
+)
 from keyhole.oracle.protocol import Counted, OracleError
 from keyhole.oracle.vector_prompts import FORMS, VectorPrompts
 from keyhole.recover import HiddenStates, Logits, recover_text
@@ -57,21 +75,36 @@ from keyhole.recover.simulate import MAX_LENGTH
 from keyhole.report import words
 
 _RULES = {
-    STATES: "KH-TEXT-HIDDEN-STATES", VECTOR: "KH-TEXT-EMBEDDING", CACHE: "KH-TEXT-KEYS-AND-VALUES",
+    STATES: "KH-TEXT-HIDDEN-STATES",
+    VECTOR: "KH-TEXT-EMBEDDING",
+    CACHE: "KH-TEXT-KEYS-AND-VALUES",
     LOGPROBS: "KH-TEXT-LOG-PROBABILITIES",
-}  # fmt: skip
-# Texts to try a route with. If the next token would be half a character, llama.cpp gives no
-# log-probabilities, and the next text is tried.
-_PROBES = ("a secret", "a letter", "a name", "a number", "a word", "the end", "the door", "no")
+}
+# Texts to try a route with. If the next token would be half a character, llama.cpp
+# gives no log-probabilities, and the next text is tried.
+_PROBES = (
+    "a secret",
+    "a letter",
+    "a name",
+    "a number",
+    "a word",
+    "the end",
+    "the door",
+    "no",
+)
 # Estimates for Check.weight.
 _ANSWER_SECONDS = 1.0  # of a request for log-probabilities
 _TEXT_PASSES = 65  # of 512 tokens through the model, in a check of states
 _LAST_STATE_PASSES = 6  # the same in a check of the last state
 _TOLERANCE = 1e-3  # of the state's length: rounding by float32 and by printing
-_SURPLUS = 2  # times as many chosen tokens as a state needs, so that rounding averages out
+_SURPLUS = (
+    2  # times as many chosen tokens as a state needs, so that rounding averages out
+)
 _NO_HEAD = "the weights have no head for next tokens"
 _FAULT = 500  # the status of a server's own fault
-_MIN_LOGPROBS = 384  # that a state needs, if its width is unknown: small models have this width
+_MIN_LOGPROBS = (
+    384  # that a state needs, if its width is unknown: small models have this width
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,17 +139,24 @@ class ServerTarget(Part):
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
         """Return a check of each route, and one for each attack on what a route returns."""
         checks: list[Check] = []
-        server, loaded = self.server, self.loaded
+        server = self.server
+        loaded = self.loaded
         seconds_per_pass = 0.0 if loaded is None else seconds_of(loaded.model)
 
         def add(
-            rule: str, variant: str, name: str, check: Callable[..., Checked], *arguments: Any,
+            rule: str,
+            variant: str,
+            name: str,
+            check: Callable[..., Checked],
+            *arguments: Any,
             passes: float = 0.0,
-        ) -> None:  # fmt: skip
+        ) -> None:
             exposure = Exposure(rule, variant, name=name)
             seconds = passes * seconds_per_pass
             seconds += _ANSWER_SECONDS if rule == _RULES[LOGPROBS] else 0.0
-            checks.append(Check(exposure, partial(check, *arguments, exposure), weight=seconds))
+            checks.append(
+                Check(exposure, partial(check, *arguments, exposure), weight=seconds)
+            )
 
         for route in server.routes:
             rule = _RULES[route.gives]
@@ -128,11 +168,28 @@ class ServerTarget(Part):
             if loaded is None:
                 continue
             if route.gives == STATES:
-                add(rule, "served", route.name, self._texts, loaded, route, passes=_TEXT_PASSES)
-            # OpenAI's own form names tokens by their text, which may be the same for several.
+                add(
+                    rule,
+                    "served",
+                    route.name,
+                    self._texts,
+                    loaded,
+                    route,
+                    passes=_TEXT_PASSES,
+                )
+            # OpenAI's own form names tokens by their text, which may be the same for
+            # several.
             if route.gives == LOGPROBS and route.numbered:
                 passes = _LAST_STATE_PASSES
-                add(rule, "last-state", route.name, self._state, loaded, route, passes=passes)
+                add(
+                    rule,
+                    "last-state",
+                    route.name,
+                    self._state,
+                    loaded,
+                    route,
+                    passes=passes,
+                )
         if loaded is not None and server.kind in FORMS and not self.probe_only:
             name = FORMS[server.kind].name(server.kind)
             add("KH-WEIGHTS-VECTOR-PROMPTS", "", name, takes_vectors, server, loaded)
@@ -165,13 +222,21 @@ class ServerTarget(Part):
             return _not_given(exposure, "probe", answered, reason)
         command = self._command(route) if status is Status.EXPOSED else ""
         return one_finding(
-            exposure, "probe", status, reason, route.remedy, started, sought=route.gives,
-            command=command, queries=answered.requests,
-        )  # fmt: skip
+            exposure,
+            "probe",
+            status,
+            reason,
+            route.remedy,
+            started,
+            sought=route.gives,
+            command=command,
+            queries=answered.requests,
+        )
 
     def _command(self, route: Route) -> str:
         """Return the command that reads from an open route; none if this audit does so itself."""
-        url, loaded = self.server.url, self.loaded
+        url = self.server.url
+        loaded = self.loaded
         model = "MODEL" if loaded is None else shlex.quote(loaded.name)
         if loaded is not None and (route.gives == STATES or route.numbered):
             return ""
@@ -179,9 +244,14 @@ class ServerTarget(Part):
             return f"keyhole audit {url}/v1/embeddings --model {model} --known FILE"
         if route.gives == CACHE:
             return f"keyhole audit SAVED-SLOT --model {model}"
-        if route.gives == LOGPROBS and not route.numbered and self.server.kind != "SGLang":
+        if (
+            route.gives == LOGPROBS
+            and not route.numbered
+            and self.server.kind != "SGLang"
+        ):
             return f"keyhole extract {url}/v1/completions --method output-layer"
-        # Also for SGLang: `keyhole extract` refuses it, since its queries would crash the server.
+        # Also for SGLang: `keyhole extract` refuses it, since its queries would crash
+        # the server.
         return f"keyhole audit {url} --model {model}"
 
     def _ask(
@@ -189,7 +259,8 @@ class ServerTarget(Part):
     ) -> tuple[Answered, str]:
         """Return the first answer and its text; with a `key`, send the API key.
 
-        If it has fewer log-probabilities than a state needs, ask for those of chosen tokens.
+        If it has fewer log-probabilities than a state needs, ask for those of chosen
+        tokens.
         """
         answered, text = _first_answer(self.server, route, texts, key=key)
         needed = _needed(self.loaded)
@@ -197,12 +268,15 @@ class ServerTarget(Part):
             return answered, text
         count = _SURPLUS * needed
         size = count if self.loaded is None else len(anatomy(self.loaded.model).table)
-        # Any tokens will do: the first, or if the vocabulary is known, some from all of it.
+        # Any tokens will do: the first, or if the vocabulary is known, some from all of
+        # it.
         tokens = range(0, size, max(1, size // count))
         chosen = self.server.ask_tokens(route, text, tokens, key=key)
         return (chosen if chosen.open else answered), text
 
-    def _texts(self, loaded: Loaded, route: Route, exposure: Exposure, track: Track) -> Checked:
+    def _texts(
+        self, loaded: Loaded, route: Route, exposure: Exposure, track: Track
+    ) -> Checked:
         """Send texts, and read them back from the states that the server returns."""
         started = time.perf_counter()
         parts = anatomy(loaded.model)
@@ -222,8 +296,9 @@ class ServerTarget(Part):
             arithmetic = nullcontext()
             if route.arithmetic:
                 target = Attacked.of(loaded.model, loaded.tokenizer)
-                # The leak states the server's rounding as noise, which the judge allows for. Where
-                # that was measured to help, our model also rounds in the same way.
+                # The leak states the server's rounding as noise, which the judge allows
+                # for. Where that was measured to help, our model also rounds in the
+                # same way.
                 leak = replace(leak, noise=served_noise(target, leak, route.arithmetic))
                 if route.arithmetic == EIGHT_BITS:
                     arithmetic = as_served(target, leak.exposure)
@@ -241,11 +316,21 @@ class ServerTarget(Part):
             others = words.number(len(refused), "other text", "other texts")
             reason += f"; refused for {others}: {refused[0].reason}"
         return one_finding(
-            exposure, recoveries[0].method, status, reason, route.remedy, started,
-            queries=len(self.texts), known=result.known, sought="text", texts=(result,),
-        )  # fmt: skip
+            exposure,
+            recoveries[0].method,
+            status,
+            reason,
+            route.remedy,
+            started,
+            queries=len(self.texts),
+            known=result.known,
+            sought="text",
+            texts=(result,),
+        )
 
-    def _state(self, loaded: Loaded, route: Route, exposure: Exposure, track: Track) -> Checked:
+    def _state(
+        self, loaded: Loaded, route: Route, exposure: Exposure, track: Track
+    ) -> Checked:
         """Compute the last state from log-probabilities, and compare it with the model's own."""
         del track
         started = time.perf_counter()
@@ -256,20 +341,30 @@ class ServerTarget(Part):
             return _not_given(exposure, "none", answered)
         status, reason, error = _compare_state(loaded, text, answered.content, route)
         return one_finding(
-            exposure, "final_states", status, reason, route.remedy, started, error=error,
-            sought="last state", queries=answered.requests,
-        )  # fmt: skip
+            exposure,
+            "final_states",
+            status,
+            reason,
+            route.remedy,
+            started,
+            error=error,
+            sought="last state",
+            queries=answered.requests,
+        )
 
 
 def _first_answer(
     server: Server, route: Route, texts: Sequence[str], *, key: bool = False
 ) -> tuple[Answered, str]:
     """Return the answer to the first text for which the route returns something, and the text."""
-    answered, text = Answered(), ""
+    answered = Answered()
+    text = ""
     for text in texts:
         answered = server.try_route(route, text, key=key)
         # Only an answer without log-probabilities may depend on the text (see _PROBES).
-        lacks_logprobs = route.gives == LOGPROBS and answered.status == 200 and not answered.open
+        lacks_logprobs = (
+            route.gives == LOGPROBS and answered.status == 200 and not answered.open
+        )
         if not lacks_logprobs:
             break
     return answered, text
@@ -280,27 +375,38 @@ def _needed(loaded: Loaded | None) -> int:
     return _MIN_LOGPROBS if loaded is None else anatomy(loaded.model).width + 1
 
 
-def _not_given(exposure: Exposure, attack: str, answered: Answered, reason: str = "") -> Checked:
+def _not_given(
+    exposure: Exposure, attack: str, answered: Answered, reason: str = ""
+) -> Checked:
     """Return the skip of a route that is absent, or that did not answer or failed: unchecked."""
     replied = answered.status not in (0, _FAULT)
     return one_skip(
-        exposure, attack, f"not given: {reason or answered.reason}", unchecked=not replied,
+        exposure,
+        attack,
+        f"not given: {reason or answered.reason}",
+        unchecked=not replied,
         absent=replied and not answered.shut,
-    )  # fmt: skip
+    )
 
 
-def _verdict(route: Route, answered: Answered, loaded: Loaded | None) -> tuple[Status | None, str]:
+def _verdict(
+    route: Route, answered: Answered, loaded: Loaded | None
+) -> tuple[Status | None, str]:
     """Return the status of a route tried without a key, and the reason; None if it is absent."""
     content = answered.content
     if answered.shut:
-        return Status.UNSOLVED, f"asks for a key ({answered.status})"  # tried, nothing given away
+        return (
+            Status.UNSOLVED,
+            f"asks for a key ({answered.status})",
+        )  # tried, nothing given away
     if not answered.open:
         return None, answered.reason
     given = "answers without a key: "
     if route.gives == STATES:
         given += f"{len(content)} rows of {len(content[0])} numbers for {_PROBES[0]!r}"
     elif route.gives == VECTOR:
-        # Whether texts can be read from vectors is checked with the encoder (stores.py).
+        # Whether texts can be read from vectors is checked with the encoder
+        # (stores.py).
         given += f"one vector of {len(content)} numbers for a text"
     elif route.gives == LOGPROBS:
         given += f"{len(content):,} log-probabilities of the next token"
@@ -310,7 +416,9 @@ def _verdict(route: Route, answered: Answered, loaded: Loaded | None) -> tuple[S
         elif len(content) < (needed := _needed(loaded)):
             return Status.NOT_IDENTIFIABLE, f"{given}, where a state needs {needed:,}"
     else:
-        given += "prompts can be saved to a file, which holds their token ids in the clear"
+        given += (
+            "prompts can be saved to a file, which holds their token ids in the clear"
+        )
     return Status.EXPOSED, given
 
 
@@ -333,7 +441,9 @@ def _compare_state(
         return end.status, end.reason, None
     target = Attacked.of(model, loaded.tokenizer)
     top = Captured("hidden", target.parts.layers)
-    ids = torch.tensor([loaded.tokenizer(text)["input_ids"]], device=target.parts.device)
+    ids = torch.tensor(
+        [loaded.tokenizer(text)["input_ids"]], device=target.parts.device
+    )
     with torch.no_grad():
         own = capture(model, top, ids=ids)["values"][0, -1].double().cpu()
     error = float((state - own).norm() / own.norm())
@@ -350,14 +460,16 @@ def _compare_state(
 
 # The last layer, from a server's log-probabilities: its width, and its matrix.
 #
-# Every answer with the whole vocabulary gives one vector in the span of the output matrix, until
-# they span all of it (extract/output_layer.py). That takes hundreds of answers, so the attack runs
-# only if its rule is chosen, with up to `QUERIES` of them, or with a budget. If the server states a
-# width for which these are too few, only a sample is sent, and the reason says how to go on.
+# Every answer with the whole vocabulary gives one vector in the span of the output
+# matrix, until they span all of it (extract/output_layer.py). That takes hundreds of
+# answers, so the attack runs only if its rule is chosen, with up to `QUERIES` of them,
+# or with a budget. If the server states a width for which these are too few, only a
+# sample is sent, and the reason says how to go on.
 
-QUERIES, SAMPLE = 1_024, 64
-# The largest width as a share of the queries: a width of d takes d answers, d/12 to show clearly
-# that singular values drop after the d-th, and a few to check.
+QUERIES = 1_024
+SAMPLE = 64
+# The largest width as a share of the queries: a width of d takes d answers, d/12 to
+# show clearly that singular values drop after the d-th, and a few to check.
 _MAX_WIDTH = 0.9
 REMEDY = (
     "Cap n_probs (20) in a proxy and take logit_bias and post_sampling_probs out of requests, with "
@@ -367,9 +479,13 @@ REMEDY = (
 
 
 def last_layer(
-    server: Server, route: Route, queries: int, ledger: str | Path | None, exposure: Exposure,
+    server: Server,
+    route: Route,
+    queries: int,
+    ledger: str | Path | None,
+    exposure: Exposure,
     track: Track,
-) -> Checked:  # fmt: skip
+) -> Checked:
     """Attack the last layer with at most `queries` answers; skip it if they are not complete."""
     started = time.perf_counter()
     answered, _ = _first_answer(server, route, _PROBES, key=True)
@@ -378,38 +494,56 @@ def last_layer(
     address = server.address or server.url
     with closing(Completions.at(f"{address}{route.path}", server.options)) as oracle:
         count = len(answered.content)
-        if count < (oracle.vocabulary or count):  # an unknown vocabulary counts as complete
+        if count < (
+            oracle.vocabulary or count
+        ):  # an unknown vocabulary counts as complete
             reason = (
                 f"{count} log-probabilities at a time: keyhole extract {server.url} --method "
                 f"output-layer -o top={route.chosen or count} finds out whether clients may choose "
                 "tokens"
             )
             return one_skip(exposure, "OutputLayer", reason)
-        budget = queries if (oracle.width or 0) < _MAX_WIDTH * queries else min(SAMPLE, queries)
+        if (oracle.width or 0) < _MAX_WIDTH * queries:
+            budget = queries
+        else:
+            budget = min(SAMPLE, queries)
         counted = Counted(oracle, budget, track(words.exposure(exposure), budget))
         with ExitStack() as stack:
-            remembered = counted if ledger is None else stack.enter_context(Ledger(counted, ledger))
+            if ledger is None:
+                remembered = counted
+            else:
+                remembered = stack.enter_context(Ledger(counted, ledger))
             result = OutputLayer()(remembered)
     reason = result.reason
     if result.status is Status.BUDGET:
         reason += f"; go on with keyhole extract {server.url} --method output-layer --ledger FILE"
     return one_finding(
-        exposure, "OutputLayer", result.status, reason, REMEDY, started,
-        error=None if result.check is None else result.check.worst, queries=counted.queries,
-        lower_bound=result.lower_bound, known=result.known, sought="last layer",
-    )  # fmt: skip
+        exposure,
+        "OutputLayer",
+        result.status,
+        reason,
+        REMEDY,
+        started,
+        error=None if result.check is None else result.check.worst,
+        queries=counted.queries,
+        lower_bound=result.lower_bound,
+        known=result.known,
+        sought="last layer",
+    )
 
 
 # Vectors as a prompt.
 #
 # The audit sends a text as the embeddings of its tokens. If the answer has the model's
-# log-probabilities for that text, the server computes on any vectors that it is sent: attacks on
-# weights need that, and it is a way past every filter that reads prompts.
+# log-probabilities for that text, the server computes on any vectors that it is sent:
+# attacks on weights need that, and it is a way past every filter that reads prompts.
 
 
 def _own_logprobs(loaded: Loaded, text: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ids of a text (1, n), and the model's own log-probabilities of the next token."""
-    ids = torch.tensor([loaded.tokenizer(text)["input_ids"]], device=anatomy(loaded.model).device)
+    ids = torch.tensor(
+        [loaded.tokenizer(text)["input_ids"]], device=anatomy(loaded.model).device
+    )
     with torch.no_grad():
         return ids, loaded.model(ids).logits[0, -1].double().log_softmax(-1).cpu()
 
@@ -417,7 +551,8 @@ def _own_logprobs(loaded: Loaded, text: str) -> tuple[torch.Tensor, torch.Tensor
 def _rounding_error(loaded: Loaded, count: int) -> float:
     """Return the most that bfloat16 changes the `count` best log-probabilities of some texts.
 
-    They are other texts than the one that is sent, so that the bound is not made to fit.
+    They are other texts than the one that is sent, so that the bound is not made to
+    fit.
     """
     error = 0.0
     for text in _PROBES[1:]:
@@ -428,10 +563,13 @@ def _rounding_error(loaded: Loaded, count: int) -> float:
     return error
 
 
-def takes_vectors(server: Server, loaded: Loaded, exposure: Exposure, track: Track) -> Checked:
+def takes_vectors(
+    server: Server, loaded: Loaded, exposure: Exposure, track: Track
+) -> Checked:
     """Test whether the server takes vectors as a prompt without a key."""
     del track
-    form, started = FORMS[server.kind], time.perf_counter()
+    form = FORMS[server.kind]
+    started = time.perf_counter()
     if head_of(loaded.model) != "causal":
         return one_skip(exposure, "none", _NO_HEAD)
     parts = anatomy(loaded.model)
@@ -443,39 +581,57 @@ def takes_vectors(server: Server, loaded: Loaded, exposure: Exposure, track: Tra
         return one_skip(exposure, "probe", f"not taken: {error.status}")
     except OracleError as error:
         return one_skip(exposure, "probe", str(error), unchecked=True)
-    # Answers have no ids: the largest log-probabilities, in descending order, are compared.
+    # Answers have no ids: the largest log-probabilities, in descending order, are
+    # compared.
     error = float((own.topk(len(answer)).values - answer).abs().max())
     allowed = _TOLERANCE + _rounding_error(loaded, len(answer))
     same = error <= allowed
-    meaning = (
-        "every attack that asks by vectors may begin (keyhole.oracle.VectorPrompts)"
-        if same
-        else "another model, or it computes with something else than the vectors"
-    )
+    if same:
+        meaning = (
+            "every attack that asks by vectors may begin (keyhole.oracle.VectorPrompts)"
+        )
+    else:
+        meaning = "another model, or it computes with something else than the vectors"
     reason = (
         "vectors are taken as a prompt without a key; the best log-probabilities are "
         f"{error:.1e} from the model's own, where bfloat16 allows {allowed:.1e}: {meaning}"
     )
     status = Status.EXPOSED if same else Status.MISMATCH
     return one_finding(
-        exposure, "probe", status, reason, form.remedy, started, error=error,
+        exposure,
+        "probe",
+        status,
+        reason,
+        form.remedy,
+        started,
+        error=error,
         sought="vectors as prompts",
-    )  # fmt: skip
+    )
 
 
 # An endpoint of the Open Inference Protocol that takes texts.
 #
-# Attacks on weights need vectors as inputs, so none is tried. Each kind of answer is judged by the
-# attacks that are known: from a vector for each token the text is read, and from one for a whole
-# text as from those of a store. No known attack reads a few numbers or a label; this does not prove
-# them safe.
+# Attacks on weights need vectors as inputs, so none is tried. Each kind of answer is
+# judged by the attacks that are known: from a vector for each token the text is read,
+# and from one for a whole text as from those of a store. No known attack reads a few
+# numbers or a label; this does not prove them safe.
 
 _SUM_TOLERANCE = 1e-3  # of probabilities, which are rounded and should add up to 1
-_MOST_CLASSES = 32  # more unbounded numbers than this are a vector, not a score for each class
-_ANY_IDS = ((5, 6, 7, 8, 9, 10), (11, 12, 13, 14), (20, 21, 22, 23, 24))  # if no model is given
+_MOST_CLASSES = (
+    32  # more unbounded numbers than this are a vector, not a score for each class
+)
+_ANY_IDS = (
+    (5, 6, 7, 8, 9, 10),
+    (11, 12, 13, 14),
+    (20, 21, 22, 23, 24),
+)  # if no model is given
 _STATES, _LABELS, _CLASSES, _VECTOR, _SCORE = (  # variants of KH-TEXT-ANSWERS
-    "token-vectors", "labels", "classes", "vector", "score",
-)  # fmt: skip
+    "token-vectors",
+    "labels",
+    "classes",
+    "vector",
+    "score",
+)
 _REMEDIES = {
     _STATES: "Return a label, or one vector for the whole text: token vectors are as good as text.",
     _VECTOR: "Guard embeddings like the texts themselves: keyhole audit reads stored ones.",
@@ -525,7 +681,9 @@ class AnswersTarget(Part):
                     progress(number)
         except OracleError as error:
             return one_skip(exposure, "asked", str(error), unchecked=True)
-        return joined(_finding(exposure, name, given, started) for name, given in outputs.items())
+        return joined(
+            _finding(exposure, name, given, started) for name, given in outputs.items()
+        )
 
     def _inputs(self, endpoint: TextEndpoint) -> list[str | Sequence[int]]:
         """Return the texts, or their token ids; a few lists of any ids if the model is unknown."""
@@ -534,20 +692,29 @@ class AnswersTarget(Part):
         max_length = endpoint.length or 512
         if self.loaded is None:
             return [ids[:max_length] for ids in _ANY_IDS[: len(self.texts)]]
-        return [self.loaded.tokenizer(text)["input_ids"][:max_length] for text in self.texts]
+        return [
+            self.loaded.tokenizer(text)["input_ids"][:max_length] for text in self.texts
+        ]
 
 
-def _finding(exposure: Exposure, name: str, outputs: Sequence[Output], started: float) -> Checked:
+def _finding(
+    exposure: Exposure, name: str, outputs: Sequence[Output], started: float
+) -> Checked:
     """Return the finding about one output of an endpoint."""
     kind, what = _kind(name, outputs)
-    reason, readable = f"answers {len(outputs)} texts with {what}", kind in _COMMANDS
+    reason = f"answers {len(outputs)} texts with {what}"
+    readable = kind in _COMMANDS
     return one_finding(
-        replace(exposure, variant=kind, name=name), "asked",
+        replace(exposure, variant=kind, name=name),
+        "asked",
         Status.EXPOSED if readable else Status.NOT_APPLICABLE,
         reason if readable else f"{reason}; no attack reads weights or texts from that",
-        _REMEDIES[kind], started, queries=len(outputs),
-        sought="token states" if kind == _STATES else "answers", command=_COMMANDS.get(kind, ""),
-    )  # fmt: skip
+        _REMEDIES[kind],
+        started,
+        queries=len(outputs),
+        sought="token states" if kind == _STATES else "answers",
+        command=_COMMANDS.get(kind, ""),
+    )
 
 
 def _kind(name: str, outputs: Sequence[Output]) -> tuple[str, str]:
@@ -555,11 +722,16 @@ def _kind(name: str, outputs: Sequence[Output]) -> tuple[str, str]:
     first = outputs[0]
     if first.values is None:
         labels = sorted({label for output in outputs for label in output.labels})
-        return _LABELS, f"labels ({', '.join(repr(label[:20]) for label in labels[:4])})"
+        return (
+            _LABELS,
+            f"labels ({', '.join(repr(label[:20]) for label in labels[:4])})",
+        )
     values = [output.values for output in outputs if output.values is not None]
     if first.datatype and first.datatype not in FLOATS and first.values.numel() == 1:
         return _LABELS, f"the number of a class, in {first.datatype}"
-    rows = torch.cat([value.reshape(-1, value.shape[-1] if value.ndim else 1) for value in values])
+    rows = torch.cat(
+        [value.reshape(-1, value.shape[-1] if value.ndim else 1) for value in values]
+    )
     count = rows.shape[1]
     if first.values.ndim > 1:  # of one text, so not a batch
         return _STATES, f"{count:,} numbers for each token, {_numbers(name, rows)}"
@@ -582,10 +754,16 @@ class _Numbers(StrEnum):
 
 
 def _numbers(name: str, rows: Tensor) -> _Numbers:
-    if bool((rows >= 0).all()) and bool(((rows.sum(1) - 1).abs() <= _SUM_TOLERANCE).all()):
+    if bool((rows >= 0).all()) and bool(
+        ((rows.sum(1) - 1).abs() <= _SUM_TOLERANCE).all()
+    ):
         return _Numbers.PROBABILITIES
-    if bool((rows <= 0).all()) and bool((rows.logsumexp(1).abs() <= _SUM_TOLERANCE).all()):
+    if bool((rows <= 0).all()) and bool(
+        (rows.logsumexp(1).abs() <= _SUM_TOLERANCE).all()
+    ):
         return _Numbers.LOG_PROBABILITIES
-    if rows.shape[1] > 2 and bool(((rows.norm(dim=1) - 1).abs() <= _SUM_TOLERANCE).all()):
+    if rows.shape[1] > 2 and bool(
+        ((rows.norm(dim=1) - 1).abs() <= _SUM_TOLERANCE).all()
+    ):
         return _Numbers.UNIT
     return _Numbers.LOGITS if "logit" in name.lower() else _Numbers.ANY

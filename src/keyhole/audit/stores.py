@@ -1,8 +1,8 @@
 """Checks of a vector store: how many of its texts can be read exactly from their embeddings?
 
-A random sample of the vectors is read back. The attack has the encoder's weights, and counts of a
-corpus, which are made once. The share of texts that were read gives an interval for the whole store
-(`Estimate` in core/finding.py).
+A random sample of the vectors is read back. The attack has the encoder's weights, and
+counts of a corpus, which are made once. The share of texts that were read gives an
+interval for the whole store (`Estimate` in core/finding.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from keyhole.audit.check import Check, Checked, Part, one_finding
-from keyhole.audit.texts import PARTLY, aligned, reading_alone, shortest, special_ids, tokens_read
+from keyhole.audit.texts import (
+    PARTLY,
+    aligned,
+    reading_alone,
+    shortest,
+    special_ids,
+    tokens_read,
+)
 from keyhole.core import Estimate, Finding, Readings, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
@@ -71,11 +78,15 @@ _REMEDY = (
 _NO_ESTIMATE = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.BUDGET)
 _SAME_FOR_ALL = (Status.MISMATCH, Status.NOT_APPLICABLE, Status.NOT_IDENTIFIABLE)
 AT_ONCE = {"cpu": 1, "cuda": 256}  # vectors that one check reads
-# The most runs of the encoder for one text. On a CPU, few texts are read after more of them.
+# The most runs of the encoder for one text. On a CPU, few texts are read after more of
+# them.
 _PASSES = {"cpu": 5_000, "cuda": 1_000_000}
 _TYPICAL = 0.85  # the share of these runs that a text of usual length takes on average
 _COUNTED = 35_000  # tokens that are run to count the corpus that ships with Keyhole
-ORDINARY = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES))  # texts of no store
+ORDINARY = (
+    *demo.TEXTS,
+    *(example.text for example in demo.EXAMPLES),
+)  # texts of no store
 _USUAL_TOKENS = 10  # of a text that the store does not have
 _CHARACTERS = 4  # of a token, on average
 _KNOWN_TEXTS = 8  # from which the pooling is determined
@@ -115,7 +126,13 @@ class StoreTarget(Part):
 
     @classmethod
     def of(
-        cls, store: Store, loaded: Loaded, *, texts: int, known: Sequence[str] = (), seed: int = 0
+        cls,
+        store: Store,
+        loaded: Loaded,
+        *,
+        texts: int,
+        known: Sequence[str] = (),
+        seed: int = 0,
     ) -> StoreTarget:
         """Sample an open store, and determine how its vectors were made."""
         if store.packed is not None and store.packed.dim == anatomy(loaded.model).width:
@@ -126,19 +143,32 @@ class StoreTarget(Part):
         vectors = store.read(rows)
         own_texts = [None] * len(rows) if store.texts is None else store.texts(rows)
         # The shortest texts first, which are read soonest.
-        order = sorted(range(len(rows)), key=lambda number: len(own_texts[number] or ""))
-        rows, vectors = [rows[number] for number in order], vectors[order]
+        order = sorted(
+            range(len(rows)), key=lambda number: len(own_texts[number] or "")
+        )
+        rows = [rows[number] for number in order]
+        vectors = vectors[order]
         own_texts = [own_texts[number] for number in order]
-        max_length = min(encoder_max_length(loaded.name), anatomy(loaded.model).max_length)
+        max_length = min(
+            encoder_max_length(loaded.name), anatomy(loaded.model).max_length
+        )
         pooling = _pooling(store, loaded, vectors, own_texts, known, max_length)
         if pooling.exposure.width is not None:
             pooling = _expect_truncated(store, loaded, pooling)
         return cls(
-            name=store.name, store_identity=store.identity, count=store.count, loaded=loaded,
-            rows=tuple(rows), vectors=vectors, texts=tuple(own_texts), pooling=pooling,
-            max_length=max_length, rounding=store.rounding, note=store.note,
+            name=store.name,
+            store_identity=store.identity,
+            count=store.count,
+            loaded=loaded,
+            rows=tuple(rows),
+            vectors=vectors,
+            texts=tuple(own_texts),
+            pooling=pooling,
+            max_length=max_length,
+            rounding=store.rounding,
+            note=store.note,
             others=store.read(sample(store.count, _RETRIEVED, seed)),
-        )  # fmt: skip
+        )
 
     @property
     def identity(self) -> str:
@@ -160,10 +190,15 @@ class StoreTarget(Part):
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:
         """Return a check for every few vectors, so that a stopped audit keeps what it has read."""
         if self.pooling.error is not None and not self.pooling.sure:
-            reason = f"{self.pooling.reason}; was it another encoder? Name it with --model"
-            mismatch = Finding(EXPOSURE, "", Status.MISMATCH, reason, _REMEDY, sought="text")
+            reason = (
+                f"{self.pooling.reason}; was it another encoder? Name it with --model"
+            )
+            mismatch = Finding(
+                EXPOSURE, "", Status.MISMATCH, reason, _REMEDY, sought="text"
+            )
             return [Check(EXPOSURE, lambda _: Checked((mismatch,)))]
-        count, seconds = len(self.rows), self._seconds_per_token()
+        count = len(self.rows)
+        seconds = self._seconds_per_token()
         step = AT_ONCE[anatomy(self.loaded.model).device.type]
         pooled = self.pooling.exposure
         ready: list[CountedReader] = []
@@ -179,10 +214,20 @@ class StoreTarget(Part):
             end = min(start + step, count)
             run = partial(_check, self.part(start, end), attack)
             name = f"{start + 1}–{end} of {count}" if step > 1 else f"{end} of {count}"
-            checks.append(Check(EXPOSURE, run, name, weight=seconds * self._tokens(start, end)))
-        if against_defences and pooled.normalised and pooled.width is None and not self.rounding:
+            checks.append(
+                Check(EXPOSURE, run, name, weight=seconds * self._tokens(start, end))
+            )
+        if (
+            against_defences
+            and pooled.normalised
+            and pooled.width is None
+            and not self.rounding
+        ):
             d = self.vectors.shape[1]
-            for defence in (*(gaussian_noise(s, d, seed) for s in _NOISE), rounding("binary")):
+            for defence in (
+                *(gaussian_noise(s, d, seed) for s in _NOISE),
+                rounding("binary"),
+            ):
                 name = f"{defence.name}, {defence.strength}"
                 exposure = replace(EXPOSURE, variant="defended", name=name)
                 run = partial(_read_behind, self, exposure, defence, attack)
@@ -202,21 +247,30 @@ class StoreTarget(Part):
             _USUAL_TOKENS if text is None else len(text) // _CHARACTERS
             for text in self.texts[start:end]
         ]
-        # A short text is read early; on a longer one all runs are spent. 3 tokens are special.
-        tokens = sum(min(1.0, length / _USUAL_TOKENS) * (length + 3) for length in lengths)
-        return _TYPICAL * passes * tokens + (0 if start else _COUNTED * effort(attacked))
+        # A short text is read early; on a longer one all runs are spent. 3 tokens are
+        # special.
+        tokens = sum(
+            min(1.0, length / _USUAL_TOKENS) * (length + 3) for length in lengths
+        )
+        return _TYPICAL * passes * tokens + (
+            0 if start else _COUNTED * effort(attacked)
+        )
 
     def _seconds_per_token(self) -> float:
         """Measure how long the encoder takes for a token."""
         encoder = Encoder(self._attacked, self.pooling.exposure, matrix_half())
-        texts = Texts.filled(torch.full((128, 8), len(encoder.table) // 2, device=encoder.device))
+        texts = Texts.filled(
+            torch.full((128, 8), len(encoder.table) // 2, device=encoder.device)
+        )
         seconds = shortest(lambda: encoder.vectors(texts, fast=True))
         return seconds / encoder.framed(texts)[0].numel()
 
     def part(self, start: int, end: int) -> StoreTarget:
         """Return the target with a part of its sample."""
         few = slice(start, end)
-        return replace(self, rows=self.rows[few], vectors=self.vectors[few], texts=self.texts[few])
+        return replace(
+            self, rows=self.rows[few], vectors=self.vectors[few], texts=self.texts[few]
+        )
 
 
 def _expect_truncated(store: Store, loaded: Loaded, pooling: Pooling) -> Pooling:
@@ -233,15 +287,20 @@ def _expect_truncated(store: Store, loaded: Loaded, pooling: Pooling) -> Pooling
     own = embeddings(loaded.model, loaded.tokenizer, some, pooling.exposure)
     if not same_numbers(own, store.read(sample(store.count, _STORE_SAMPLE, 0))):
         raise _another_width(
-            store, loaded, ", which do not look like its first ones", " (or texts of the "
-            "store with --known, which show it)"
-        )  # fmt: skip
+            store,
+            loaded,
+            ", which do not look like its first ones",
+            " (or texts of the store with --known, which show it)",
+        )
     return replace(
-        pooling, reason=f"{pooling.reason}; they vary together as the encoder's first numbers do"
+        pooling,
+        reason=f"{pooling.reason}; they vary together as the encoder's first numbers do",
     )
 
 
-def _another_width(store: Store, loaded: Loaded, but: str = "", fix: str = "") -> InputError:
+def _another_width(
+    store: Store, loaded: Loaded, but: str = "", fix: str = ""
+) -> InputError:
     width = anatomy(loaded.model).width
     return InputError(
         f"{loaded.name} makes vectors of {width} numbers, and those in {store.name} have "
@@ -267,7 +326,9 @@ def _pooling(
     encoder = (loaded.model, loaded.tokenizer)
     agrees = AGREES_QUANTISED if Path(loaded.name).suffix == ".gguf" else AGREES
     alone = partial(loaded.tokenizer, add_special_tokens=False, verbose=False)
-    with_tokens = ((row, text) for row, text in enumerate(texts) if text and alone(text).input_ids)
+    with_tokens = (
+        (row, text) for row, text in enumerate(texts) if text and alone(text).input_ids
+    )
     own_texts = dict(islice(with_tokens, _KNOWN_TEXTS))
 
     def by_texts(prefixes: Sequence[str]) -> Pooling:
@@ -285,9 +346,10 @@ def _pooling(
     guess = from_settings(loaded.name, many, width)
     guess = guess or from_statistics(*encoder, ORDINARY, many, width)
     prefix = likely_prefix(*encoder, ORDINARY, many, guess.exposure)
-    reason = (
-        f'{guess.reason}; texts seem to begin with "{prefix.strip()}"' if prefix else guess.reason
-    )
+    if prefix:
+        reason = f'{guess.reason}; texts seem to begin with "{prefix.strip()}"'
+    else:
+        reason = guess.reason
     return replace(guess, prefix=prefix, reason=reason)
 
 
@@ -301,10 +363,17 @@ def quick(method: CountedReader, loaded: Loaded) -> CountedReader:
 def readings_in(findings: Iterable[Finding]) -> list[Reading]:
     """Return the texts that were read as they are stored, not behind a defence."""
     stored = (each for each in findings if each.exposure == EXPOSURE)
-    return [reading for each in stored for cell in each.texts[:1] for reading in cell.readings]
+    return [
+        reading
+        for each in stored
+        for cell in each.texts[:1]
+        for reading in cell.readings
+    ]
 
 
-def merged(store: StoreTarget | None, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+def merged(
+    store: StoreTarget | None, findings: Sequence[Finding]
+) -> tuple[Finding, ...]:
     """Return the findings, with those about parts of a store's sample merged into one."""
 
     def is_part(finding: Finding) -> bool:
@@ -320,27 +389,41 @@ def _merged(store: StoreTarget, parts: Sequence[Finding]) -> Finding:
     result = replace(parts[0].texts[0], readings=tuple(readings_in(parts)))
     status = _status(result, [part.status for part in parts])
     count = len(result.readings)
-    estimate, summary = None, parts[0].reason
+    estimate = None
+    summary = parts[0].reason
     if status is Status.BUDGET:
-        summary = f"none of the {count} texts tried was read: {NOT_ARRIVED}; {LEARN_MORE}"
+        summary = (
+            f"none of the {count} texts tried was read: {NOT_ARRIVED}; {LEARN_MORE}"
+        )
     if status not in _NO_ESTIMATE:
         estimate = Estimate.of(result.exact, count, store.count)
-        summary = str(estimate) if result.exact == count else f"{estimate}; {LEARN_MORE}"
+        if result.exact == count:
+            summary = str(estimate)
+        else:
+            summary = f"{estimate}; {LEARN_MORE}"
     notes = (summary, store.pooling.reason, store.note, store.method.note)
     return replace(
-        parts[0], status=status, reason="; ".join(filter(None, notes)), estimate=estimate,
-        seconds=sum(part.seconds for part in parts), queries=count, known=result.known,
+        parts[0],
+        status=status,
+        reason="; ".join(filter(None, notes)),
+        estimate=estimate,
+        seconds=sum(part.seconds for part in parts),
+        queries=count,
+        known=result.known,
         texts=(result,),
-    )  # fmt: skip
+    )
 
 
 # One check: a part of the sample is read.
 #
-# If the store still has the texts, what was read is compared with them. If not, a text counts as
-# read if the encoder gives the same vector for it (recover/embeddings/judge.py).
+# If the store still has the texts, what was read is compared with them. If not, a text
+# counts as read if the encoder gives the same vector for it
+# (recover/embeddings/judge.py).
 
 
-def _check(part: StoreTarget, attack: Callable[[Track], CountedReader], track: Track) -> Checked:
+def _check(
+    part: StoreTarget, attack: Callable[[Track], CountedReader], track: Track
+) -> Checked:
     return read(replace(part, method=attack(track)), track)
 
 
@@ -350,11 +433,15 @@ def read(part: StoreTarget, track: Track) -> Checked:
     pooled = part.pooling.exposure
     leaks = [
         Pooled(
-            vector, pooled.pooling, pooled.normalised, width=pooled.width, unit=pooled.unit,
+            vector,
+            pooled.pooling,
+            pooled.normalised,
+            width=pooled.width,
+            unit=pooled.unit,
             **part.rounding,
         )
         for vector in part.vectors
-    ]  # fmt: skip
+    ]
     progress = track(words.exposure(EXPOSURE), total=len(leaks))
     found: dict[int, TextRecovery] = {}
     for number, recovery in recovering(
@@ -367,9 +454,17 @@ def read(part: StoreTarget, track: Track) -> Checked:
     status = _status(result, [recovery.status for recovery in recoveries])
     first = recoveries[0]
     return one_finding(
-        EXPOSURE, first.method, status, first.reason, _REMEDY, started, queries=len(leaks),
-        known=result.known, sought="text", texts=(result,),
-    )  # fmt: skip
+        EXPOSURE,
+        first.method,
+        status,
+        first.reason,
+        _REMEDY,
+        started,
+        queries=len(leaks),
+        known=result.known,
+        sought="text",
+        texts=(result,),
+    )
 
 
 def _status(result: Readings, statuses: Sequence[Status]) -> Status:
@@ -384,19 +479,23 @@ def _status(result: Readings, statuses: Sequence[Status]) -> Status:
 
 def _readings(part: StoreTarget, recoveries: Sequence[TextRecovery]) -> Readings:
     """Return what was read from each vector of a part."""
-    readings = tuple(_reading(part, place, recovery) for place, recovery in enumerate(recoveries))
+    readings = tuple(
+        _reading(part, place, recovery) for place, recovery in enumerate(recoveries)
+    )
     return Readings("pooled", anatomy(part.loaded.model).layers, "as stored", readings)
 
 
 def _reading(part: StoreTarget, place: int, recovery: TextRecovery) -> Reading:
     """Return what was read from one vector, compared with the store's own text if it has one."""
-    tokenizer, text = part.loaded.tokenizer, part.texts[place]
+    tokenizer = part.loaded.tokenizer
+    text = part.texts[place]
     similarity = _similarity(part, place, recovery)
     if text is None or not text.strip():
         note = f"vector {part.rows[place]}: the store has no text of it"
         return reading_alone(tokenizer, recovery, note, similarity)
     original = Original.of(tokenizer, part.pooling.prefix + text, part.max_length)
-    tokens, special = tokens_read(tokenizer, recovery), special_ids(tokenizer)
+    tokens = tokens_read(tokenizer, recovery)
+    special = special_ids(tokenizer)
     truth = [id_ for id_ in original.ids if id_ not in special]
     common = (Counter(id_ for _, _, id_ in tokens) & Counter(truth)).total()
     return Reading(
@@ -406,7 +505,9 @@ def _reading(part: StoreTarget, place: int, recovery: TextRecovery) -> Reading:
         verified=recovery.verified,
         note="; ".join(original.notes),
         tokens=len(truth),
-        overlap=2 * common / max(1, len(tokens) + len(truth)),  # F1 of the tokens as multisets
+        overlap=2
+        * common
+        / max(1, len(tokens) + len(truth)),  # F1 of the tokens as multisets
         similarity=similarity,
     )
 
@@ -418,30 +519,44 @@ def _similarity(part: StoreTarget, place: int, recovery: TextRecovery) -> float 
     model = part.loaded.model
     ids = torch.tensor([recovery.ids], device=anatomy(model).device)
     with torch.no_grad():
-        vector = capture(model, part.pooling.exposure, ids=ids)["values"][0].cpu().double()
-    return float(torch.cosine_similarity(vector, part.vectors[place].cpu().double(), dim=0))
+        vector = (
+            capture(model, part.pooling.exposure, ids=ids)["values"][0].cpu().double()
+        )
+    return float(
+        torch.cosine_similarity(vector, part.vectors[place].cpu().double(), dim=0)
+    )
 
 
 def _read_behind(
-    target: StoreTarget, exposure: Exposure, defence: Defence,
-    attack: Callable[[Track], CountedReader], track: Track,
-) -> Checked:  # fmt: skip
+    target: StoreTarget,
+    exposure: Exposure,
+    defence: Defence,
+    attack: Callable[[Track], CountedReader],
+    track: Track,
+) -> Checked:
     """Read some vectors behind a defence, and measure what it costs retrieval."""
-    method, part = attack(track), target.part(0, _BEHIND_DEFENCES)
+    method = attack(track)
+    part = target.part(0, _BEHIND_DEFENCES)
     started = time.perf_counter()
-    pooled, vectors = part.pooling.exposure, part.vectors.float()
+    pooled = part.pooling.exposure
+    vectors = part.vectors.float()
     about = (pooled.pooling, pooled.normalised)
     stored = defence.keep(vectors).float().cpu()
     leaks = [Pooled(vector, *about, **defence.stated) for vector in stored]
-    model, tokenizer = part.loaded.model, part.loaded.tokenizer
+    model = part.loaded.model
+    tokenizer = part.loaded.tokenizer
     recoveries = recover_texts(model, tokenizer, leaks, method=method)
     result = _readings(part, recoveries)
     others = vectors if target.others is None else target.others.float()
     queries, docs = others.tensor_split([-(-len(others) // 10)])
-    count, lost = len(recoveries), 1 - recall(docs, defence.keep(docs), queries, queries)
+    count = len(recoveries)
+    lost = 1 - recall(docs, defence.keep(docs), queries, queries)
     status = _status(result, [recovery.status for recovery in recoveries])
     status = Status.UNSOLVED if status is Status.BUDGET else status
-    which = "" if count == len(target.rows) else f", the shortest of the {len(target.rows)} tried,"
+    if count == len(target.rows):
+        which = ""
+    else:
+        which = f", the shortest of the {len(target.rows)} tried,"
     reason = f"{result.exact} of {count} texts{which} were read exactly, and recall@{NEAREST} "
     reason += (
         f"falls by {lost:.1%} (of {len(queries)} queries among {len(docs)} vectors of the store)"
@@ -449,6 +564,14 @@ def _read_behind(
         else "needs a store of two vectors or more"
     )
     return one_finding(
-        exposure, recoveries[0].method, status, reason, _REMEDY, started, queries=count,
-        known=result.known, sought="text", texts=(result,),
-    )  # fmt: skip
+        exposure,
+        recoveries[0].method,
+        status,
+        reason,
+        _REMEDY,
+        started,
+        queries=count,
+        known=result.known,
+        sought="text",
+        texts=(result,),
+    )

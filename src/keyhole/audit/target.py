@@ -1,10 +1,12 @@
 """Targets of an audit: a `Target` is open and consists of parts, which make its checks.
 
-The parts are endpoints (endpoints.py), models with texts (`ModelPart`), vector stores (stores.py),
-leaks (texts.py), servers of language models and endpoints that take texts (servers.py).
+The parts are endpoints (endpoints.py), models with texts (`ModelPart`), vector stores
+(stores.py), leaks (texts.py), servers of language models and endpoints that take texts
+(servers.py).
 
-A `NamedTarget` is a name with options, small enough to be sent to another process. Its `open` is
-the one place where a name becomes a target; keyhole/target.py tells the kind of a name.
+A `NamedTarget` is a name with options, small enough to be sent to another process. Its
+`open` is the one place where a name becomes a target; keyhole/target.py tells the kind
+of a name.
 """
 
 from __future__ import annotations
@@ -70,12 +72,17 @@ class ModelPart(Part):
 
     @property
     def settings(self) -> dict[str, Any]:
-        target, hardened = self.target, self.target.hardened
+        target = self.target
+        hardened = self.target.hardened
         examples = [asdict(example) for example in target.examples]
         return {
             "weights": identity(target.loaded.model, head=True),
-            "hardened model": None if hardened is None else identity(hardened.model, head=True),
-            "layers": target.layers if target.layers in (None, "all") else list(target.layers),
+            "hardened model": None
+            if hardened is None
+            else identity(hardened.model, head=True),
+            "layers": target.layers
+            if target.layers in (None, "all")
+            else list(target.layers),
             "precisions": list(target.precisions),
             "texts": len(target.texts),
             "examples": len(examples),
@@ -85,7 +92,8 @@ class ModelPart(Part):
         }
 
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:
-        model, states = self.target.loaded.model, self.target.encoder
+        model = self.target.loaded.model
+        states = self.target.encoder
         is_decoder = states is not None
         try:
             with nullcontext() if states is None else behind(model, states):
@@ -98,30 +106,41 @@ class ModelPart(Part):
         if not is_decoder:
             families += [gradients.checks, flips.checks]
             families += [defences.model_checks] if against_defences else []
-        return [check for family in families for check in family(self.name, self.target, seed)]
+        return [
+            check
+            for family in families
+            for check in family(self.name, self.target, seed)
+        ]
 
 
 def _model_parts(subject: TextTarget) -> tuple[ModelPart, ...]:
     """Return a part for the model, and for an encoder-decoder model one for the decoder.
 
-    The decoder is run with the encoder's states of the first text, or with random states if the
-    encoder does not read text: the attacker has them, whatever they are.
+    The decoder is run with the encoder's states of the first text, or with random
+    states if the encoder does not read text: the attacker has them, whatever they are.
     """
-    part, model = ModelPart("", subject), subject.loaded.model
+    part = ModelPart("", subject)
+    model = subject.loaded.model
     if not is_pair(model):
         return (part,)
     encoder = encoder_of(model)
     try:
         parts = anatomy(model)
-        ids = subject.loaded.tokenizer(subject.texts[0])["input_ids"][: parts.max_length]
+        ids = subject.loaded.tokenizer(subject.texts[0])["input_ids"][
+            : parts.max_length
+        ]
         with torch.no_grad():
             output = encoder(input_ids=torch.tensor([ids], device=parts.device))
         states = output.last_hidden_state[0]
     except InputError:
         width = int(cast("Any", encoder).config.hidden_size)
-        states = torch.randn(_RANDOM_STATES, width, generator=torch.Generator().manual_seed(0))
+        states = torch.randn(
+            _RANDOM_STATES, width, generator=torch.Generator().manual_seed(0)
+        )
     loaded = replace(subject.loaded, model=decoder_of(model))
-    decoder = replace(subject, loaded=loaded, encoder=states, examples=(), hardened=None)
+    decoder = replace(
+        subject, loaded=loaded, encoder=states, examples=(), hardened=None
+    )
     return part, ModelPart(DECODER, decoder)
 
 
@@ -144,22 +163,33 @@ class Target:
 
     @property
     def endpoints(self) -> dict[str, Oracle]:
-        return {part.name: part.oracle for part in self.parts if isinstance(part, EndpointPart)}
+        return {
+            part.name: part.oracle
+            for part in self.parts
+            if isinstance(part, EndpointPart)
+        }
 
     @property
     def models(self) -> dict[str, TextTarget]:
-        return {part.name: part.target for part in self.parts if isinstance(part, ModelPart)}
+        return {
+            part.name: part.target for part in self.parts if isinstance(part, ModelPart)
+        }
 
     @property
     def store(self) -> StoreTarget | None:
-        return next((part for part in self.parts if isinstance(part, StoreTarget)), None)
+        return next(
+            (part for part in self.parts if isinstance(part, StoreTarget)), None
+        )
 
     @property
     def has_server(self) -> bool:
         """Whether a part is a server, whose answers are worth keeping."""
         return any(
             isinstance(part, ServerTarget)
-            or (isinstance(part, EndpointPart) and getattr(part.oracle, "may_change", False))
+            or (
+                isinstance(part, EndpointPart)
+                and getattr(part.oracle, "may_change", False)
+            )
             for part in self.parts
         )
 
@@ -185,7 +215,8 @@ class Target:
 
 
 def target_of(
-    target: Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target, name: str = ""
+    target: Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target,
+    name: str = "",
 ) -> Target:
     """Return as a target what has no name to open: an oracle, several, or a model with texts."""
     if isinstance(target, Target):
@@ -243,8 +274,13 @@ class NamedTarget:
     def fingerprint(self) -> str:
         """Return a digest that changes with the target's files, from their sizes and times."""
         named = (getattr(self.options, name) for name in _FILE_OPTIONS)
-        files = [*self._own_files(), *(file for name in named if name for file in _files(name))]
-        times = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        files = [
+            *self._own_files(),
+            *(file for name in named if name for file in _files(name)),
+        ]
+        times = [
+            (str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files
+        ]
         return digest(self.name, repr(self), times)
 
     @property
@@ -258,7 +294,8 @@ class NamedTarget:
         return _files(self.place) or _files(self.place.partition(":")[2])
 
     def open(self) -> Target:
-        options, public = self.options, without_password(self.name)
+        options = self.options
+        public = without_password(self.name)
         expect_device(options.device)
         kind = expect_fitting(self.name, self.place, options)
         if kind is TargetKind.SERVER:
@@ -277,29 +314,46 @@ class NamedTarget:
         return Target(describe(self.name, oracle), (EndpointPart("", oracle),))
 
     def _with_texts(
-        self, loaded: Loaded, examples: Sequence[Example] = (), about: str = "",
+        self,
+        loaded: Loaded,
+        examples: Sequence[Example] = (),
+        about: str = "",
         hardened: Loaded | None = None,
-    ) -> TextTarget:  # fmt: skip
+    ) -> TextTarget:
         """Return a model with the texts of --data, also as examples if it is a classifier.
 
         Without --data: with the texts that ship with Keyhole, and the given examples.
         """
-        options, texts, notes = self.options, self._texts(), demo.NOTES
+        options = self.options
+        texts = self._texts()
+        notes = demo.NOTES
         if options.data is not None:
-            examples, about, notes = (), "", ()
+            examples = ()
+            about = ""
+            notes = ()
             if head_of(loaded.model) == "classification":
                 examples = read_examples(
-                    options.data, text=options.column or (), label=options.label or "label",
-                    names=class_names(loaded.model.config), limit=options.flips,
+                    options.data,
+                    text=options.column or (),
+                    label=options.label or "label",
+                    names=class_names(loaded.model.config),
+                    limit=options.flips,
                     labelled=options.label is not None,
-                )  # fmt: skip
+                )
         return TextTarget(
-            loaded, texts, options.layers, examples=examples, hardened=hardened, about=about,
-            notes=notes, corpus=corpus_file(options.corpus),
-        )  # fmt: skip
+            loaded,
+            texts,
+            options.layers,
+            examples=examples,
+            hardened=hardened,
+            about=about,
+            notes=notes,
+            corpus=corpus_file(options.corpus),
+        )
 
     def _texts(self) -> list[str]:
-        options, count = self.options, self.options.texts or TEXTS_OF_A_MODEL
+        options = self.options
+        count = self.options.texts or TEXTS_OF_A_MODEL
         if options.data is None:
             return list(demo.TEXTS[:count])
         return read_texts(options.data, options.column, count)
@@ -307,12 +361,17 @@ class NamedTarget:
     @property
     def _loading(self) -> dict[str, Any]:
         """The options for loading any model."""
-        return {"device": self.options.device, "allow_pickle": self.options.allow_pickle}
+        return {
+            "device": self.options.device,
+            "allow_pickle": self.options.allow_pickle,
+        }
 
     def _open_model(self) -> Target:
         task = task_of(self.place)
         head = "base" if task == "choice" else task
-        loaded = replace(load_model(self.place, task=head, **self._loading), name=self.name)
+        loaded = replace(
+            load_model(self.place, task=head, **self._loading), name=self.name
+        )
         return Target(self.name, _model_parts(self._with_texts(loaded)))
 
     def _open_demo(self) -> Target:
@@ -324,7 +383,9 @@ class NamedTarget:
             loaded = demo.load_demo("classification", device)
         except MissingExtra as missing:
             exposure = Exposure(NOT_CHECKED, "demo")
-            skip = Skip(exposure, "–", str(missing), unchecked=True, extra=missing.extra)
+            skip = Skip(
+                exposure, "–", str(missing), unchecked=True, extra=missing.extra
+            )
             return Target(name, endpoints, (skip,))
         hardened = demo.load_demo("classification", device, hardened=True)
         examples = demo.EXAMPLES[: self.options.flips]
@@ -336,17 +397,27 @@ class NamedTarget:
         loaded = self._given_model()
         server = Server.at(self.place, self.options.endpoint.only_connecting(what))
         reason = "give --model to read it back"
-        skips = () if loaded else (Skip(Exposure(NOT_CHECKED, "routes"), "none", reason),)
+        if loaded:
+            skips = ()
+        else:
+            skips = (Skip(Exposure(NOT_CHECKED, "routes"), "none", reason),)
         name = f"{server.kind or 'a server'} at {server.url}"
         options = self.options
         part = ServerTarget(
-            name, server, loaded, self._texts(), options.probe_only, options.budget, options.only
+            name,
+            server,
+            loaded,
+            self._texts(),
+            options.probe_only,
+            options.budget,
+            options.only,
         )
         return Target(name, (part,), skips)
 
     def _open_remote_endpoint(self, public: str) -> Target:
         """Open an endpoint that takes vectors, or one that takes texts."""
-        options, what = self.options, f"the endpoint {public}"
+        options = self.options
+        what = f"the endpoint {public}"
         try:
             oracle = open_endpoint(
                 self.place, options=options.endpoint, authorized=options.authorized
@@ -354,10 +425,14 @@ class NamedTarget:
         except TakesTexts as end:
             base, model = server_and_model(self.place)
             refuse(options, what, "known", "corpus", "against_defences")
-            part = AnswersTarget(base, model, options.endpoint, self._given_model(), self._texts())
+            part = AnswersTarget(
+                base, model, options.endpoint, self._given_model(), self._texts()
+            )
             return Target(f"{model}, which takes {end.what} ({public})", (part,))
         refuse(options, what, "model", "known", "corpus", "data", "column")
-        return Target(describe(self.name, oracle), (EndpointPart("", oracle, observed=True),))
+        return Target(
+            describe(self.name, oracle), (EndpointPart("", oracle, observed=True),)
+        )
 
     def _given_model(self) -> Loaded | None:
         """Load the model of --model with its head; None if none is given."""
@@ -371,7 +446,9 @@ class NamedTarget:
         model = cast("str", self.options.model)
         loaded, opened = open_leaks(model, self.place, **self._loading)
         leaks = [
-            replace(leak, name=f"{Path(self.name).name}{leak.name.removeprefix(self.place)}")
+            replace(
+                leak, name=f"{Path(self.name).name}{leak.name.removeprefix(self.place)}"
+            )
             for leak in opened
         ]
         return Target(self.name, (LeakTarget(self.name, loaded, leaks),))
@@ -387,19 +464,29 @@ class NamedTarget:
         encoder = cast("str", options.model)
         with open_store(self.place, known, shown=self.name) as store:
             subject = StoreTarget.of(
-                store, demo.open_model(encoder, **self._loading),
-                texts=options.texts or TEXTS_OF_A_STORE, known=known, seed=options.seed,
-            )  # fmt: skip
+                store,
+                demo.open_model(encoder, **self._loading),
+                texts=options.texts or TEXTS_OF_A_STORE,
+                known=known,
+                seed=options.seed,
+            )
         subject = replace(subject, method=quick(method, subject.loaded))
         return Target(f"{store.name}, read with {subject.loaded.name}", (subject,))
 
 
 def open_target(name: str, options: AuditOptions | None = None, **more: Any) -> Target:
     """Open the target of this name; options may also be given as keywords."""
-    return NamedTarget(name, AuditOptions(**more) if options is None else options).open()
+    return NamedTarget(
+        name, AuditOptions(**more) if options is None else options
+    ).open()
 
 
-_FILE_OPTIONS = ("model", "data", "known", "corpus")  # a model may also be a name on the hub
+_FILE_OPTIONS = (
+    "model",
+    "data",
+    "known",
+    "corpus",
+)  # a model may also be a name on the hub
 
 
 def absolute(options: AuditOptions, folder: str | Path) -> AuditOptions:
@@ -417,7 +504,9 @@ def _files(name: str) -> list[Path]:
     path = Path(name)
     if not name or not exists(path):
         return []
-    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if file.is_file())
+    return [path]
 
 
 def corpus_file(file: str | None) -> Path | None:

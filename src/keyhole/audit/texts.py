@@ -1,11 +1,12 @@
 """Checks of text: how much of it can be read from each exposure of a model with public weights?
 
-The auditor runs the model on texts and takes what would leak, in float32 and in the precisions of
-real leaks. The attack gets the model and the leak, nothing else. The auditor knows the texts and
-compares them with what was read, so that a wrong claim of the judge would show.
+The auditor runs the model on texts and takes what would leak, in float32 and in the
+precisions of real leaks. The attack gets the model and the leak, nothing else. The
+auditor knows the texts and compares them with what was read, so that a wrong claim of
+the judge would show.
 
-recover/registry.py lists which attack is tried on which kind of leak, and at which layers. A file
-that holds leaks is a target of its own (`LeakTarget`).
+recover/registry.py lists which attack is tried on which kind of leak, and at which
+layers. A file that holds leaks is a target of its own (`LeakTarget`).
 """
 
 from __future__ import annotations
@@ -57,12 +58,19 @@ from keyhole.recover.simulate import MAX_LENGTH, degrade, leak_of
 from keyhole.recover.texts import LEARN_MORE, NOT_ARRIVED
 from keyhole.report import words
 
-PARTLY = 0.5  # the share of right tokens from which on a text counts as recovered in part
-# How long a check takes, as seconds plus passes of 512 tokens: measured on the demo's classifier
-# and on MiniLM. For hidden states it is multiplied by the number of layers.
+PARTLY = (
+    0.5  # the share of right tokens from which on a text counts as recovered in part
+)
+# How long a check takes, as seconds plus passes of 512 tokens: measured on the demo's
+# classifier and on MiniLM. For hidden states it is multiplied by the number of layers.
 _HIDDEN_TIME = (0.2, 22)
-_TIMES = {"maps": (5.0, 20), "attention": (5.0, 10), "kv": (0.5, 95), "pooled": (3.0, 270),
-          "logits": (3.0, 270)}  # fmt: skip
+_TIMES = {
+    "maps": (5.0, 20),
+    "attention": (5.0, 10),
+    "kv": (0.5, 95),
+    "pooled": (3.0, 270),
+    "logits": (3.0, 270),
+}
 _RUNS = 4  # of a pass, to time it
 _SECONDS_PER_WEIGHT = 6e-9  # for 512 tokens on two cores, about
 _MAX_NOTES = 3  # notes of texts that a reason repeats
@@ -76,7 +84,8 @@ class TextTarget:
     - `notes`: short texts in addition, for attacks that read only such texts.
     - `corpus`: a file of similar texts, for attacks that learn from one.
     - `examples`: what a classifier's predictions are flipped on; by default the texts. `about` says
-      how they were chosen. `hardened` is the same model trained against flips, for comparison.
+      how they were chosen. `hardened` is the same model trained against flips, for
+      comparison.
     - `encoder`: states (m, e) of an encoder; then the model is its decoder.
     """
 
@@ -95,7 +104,9 @@ class TextTarget:
         if not self.texts:
             raise InputError("there are no texts to read back: give one or more")
         if not self.precisions or not set(self.precisions) <= set(PRECISIONS):
-            raise InputError(f"precisions must be one or more of {', '.join(PRECISIONS)}")
+            raise InputError(
+                f"precisions must be one or more of {', '.join(PRECISIONS)}"
+            )
 
     @cached_property
     def seconds(self) -> float:
@@ -111,10 +122,14 @@ def seconds_of(model: Any) -> float:
     try:
         parts = anatomy(model)
     except InputError:
-        return _SECONDS_PER_WEIGHT * sum(weight.numel() for weight in model.parameters())
+        return _SECONDS_PER_WEIGHT * sum(
+            weight.numel() for weight in model.parameters()
+        )
     ids = torch.full((32, 16), 1, device=parts.device)
     with torch.no_grad():
-        return shortest(lambda: capture(model, Captured("hidden", parts.layers), ids=ids))
+        return shortest(
+            lambda: capture(model, Captured("hidden", parts.layers), ids=ids)
+        )
 
 
 def shortest(run: Callable[[], object]) -> float:
@@ -133,7 +148,11 @@ def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
                 try:
                     Captured(row.kind, layer or 0).block(parts)
                 except InputError as error:  # this model does not have it
-                    skip = Skip(replace(row.exposure, layer=layer, part=part), "none", str(error))
+                    skip = Skip(
+                        replace(row.exposure, layer=layer, part=part),
+                        "none",
+                        str(error),
+                    )
                     checks.append(skipped_check(skip))
                 else:
                     checks.append(_check_of(row, layer, part, name, target, seed))
@@ -150,7 +169,9 @@ def _check_of(
     run = partial(_check, row, attack, exposure, target, seed)
     times = 1 if row.kind in _TIMES else 1 + (layer or 0)
     seconds, passes = _TIMES.get(row.kind, _HIDDEN_TIME)
-    return Check(exposure, run, name, weight=times * (seconds + passes * target.seconds))
+    return Check(
+        exposure, run, name, weight=times * (seconds + passes * target.seconds)
+    )
 
 
 def checks_of(
@@ -158,7 +179,8 @@ def checks_of(
 ) -> list[Check]:
     """Return the checks of one exposure in one precision, by the attacks that an audit tries.
 
-    If an audit tries none, by those that learn from the target's corpus, or else by the first.
+    If an audit tries none, by those that learn from the target's corpus, or else by the
+    first.
     """
     parts = anatomy(target.loaded.model)
     leak.block(parts)  # raises if there is no such layer
@@ -173,11 +195,19 @@ def checks_of(
         reason = f"no attack reads it of {'a causal model' if parts.causal else 'an encoder'}"
         exposure = replace(exposure_of(leak.kind), layer=layer)
         return [skipped_check(Skip(exposure, "none", reason))]
-    learning = [pair for pair in reading if target.corpus and "corpus" in ATTACKS[pair[0]].options]
-    tried = [pair for pair in reading if pair[1].layers(parts)] or learning or reading[:1]
+    learning = [
+        pair
+        for pair in reading
+        if target.corpus and "corpus" in ATTACKS[pair[0]].options
+    ]
+    tried = (
+        [pair for pair in reading if pair[1].layers(parts)] or learning or reading[:1]
+    )
     target = replace(target, precisions=(precision,))
     return [
-        _check_of(replace(row, precisions=(precision,)), layer, part, name, target, seed)
+        _check_of(
+            replace(row, precisions=(precision,)), layer, part, name, target, seed
+        )
         for name, row in tried
     ]
 
@@ -191,19 +221,27 @@ def _attacks_by_kind() -> list[tuple[str, Row]]:
 
 def exposure_of(kind: str) -> Exposure:
     """Return what a kind of leak exposes."""
-    return next(row.exposure for _, row in ATTACKS.rows() if row.kind == kind and not row.permuted)
+    return next(
+        row.exposure
+        for _, row in ATTACKS.rows()
+        if row.kind == kind and not row.permuted
+    )
 
 
 def _skips(parts: Anatomy) -> list[Skip]:
     """Return what no attack reads of such a model, and what takes longer than an audit."""
     model = "a causal model" if parts.causal else "an encoder"
-    rows = [row for _, row in ATTACKS.rows() if row.kind in KINDS]  # no model gives the others
+    rows = [
+        row for _, row in ATTACKS.rows() if row.kind in KINDS
+    ]  # no model gives the others
     exposures = {row.kind: row.exposure for row in rows if not row.permuted}
     if not parts.causal:
         exposures.pop("logits", None)  # an encoder has none
     skips: list[Skip] = []
     for kind, exposure in exposures.items():
-        reading = [row for row in rows if (row.kind, row.causal) == (kind, parts.causal)]
+        reading = [
+            row for row in rows if (row.kind, row.causal) == (kind, parts.causal)
+        ]
         if not reading:
             skips.append(Skip(exposure, "none", f"no attack reads it of {model}"))
         elif not any(row.layers(parts) for row in reading):
@@ -214,13 +252,22 @@ def _skips(parts: Anatomy) -> list[Skip]:
 
 
 def _check(
-    row: Row, attack: Attack, exposure: Exposure, target: TextTarget, seed: int, track: Track
+    row: Row,
+    attack: Attack,
+    exposure: Exposure,
+    target: TextTarget,
+    seed: int,
+    track: Track,
 ) -> Checked:
-    model, tokenizer = target.loaded.model, target.loaded.tokenizer
+    model = target.loaded.model
+    tokenizer = target.loaded.tokenizer
     started = time.perf_counter()
     leaking = Captured(row.kind, exposure.layer or 0)
     texts = [*target.texts, *(target.notes if row.short else ())]
-    exact = [leak_of(model, tokenizer, text, leaking, encoder=target.encoder) for text in texts]
+    exact = [
+        leak_of(model, tokenizer, text, leaking, encoder=target.encoder)
+        for text in texts
+    ]
     parts = anatomy(model)
     max_length = min(MAX_LENGTH, parts.max_length)
     originals = [Original.of(tokenizer, text, max_length) for text in texts]
@@ -229,25 +276,39 @@ def _check(
     results: list[Readings] = []
     first: list[TextRecovery] = []
     for precision in [name for name in row.precisions if name in target.precisions]:
-        leaks = [_degraded(leak, precision, seed + number) for number, leak in enumerate(exact)]
+        leaks = [
+            _degraded(leak, precision, seed + number)
+            for number, leak in enumerate(exact)
+        ]
         progress = track(f"{words.exposure(exposure)}, {precision}")
-        recoveries = recover_texts(model, tokenizer, leaks, method=attack, progress=progress)
+        recoveries = recover_texts(
+            model, tokenizer, leaks, method=attack, progress=progress
+        )
         readings = readings_of(tokenizer, originals, recoveries)
         chance = None
         if not results:
             first = recoveries
             chance = share_by_chance(tokenizer, originals, recoveries, max_length)
         results.append(Readings(row.kind, layer, precision, readings, chance))
-    status, reason = verdict(results, attack.note if isinstance(attack, CountedReader) else "")
+    status, reason = verdict(
+        results, attack.note if isinstance(attack, CountedReader) else ""
+    )
     if status is Status.UNSOLVED:
         status, reason = unread(first, reason)
     if row.short and target.notes:
         reason = f"{reason}; {len(target.notes)} of the texts are short ones, chosen to show it"
     return one_finding(
-        exposure, type(attack).__name__ if results else "", status, reason, row.remedy, started,
-        queries=len(texts), known=results[0].known if results else 0.0, sought="text",
+        exposure,
+        type(attack).__name__ if results else "",
+        status,
+        reason,
+        row.remedy,
+        started,
+        queries=len(texts),
+        known=results[0].known if results else 0.0,
+        sought="text",
         texts=tuple(results),
-    )  # fmt: skip
+    )
 
 
 def unread(recoveries: Sequence[TextRecovery], reason: str) -> tuple[Status, str]:
@@ -285,15 +346,22 @@ def tokens_read(tokenizer: Any, recovery: TextRecovery) -> list[Token]:
 
 
 def reading_alone(
-    tokenizer: Any, recovery: TextRecovery, note: str = "", similarity: float | None = None
+    tokenizer: Any,
+    recovery: TextRecovery,
+    note: str = "",
+    similarity: float | None = None,
 ) -> Reading:
     """Return what was read of an unknown text: a verified token counts as right."""
     tokens = tokens_read(tokenizer, recovery)
     return Reading(
-        original="", pieces=tuple(Piece(piece, mark.value, None) for piece, mark, _ in tokens),
-        exact=recovery.status is Status.RECOVERED, verified=recovery.verified, note=note,
-        tokens=len(tokens), similarity=similarity,
-    )  # fmt: skip
+        original="",
+        pieces=tuple(Piece(piece, mark.value, None) for piece, mark, _ in tokens),
+        exact=recovery.status is Status.RECOVERED,
+        verified=recovery.verified,
+        note=note,
+        tokens=len(tokens),
+        similarity=similarity,
+    )
 
 
 def reading_of(tokenizer: Any, original: Original, recovery: TextRecovery) -> Reading:
@@ -307,9 +375,12 @@ def reading_of(tokenizer: Any, original: Original, recovery: TextRecovery) -> Re
         # The first word as another token, with the space before it: no mistake.
         pieces = tuple(Piece(piece, mark.value, True) for piece, mark, _ in read)
     elif len(recovery.ids) == len(truth):
-        every = zip(written(tokenizer, recovery.ids), recovery.marks, recovery.ids, strict=True)
+        every = zip(
+            written(tokenizer, recovery.ids), recovery.marks, recovery.ids, strict=True
+        )
         pieces = tuple(
-            # A special token read in place of a word is shown, though it is not part of a text.
+            # A special token read in place of a word is shown, though it is not part of
+            # a text.
             Piece(
                 f" {tokenizer.convert_ids_to_tokens(id_)}" if id_ in special else piece,
                 mark.value,
@@ -338,10 +409,13 @@ def verdict(results: Sequence[Readings], read_with: str) -> tuple[Status, str]:
     if not results:
         return Status.NOT_APPLICABLE, "no precision asked for is tried"
     count = len(results[0].readings)
-    exact, known = results[0].exact, results[0].known
+    exact = results[0].exact
+    known = results[0].known
     shares = [f"{result.precision} {percent(result.known)}" for result in results]
     reason = f"{exact} of {count} texts exact and verified; tokens right: {', '.join(shares)}"
-    notes = list(dict.fromkeys(reading.note for reading in results[0].readings if reading.note))
+    notes = list(
+        dict.fromkeys(reading.note for reading in results[0].readings if reading.note)
+    )
     left = len(notes) - _MAX_NOTES
     more = f"{left} more texts are not whole" if left > 0 else ""
     reason = "; ".join(filter(None, [reason, *notes[:_MAX_NOTES], more, read_with]))
@@ -391,7 +465,9 @@ def left_out(part: str, model: Any, chosen: Layers | None) -> tuple[Skip, ...]:
     tried: dict[str, set[int]] = {}
     for row in rows:
         if not row.permuted:
-            numbers = (layer for layer in layers_of(row, chosen, parts) if layer is not None)
+            numbers = (
+                layer for layer in layers_of(row, chosen, parts) if layer is not None
+            )
             tried.setdefault(row.kind, set()).update(numbers)
     exposures = {row.kind: row.exposure for row in reversed(rows) if not row.permuted}
     skips: list[Skip] = []
@@ -411,10 +487,11 @@ def left_out(part: str, model: Any, chosen: Layers | None) -> tuple[Skip, ...]:
 
 # How many tokens of a reading are right by chance.
 #
-# Without any leak, guesses such as "the" and "." at usual positions are sometimes right. So a
-# reading is also compared with texts that it was not read from: the others of the audit, and
-# ordinary English sentences. If more tokens are right for its own text than for those, by odds of a
-# thousand to one, then something was given away, even if it was not verified.
+# Without any leak, guesses such as "the" and "." at usual positions are sometimes
+# right. So a reading is also compared with texts that it was not read from: the others
+# of the audit, and ordinary English sentences. If more tokens are right for its own
+# text than for those, by odds of a thousand to one, then something was given away, even
+# if it was not verified.
 
 _SENTENCES = 64  # of the corpus that ships with Keyhole
 _BY_CHANCE = 1e-3  # the least probability of a result that chance explains
@@ -444,7 +521,8 @@ def share_by_chance(
             for place, other in enumerate(others)
             if others is ordinary or place != number
         ]
-        right, total = sum(right for right, _ in tallies), sum(total for _, total in tallies)
+        right = sum(right for right, _ in tallies)
+        total = sum(total for _, total in tallies)
         if total:  # add one, because a small sample may understate chance
             shares.append((right + 1) / (total + 1))
     return max(shares, default=1.0)
@@ -458,7 +536,8 @@ def explained(result: Readings) -> bool:
 
     pieces = [piece for reading in result.readings for piece in reading.pieces]
     right = sum(piece.counts for piece in pieces)
-    # The probability that so many or more are right, if each is right with probability `chance`.
+    # The probability that so many or more are right, if each is right with probability
+    # `chance`.
     return float(binom.sf(right - 1, len(pieces), result.chance)) > _BY_CHANCE
 
 
@@ -467,11 +546,13 @@ def _without_special(tokenizer: Any, ids: Sequence[int]) -> list[int]:
     return [id_ for id_ in ids if id_ not in special]
 
 
-def _agreeing(ids: Sequence[int], truth: Sequence[int], *, in_place: bool) -> tuple[int, int]:
+def _agreeing(
+    ids: Sequence[int], truth: Sequence[int], *, in_place: bool
+) -> tuple[int, int]:
     """Return how many tokens are right, and of how many; they are aligned unless `in_place`.
 
-    In place, the first half is compared from the beginning and the rest from the end: guesses know
-    the length, and so where the last full stop is.
+    In place, the first half is compared from the beginning and the rest from the end:
+    guesses know the length, and so where the last full stop is.
     """
     if in_place:
         middle = len(ids) // 2
@@ -485,14 +566,15 @@ def _agreeing(ids: Sequence[int], truth: Sequence[int], *, in_place: bool) -> tu
 def aligned(tokens: Sequence[Token], truth: Sequence[int]) -> Iterator[Piece]:
     """Yield tokens as right or wrong after an alignment with the text, and "?" for missing ones.
 
-    Needed if the length of the text did not leak: without an alignment, one missing token would
-    make all that follow it wrong.
+    Needed if the length of the text did not leak: without an alignment, one missing
+    token would make all that follow it wrong.
     """
     ids = [id_ for _, _, id_ in tokens]
     matcher = SequenceMatcher(None, truth, ids, autojunk=False)
     for kind, from_, to, start, end in matcher.get_opcodes():
         for place, (piece, mark, _) in enumerate(tokens[start:end], start):
-            # The first token has no space before it, but tokens may be missing in front of it.
+            # The first token has no space before it, but tokens may be missing in front
+            # of it.
             space = " " if place == 0 and from_ > 0 else ""
             yield Piece(f"{space}{piece}", mark.value, kind == "equal")
         for _ in range(max(0, (to - from_) - (end - start))):
@@ -501,10 +583,15 @@ def aligned(tokens: Sequence[Token], truth: Sequence[int]) -> Iterator[Piece]:
 
 # Files that hold leaks.
 
-_UNFITTING = 0.5  # the share of a leak's spread that a text of the right model would explain
-_OF_ANOTHER_MODEL = "nothing fits, and the file does not name its model: is it that of --model?"
+_UNFITTING = (
+    0.5  # the share of a leak's spread that a text of the right model would explain
+)
+_OF_ANOTHER_MODEL = (
+    "nothing fits, and the file does not name its model: is it that of --model?"
+)
 _REMEDY_OF_IDS = (
-    "Treat the file as the prompt: it holds the token ids as they are. Keep it encrypted."
+    "Treat the file as the prompt: it holds the token ids as they are. Keep it "
+    "encrypted."
 )
 
 
@@ -528,7 +615,9 @@ class LeakTarget(Part):
 
         def add(exposure: Exposure, opened: Opened, attack: Attack | None) -> None:
             exposure = replace(exposure, name=opened.name)
-            checks.append(Check(exposure, partial(self._check, exposure, opened.leak, attack)))
+            checks.append(
+                Check(exposure, partial(self._check, exposure, opened.leak, attack))
+            )
 
         for opened in self.leaks:
             if opened.ids is not None:
@@ -536,28 +625,47 @@ class LeakTarget(Part):
             leaking = opened.leak.exposure
             layer = None if leaking.kind in ("pooled", "logits") else leaking.layer
             sealed = Sealed(opened.sealed) if opened.sealed else None
-            add(replace(exposure_of(leaking.kind), variant="file", layer=layer), opened, sealed)
+            add(
+                replace(exposure_of(leaking.kind), variant="file", layer=layer),
+                opened,
+                sealed,
+            )
         return checks
 
     def _check(
         self, exposure: Exposure, leak: Leak, attack: Attack | None, track: Track
     ) -> Checked:
         started = time.perf_counter()
-        model, tokenizer = self.loaded.model, self.loaded.tokenizer
+        model = self.loaded.model
+        tokenizer = self.loaded.tokenizer
         progress = track(f"tokens from {leak.exposure}", leak.length)
-        recovery = recover_text(model, tokenizer, leak, method=attack, progress=progress)
-        given, readings = leak.exposure, (reading_alone(tokenizer, recovery),)
-        result = Readings(given.kind, given.layer, leak.precision or "float32", readings)
+        recovery = recover_text(
+            model, tokenizer, leak, method=attack, progress=progress
+        )
+        given = leak.exposure
+        readings = (reading_alone(tokenizer, recovery),)
+        result = Readings(
+            given.kind, given.layer, leak.precision or "float32", readings
+        )
         remedy = _REMEDY_OF_IDS
         if not isinstance(attack, WrittenIds):
             kind = "mixed" if recovery.method == MixedKeys.__name__ else leak.kind
             remedy = next(row.remedy for _, row in ATTACKS.rows() if row.kind == kind)
-        status, reason = recovery.status, recovery.reason
+        status = recovery.status
+        reason = recovery.reason
         unfitting = recovery.residual is None or recovery.residual > _UNFITTING
         if status is Status.UNSOLVED and leak.model is None and unfitting:
-            status, reason = Status.MISMATCH, f"{reason}; {_OF_ANOTHER_MODEL}"
+            status = Status.MISMATCH
+            reason = f"{reason}; {_OF_ANOTHER_MODEL}"
         return one_finding(
-            exposure, recovery.method, status, reason, remedy, started,
-            queries=0, known=result.known if status is not Status.MISMATCH else 0.0,
-            sought="text", texts=(result,),
-        )  # fmt: skip
+            exposure,
+            recovery.method,
+            status,
+            reason,
+            remedy,
+            started,
+            queries=0,
+            known=result.known if status is not Status.MISMATCH else 0.0,
+            sought="text",
+            texts=(result,),
+        )
