@@ -1,7 +1,7 @@
 """Unusable files by name, each of which is made when a test first needs it.
 
-A name says what is wrong. `make(folder, name)` makes the file (or folder, link, device) of that
-name in `folder`; names that nothing makes stand for files that do not exist.
+A name says what is wrong. `make(folder, name)` makes the file (or folder, link, device)
+of that name in `folder`; names that nothing makes stand for files that do not exist.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ ANY = {
 # Targets, problems and leaks.
 
 
-def _tensors(tensors: dict[str, torch.Tensor], about: dict[str, str]) -> Callable[[Path], None]:
+def _tensors(
+    tensors: dict[str, torch.Tensor], about: dict[str, str]
+) -> Callable[[Path], None]:
     return lambda path: save_file(tensors, path, metadata=about)
 
 
@@ -104,13 +106,23 @@ def _sparse(path: Path) -> None:
 
 
 TARGETS: dict[str, Callable[[Path], None]] = {
-    "nan-weights.safetensors": _tensors({"W": _EYE * torch.nan, "v": _EYE[0].clone()}, _HEAD),
-    "inf-weights.safetensors": _tensors({"W": _EYE * torch.inf, "v": _EYE[0].clone()}, _HEAD),
-    "half-weights.safetensors": _tensors({"W": _EYE.half(), "v": _EYE[0].half()}, _HEAD),
+    "nan-weights.safetensors": _tensors(
+        {"W": _EYE * torch.nan, "v": _EYE[0].clone()}, _HEAD
+    ),
+    "inf-weights.safetensors": _tensors(
+        {"W": _EYE * torch.inf, "v": _EYE[0].clone()}, _HEAD
+    ),
+    "half-weights.safetensors": _tensors(
+        {"W": _EYE.half(), "v": _EYE[0].half()}, _HEAD
+    ),
     "int-weights.safetensors": _tensors({"W": _EYE.long(), "v": _EYE[0].long()}, _HEAD),
-    "odd-shapes.safetensors": _tensors({"W": _EYE[:2].clone(), "v": _EYE[0].clone()}, _HEAD),
+    "odd-shapes.safetensors": _tensors(
+        {"W": _EYE[:2].clone(), "v": _EYE[0].clone()}, _HEAD
+    ),
     "no-axis.safetensors": _tensors({"W": _EYE, "v": _EYE.sum()}, _HEAD),
-    "no-entries.safetensors": _tensors({"W": torch.ones(0, 0), "v": torch.ones(0)}, _HEAD),
+    "no-entries.safetensors": _tensors(
+        {"W": torch.ones(0, 0), "v": torch.ones(0)}, _HEAD
+    ),
     "no-v.safetensors": _tensors({"W": _EYE}, _HEAD),
     "no-tensors.safetensors": _tensors({}, _HEAD),
     "other-kind.safetensors": _tensors({"W": _EYE}, {"keyhole": "1", "kind": "banana"}),
@@ -118,14 +130,23 @@ TARGETS: dict[str, Callable[[Path], None]] = {
         {"W": _EYE, "v": _EYE[0].clone()}, {**_HEAD, "keyhole": "9"}
     ),
     "other-link.safetensors": _tensors(
-        {"W": _EYE, "v": _EYE[0].clone(), "offset": torch.zeros(())}, {**_HEAD, "link": "cubic"}
+        {"W": _EYE, "v": _EYE[0].clone(), "offset": torch.zeros(())},
+        {**_HEAD, "link": "cubic"},
     ),
     "nan-offset.safetensors": _tensors(
-        {"W": _EYE, "v": _EYE[0].clone(), "offset": torch.tensor(torch.nan, dtype=torch.float64)},
+        {
+            "W": _EYE,
+            "v": _EYE[0].clone(),
+            "offset": torch.tensor(torch.nan, dtype=torch.float64),
+        },
         {**_HEAD, "link": "sigmoid"},
     ),
     "wide-offset.safetensors": _tensors(
-        {"W": _EYE, "v": _EYE[0].clone(), "offset": torch.zeros(7, 2, dtype=torch.float64)},
+        {
+            "W": _EYE,
+            "v": _EYE[0].clone(),
+            "offset": torch.zeros(7, 2, dtype=torch.float64),
+        },
         {**_HEAD, "link": "softmax"},
     ),
     "flat-layer.safetensors": _tensors(
@@ -139,7 +160,8 @@ TARGETS: dict[str, Callable[[Path], None]] = {
         {"W": _EYE.sum(), "v": _EYE.sum()}, {"keyhole": "1", "kind": "multi-head"}
     ),
     "flat-heads.safetensors": _tensors(
-        {"W": _EYE[0].clone(), "v": _EYE[0].clone()}, {"keyhole": "1", "kind": "multi-head"}
+        {"W": _EYE[0].clone(), "v": _EYE[0].clone()},
+        {"keyhole": "1", "kind": "multi-head"},
     ),
     "promises.safetensors": _bytes(_claims([2**40, 2**40])),
     "overflows.safetensors": _bytes(_claims([2**62, 2**62, 2**62])),
@@ -148,13 +170,13 @@ TARGETS: dict[str, Callable[[Path], None]] = {
     "endless-header.safetensors": _bytes(struct.pack("<Q", 2**60) + b"{}"),
     "deep-header.safetensors": _bytes(struct.pack("<Q", 200_000) + b"[" * 200_000),
     "sparse.safetensors": _sparse,
-    "cut-off.safetensors": lambda path: path.write_bytes(
-        _need(path, "target.safetensors").read_bytes()[:-40]
-    ) and None,
-    "cut-header.safetensors": lambda path: path.write_bytes(
-        _need(path, "target.safetensors").read_bytes()[:30]
-    ) and None,
-}  # fmt: skip
+    "cut-off.safetensors": lambda path: (
+        path.write_bytes(_need(path, "target.safetensors").read_bytes()[:-40]) and None
+    ),
+    "cut-header.safetensors": lambda path: (
+        path.write_bytes(_need(path, "target.safetensors").read_bytes()[:30]) and None
+    ),
+}
 
 
 def _problem(**changes: torch.Tensor) -> Callable[[Path], None]:
@@ -172,12 +194,18 @@ def _numbers(**about: str) -> Callable[[Path], None]:
 
 _W = torch.eye(2, dtype=torch.float64)
 PROBLEMS: dict[str, Callable[[Path], None]] = {
-    "nan-output.safetensors": _problem(B=torch.full((3, 2), torch.nan, dtype=torch.float64)),
+    "nan-output.safetensors": _problem(
+        B=torch.full((3, 2), torch.nan, dtype=torch.float64)
+    ),
     "inf-values.safetensors": _problem(V=_W * torch.inf),
-    "nan-maps.safetensors": _problem(maps=torch.full((3, 3), torch.nan, dtype=torch.float64)),
+    "nan-maps.safetensors": _problem(
+        maps=torch.full((3, 3), torch.nan, dtype=torch.float64)
+    ),
     "complex-w.safetensors": _problem(W=_W.to(torch.complex64)),
     "flat-w.safetensors": _problem(W=_W[0].clone()),
-    "many-axes.safetensors": _problem(W=torch.zeros(1, 1, 1, 1, 1, 2, 2, dtype=torch.float64)),
+    "many-axes.safetensors": _problem(
+        W=torch.zeros(1, 1, 1, 1, 1, 2, 2, dtype=torch.float64)
+    ),
     "no-output.safetensors": _problem(B=torch.zeros(0, 2, dtype=torch.float64)),
     "wide-output.safetensors": _problem(B=torch.zeros(3, 5, dtype=torch.float64)),
     "flat-output.safetensors": _problem(B=torch.zeros(2, dtype=torch.float64)),
@@ -194,7 +222,9 @@ def _leak(kind: str = "hidden", **changes: Any) -> Callable[[Path], None]:
 
     def write(path: Path) -> None:
         about: dict[str, Any] = {"layer": 1}
-        tensors = {"values": torch.randn(4, 32, generator=torch.Generator().manual_seed(SEED))}
+        tensors = {
+            "values": torch.randn(4, 32, generator=torch.Generator().manual_seed(SEED))
+        }
         for name, value in changes.items():
             (tensors if isinstance(value, torch.Tensor) else about)[name] = value
         raw = about.pop("raw", None)
@@ -249,11 +279,17 @@ LEAKS: dict[str, Callable[[Path], None]] = {
     "kv-apart.leak": _leak("kv", keys=torch.ones(4, 3, 8), values=torch.ones(4, 4, 8)),
     "kv-flat.leak": _leak("kv", keys=torch.ones(3), values=torch.ones(4, 4, 8)),
     "pooled-wide.leak": _leak("pooled", values=torch.ones(4, 32), raw="{}"),
-    "pooled-way.leak": _leak("pooled", values=torch.ones(32), raw='{"pooling": "median"}'),
+    "pooled-way.leak": _leak(
+        "pooled", values=torch.ones(32), raw='{"pooling": "median"}'
+    ),
     "pooled-tokens.leak": _leak("pooled", values=torch.ones(32), raw='{"tokens": -5}'),
-    "pooled-many.leak": _leak("pooled", values=torch.ones(32), raw='{"tokens": 1000000000000}'),
+    "pooled-many.leak": _leak(
+        "pooled", values=torch.ones(32), raw='{"tokens": 1000000000000}'
+    ),
     "pooled-half.leak": _leak("pooled", values=torch.ones(32), raw='{"tokens": 2.5}'),
-    "pooled-flag.leak": _leak("pooled", values=torch.ones(32), raw='{"normalised": "perhaps"}'),
+    "pooled-flag.leak": _leak(
+        "pooled", values=torch.ones(32), raw='{"normalised": "perhaps"}'
+    ),
 }
 
 # Texts and examples.
@@ -295,7 +331,9 @@ DATA: dict[str, Callable[[Path], None]] = {
     "cut-off.jsonl": _lines('{"sentence": "a fine'),
     "deep.jsonl": _lines("[" * 100_000),
     "deep.json": _lines("[" * 100_000),
-    "deep-inside.jsonl": _lines('{"sentence": "a fine film", "label": ' + "[" * 100_000),
+    "deep-inside.jsonl": _lines(
+        '{"sentence": "a fine film", "label": ' + "[" * 100_000
+    ),
     "digits.jsonl": _lines('{"sentence": "a fine film", "label": ' + "9" * 5000 + "}"),
     "surrogate.jsonl": _lines('{"sentence": "\\ud800 \\udfff \\ud800", "label": [0]}'),
     "object.json": _lines('{"data": []}'),
@@ -312,7 +350,7 @@ DATA: dict[str, Callable[[Path], None]] = {
     "endless.tsv": _link("/dev/zero"),
     "pipe.tsv": os.mkfifo,
     "pipe.txt": os.mkfifo,
-}  # fmt: skip
+}
 GOOD_DATA: dict[str, Callable[[Path], None]] = {
     "texts.txt": _lines("a fine film", "a bad film", "w1 w2 w3 w4"),
     "dev.tsv": _lines(_HEADER, "a fine film\t1", "a bad film , w1 w2\t0"),
@@ -353,7 +391,9 @@ def _config(**changes: Any) -> Callable[[Path], None]:
 
 
 def _cut(file: str) -> Callable[[Path], None]:
-    return _damaged(lambda path: os.truncate(path / file, (path / file).stat().st_size // 2))
+    return _damaged(
+        lambda path: os.truncate(path / file, (path / file).stat().st_size // 2)
+    )
 
 
 def _replaced(file: str, data: bytes) -> Callable[[Path], None]:
@@ -383,8 +423,12 @@ MODELS: dict[str, Callable[[Path], None]] = {
         lambda path: [file.unlink() for file in path.glob("*token*")]
     ),
     "pipe-weights": _special("model.safetensors", os.mkfifo),
-    "endless-config": _special("config.json", lambda path: path.symlink_to("/dev/zero")),
-    "looped-config": _special("config.json", lambda path: path.symlink_to("config.json")),
+    "endless-config": _special(
+        "config.json", lambda path: path.symlink_to("/dev/zero")
+    ),
+    "looped-config": _special(
+        "config.json", lambda path: path.symlink_to("config.json")
+    ),
     "pickled-garbage": _damaged(
         lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin")
     ),
@@ -402,7 +446,7 @@ MODELS: dict[str, Callable[[Path], None]] = {
     "odd-activation": _config(hidden_act="wiggle"),
     "odd-architectures": _config(architectures=5),
     "odd-classes": _config(id2label={"zero": 1}, label2id={}),
-}  # fmt: skip
+}
 
 # What a stopped run left behind, and what became of it.
 
@@ -411,7 +455,9 @@ def _journal(path: Path) -> None:
     disrupt.run("demo", method="random", examples=1, resume=path)
 
 
-def _changed(name: str, change: Callable[[list[str]], list[str]]) -> Callable[[Path], None]:
+def _changed(
+    name: str, change: Callable[[list[str]], list[str]]
+) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         lines = _need(path, name).read_text().splitlines()
         path.write_text("\n".join(change(lines)) + "\n")
@@ -434,15 +480,18 @@ def _journals(name: str) -> dict[str, Callable[[Path], None]]:
         f"{stem}-number-line.jsonl": _changed(name, lambda lines: [*lines, "5"]),
         f"{stem}-no-key.jsonl": _changed(name, lambda lines: [*lines, "{}"]),
         f"{stem}-odd-key.jsonl": _edited(name, -1, key=5),
-        f"{stem}-deep-line.jsonl": _changed(name, lambda lines: [*lines, "[" * 100_000]),
+        f"{stem}-deep-line.jsonl": _changed(
+            name, lambda lines: [*lines, "[" * 100_000]
+        ),
         f"{stem}-other-run.jsonl": _edited(name, 0, model="0123456789abcdef"),
         f"{stem}-more-settings.jsonl": _edited(name, 0, colour="red"),
         f"{stem}-no-head.jsonl": _changed(name, lambda lines: lines[1:]),
         f"{stem}-list-head.jsonl": _changed(name, lambda lines: ["[]", *lines[1:]]),
-        f"{stem}-latin.jsonl": lambda path: path.write_bytes(
-            _need(path, name).read_bytes() + b'{"key": "\xe4"}\n'
-        ) and None,
-    }  # fmt: skip
+        f"{stem}-latin.jsonl": lambda path: (
+            path.write_bytes(_need(path, name).read_bytes() + b'{"key": "\xe4"}\n')
+            and None
+        ),
+    }
 
 
 def _outcome(**changes: Any) -> Callable[[Path], None]:
@@ -483,9 +532,14 @@ JOURNALS: dict[str, Callable[[Path], None]] = {
 
 def _epochs(path: Path) -> None:
     harden.run(
-        str(_need(path, "classifier")), _need(path, "dev.tsv"), path.parent / "epochs-model",
-        method="plain", epochs=1, max_length=60, checkpoint=path,
-    )  # fmt: skip
+        str(_need(path, "classifier")),
+        _need(path, "dev.tsv"),
+        path.parent / "epochs-model",
+        method="plain",
+        epochs=1,
+        max_length=60,
+        checkpoint=path,
+    )
 
 
 def _epoch(change: Callable[[Path], object]) -> Callable[[Path], None]:
@@ -505,14 +559,22 @@ def _record(**changes: Any) -> Callable[[Path], None]:
 
 
 CHECKPOINTS: dict[str, Callable[[Path], None]] = {
-    "epochs-cut-weights": _epoch(lambda path: os.truncate(path / "weights.safetensors", 1000)),
+    "epochs-cut-weights": _epoch(
+        lambda path: os.truncate(path / "weights.safetensors", 1000)
+    ),
     "epochs-other-weights": _epoch(
         lambda path: (path / "weights.safetensors").write_bytes(save({"W": _EYE}))
     ),
     "epochs-no-weights": _epoch(lambda path: (path / "weights.safetensors").unlink()),
-    "epochs-cut-optimizer": _epoch(lambda path: os.truncate(path / "optimizer.pt", 1000)),
-    "epochs-garbage-optimizer": _epoch(lambda path: (path / "optimizer.pt").write_bytes(_RANDOM)),
-    "epochs-other-optimizer": _epoch(lambda path: torch.save({"a": 1}, path / "optimizer.pt")),
+    "epochs-cut-optimizer": _epoch(
+        lambda path: os.truncate(path / "optimizer.pt", 1000)
+    ),
+    "epochs-garbage-optimizer": _epoch(
+        lambda path: (path / "optimizer.pt").write_bytes(_RANDOM)
+    ),
+    "epochs-other-optimizer": _epoch(
+        lambda path: torch.save({"a": 1}, path / "optimizer.pt")
+    ),
     "epochs-no-optimizer": _epoch(lambda path: (path / "optimizer.pt").unlink()),
     "epochs-no-record": _epoch(lambda path: (path / "run.json").unlink()),
     "epochs-cut-record": _epoch(lambda path: os.truncate(path / "run.json", 100)),
@@ -524,7 +586,9 @@ CHECKPOINTS: dict[str, Callable[[Path], None]] = {
     "epochs-odd-step": _record(step="last"),
     "epochs-other-run": _record(run={}),
     "epochs-file": _epoch(lambda path: (shutil.rmtree(path), path.write_text("x"))),
-    "epochs-huge-number": _epoch(lambda path: path.rename(path.with_name(f"epoch-{'9' * 30}"))),
+    "epochs-huge-number": _epoch(
+        lambda path: path.rename(path.with_name(f"epoch-{'9' * 30}"))
+    ),
 }
 
 
@@ -575,12 +639,24 @@ def _read(path: Path) -> None:
 
 
 MAKERS: dict[str, Callable[[Path], None]] = {
-    **ANY, **TARGETS, **PROBLEMS, **LEAKS, **DATA, **GOOD_DATA, **MODELS, **JOURNALS,
-    **CHECKPOINTS, **LEDGERS,
+    **ANY,
+    **TARGETS,
+    **PROBLEMS,
+    **LEAKS,
+    **DATA,
+    **GOOD_DATA,
+    **MODELS,
+    **JOURNALS,
+    **CHECKPOINTS,
+    **LEDGERS,
     **{name: _bytes(audit.text) for name, audit in tampered.AUDITS.items()},
-    "target.safetensors": lambda path: oracle.save(oracle.plant(dim=3, seed=SEED), path),
+    "target.safetensors": lambda path: oracle.save(
+        oracle.plant(dim=3, seed=SEED), path
+    ),
     "problem.safetensors": lambda path: invert.plant(3, 2, seed=SEED)[0].save(path),
-    "input.safetensors": lambda path: write_tensors(path, {"X": invert.plant(3, 2, seed=SEED)[1]}),
+    "input.safetensors": lambda path: write_tensors(
+        path, {"X": invert.plant(3, 2, seed=SEED)[1]}
+    ),
     "classifier": _classifier,
     "headless": lambda path: tiny_models.save("bert", path),
     "decoder": _decoder,
@@ -588,4 +664,4 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     "read.jsonl": _read,
     "flips.jsonl": _journal,
     "epochs": _epochs,
-}  # fmt: skip
+}

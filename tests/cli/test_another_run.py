@@ -1,6 +1,7 @@
 """No command resumes from a file of another run: it is refused, with what differs.
 
-An audit has a journal for each command; tests/audit/test_journal.py tests those of the library.
+An audit has a journal for each command; tests/audit/test_journal.py tests those of the
+library.
 """
 
 from __future__ import annotations
@@ -24,14 +25,20 @@ def place(tmp_path_factory):
     """Two models, two data sets, two leaks and two targets."""
     folder = tmp_path_factory.mktemp("two-of-each")
     classifier(folder, 4)
-    tiny_classifiers.model(seed=5, labels=2).save_pretrained(folder / "other-classifier")
+    tiny_classifiers.model(seed=5, labels=2).save_pretrained(
+        folder / "other-classifier"
+    )
     tiny_models.tokenizer().save_pretrained(folder / "other-classifier")
     for seed, name in enumerate(("model", "other")):
         tiny_models.model("bert", seed).save_pretrained(folder / name)
         tiny_models.tokenizer().save_pretrained(folder / name)
         loaded = load_model(folder / name)
-        recover.capture(loaded, "w1 w2 w3", "hidden:1", out=folder / f"{name}.safetensors")
-        oracle.save(oracle.plant(dim=3, seed=seed), folder / f"target-{seed}.safetensors")
+        recover.capture(
+            loaded, "w1 w2 w3", "hidden:1", out=folder / f"{name}.safetensors"
+        )
+        oracle.save(
+            oracle.plant(dim=3, seed=seed), folder / f"target-{seed}.safetensors"
+        )
     return folder
 
 
@@ -41,19 +48,32 @@ def keyhole(place, monkeypatch, capsys):
 
 
 DISRUPT = {
-    "model": "my-classifier", "--data": "dev.tsv", "--method": "as-released", "--share": 0.2,
-    "--examples": 2, "--resume": "",
-}  # fmt: skip
+    "model": "my-classifier",
+    "--data": "dev.tsv",
+    "--method": "as-released",
+    "--share": 0.2,
+    "--examples": 2,
+    "--resume": "",
+}
 HARDEN = {
-    "model": "my-classifier", "--data": "train.tsv", "--method": "plain", "--epochs": 1,
-    "--out": "", "--resume": "",
-}  # fmt: skip
+    "model": "my-classifier",
+    "--data": "train.tsv",
+    "--method": "plain",
+    "--epochs": 1,
+    "--out": "",
+    "--resume": "",
+}
 TEXT = {"model": "model", "leak": "model.safetensors", "--out": ""}
 EXTRACT = {"target": "target-0.safetensors", "--ledger": ""}
 
 # What is changed in the second command, and what differs then.
 TABLE = [
-    ("disrupt", DISRUPT, {"model": "other-classifier"}, "model .*, that of .* has model "),
+    (
+        "disrupt",
+        DISRUPT,
+        {"model": "other-classifier"},
+        "model .*, that of .* has model ",
+    ),
     ("disrupt", DISRUPT, {"--data": "train.tsv"}, "data .*, that of .* has data "),
     (
         "disrupt",
@@ -69,13 +89,28 @@ TABLE = [
         "max_length 6, that of .* has max_length 128",
     ),
     ("disrupt", DISRUPT, {"--method": "rerank"}, "method .*, that of .* has method "),
-    ("harden", HARDEN, {"model": "other-classifier"}, "model .*, that of .* has model "),
+    (
+        "harden",
+        HARDEN,
+        {"model": "other-classifier"},
+        "model .*, that of .* has model ",
+    ),
     ("harden", HARDEN, {"--data": "dev.tsv"}, "data .*, that of .* has data "),
     ("harden", HARDEN, {"--examples": 3}, "data .*, that of .* has data "),
-    ("harden", HARDEN, {"--method": "r3f"}, "defence R3F.*, that of .* has defence Plain"),
+    (
+        "harden",
+        HARDEN,
+        {"--method": "r3f"},
+        "defence R3F.*, that of .* has defence Plain",
+    ),
     ("harden", HARDEN, {"--epochs": 2}, "epochs 2, that of .* has epochs 1"),
     ("harden", HARDEN, {"-o=batch": 2}, "batch 2, that of .* has batch 32"),
-    ("harden", HARDEN, {"-o=learning_rate": 0.1}, "rate 0.1, that of .* has rate 2e-05"),
+    (
+        "harden",
+        HARDEN,
+        {"-o=learning_rate": 0.1},
+        "rate 0.1, that of .* has rate 2e-05",
+    ),
     ("harden", HARDEN, {"--seed": 1}, "seed 1, that of .* has seed 0"),
     (
         "recover",
@@ -101,7 +136,10 @@ TABLE = [
 def memory(folder, command, options):
     """Return options with this test's own files, and the file to resume from."""
     names = {"--resume": "kept", "--out": "out", "--ledger": "run.db"}
-    given = {key: folder / names[key] if value == "" else value for key, value in options.items()}
+    given = {
+        key: folder / names[key] if value == "" else value
+        for key, value in options.items()
+    }
     for key in ("--resume", "--ledger", "--out"):
         if key in given:
             return given, given[key]
@@ -114,13 +152,18 @@ def words_of(command, options):
         flag, mark, name = key.partition("=")  # -o=batch is given as -o batch=…
         if key[0] == "-":
             named += [flag, f"{name}={value}" if mark else value]
-    return [*command.split(), *(value for key, value in options.items() if key[0] != "-"), *named]
+    return [
+        *command.split(),
+        *(value for key, value in options.items() if key[0] != "-"),
+        *named,
+    ]
 
 
 @pytest.mark.parametrize(
-    ("command", "options", "change", "words"), TABLE,
+    ("command", "options", "change", "words"),
+    TABLE,
     ids=[f"{row[0]} {' '.join(row[2])}" for row in TABLE],
-)  # fmt: skip
+)
 def test_refused_with_what_differs(
     command, options, change, words, place, tmp_path, keyhole, monkeypatch
 ):
@@ -151,7 +194,10 @@ def test_more_of_the_same_data_goes_on(place, tmp_path, keyhole):
     del more["--resume"]
     alone = json.loads(keyhole(*words_of("disrupt", more), "--json").stdout)
     facts = [
-        [(outcome["id"], outcome["flipped"], outcome["cut"]) for outcome in result["outcomes"]]
+        [
+            (outcome["id"], outcome["flipped"], outcome["cut"])
+            for outcome in result["outcomes"]
+        ]
         for result in (shared, alone)
     ]  # confidences differ in the last digit: batches are put together differently
     assert len(facts[0]) == 3

@@ -53,14 +53,18 @@ def test_what_needs_no_torch_does_not_load_it(tmp_path):
 
 def test_help_lists_every_command_and_comes_at_once(tmp_path):
     started = time.monotonic()
-    done = finished([*PYTHON, "-X", "importtime", "-m", "keyhole", "--help"], cwd=tmp_path)
+    done = finished(
+        [*PYTHON, "-X", "importtime", "-m", "keyhole", "--help"], cwd=tmp_path
+    )
     assert time.monotonic() - started < 10  # 0.4 s on a machine that does nothing else
     assert all(f" {name} " in done.stdout for name in ORDER)
     assert " torch" not in done.stderr
 
 
 def test_flags_are_shown_without_a_type():
-    assert "<bool>" not in finished([*PYTHON, "-m", "keyhole", "audit", "--help"]).stdout
+    assert (
+        "<bool>" not in finished([*PYTHON, "-m", "keyhole", "audit", "--help"]).stdout
+    )
 
 
 @pytest.mark.parametrize("name", ORDER)
@@ -69,7 +73,9 @@ def test_every_option_is_explained_in_a_phrase(name):
         for parameter in made.params:
             words = getattr(parameter, "help", None) or ""
             assert words, f"{title} {parameter.name}"
-            assert words[0].isupper() or words.startswith("."), f"{title} {parameter.name}: {words}"
+            assert words[0].isupper() or words.startswith("."), (
+                f"{title} {parameter.name}: {words}"
+            )
             assert words.endswith((".", ")")), f"{title} {parameter.name}: {words}"
 
 
@@ -77,7 +83,9 @@ def test_the_packages_are_what_people_find():
     assert set(dir(keyhole)) == set(keyhole.__all__)
     for name in keyhole.__all__:
         assert getattr(keyhole, name) is not None
-    with pytest.raises(AttributeError, match="module 'keyhole' has no attribute 'frobnicate'"):
+    with pytest.raises(
+        AttributeError, match="module 'keyhole' has no attribute 'frobnicate'"
+    ):
         keyhole.frobnicate  # noqa: B018
 
 

@@ -21,7 +21,8 @@ from keyhole.cli import bars as module
 from keyhole.cli import outputs
 from keyhole.cli.bars import bars
 
-# A name, a bar, what is done and of how much: a part that has not reported yet has no row.
+# A name, a bar, what is done and of how much: a part that has not reported yet has no
+# row.
 ROW = re.compile(r"^(\S.*?) +[━╸╺]+ +(done|([\d,]+)(?: of ([\d,]+))?)(?: |$)")
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -55,9 +56,13 @@ class Screen:
         for line in re.split(r"[\r\n]+", ESCAPES.sub("", self.text)):
             row = ROW.match(line)
             if row:
-                done, total = (int(number.replace(",", "")) if number else None
-                               for number in row.groups()[2:])  # fmt: skip
-                shown.setdefault(row[1], []).append((-1, -1) if done is None else (done, total))
+                done, total = (
+                    int(number.replace(",", "")) if number else None
+                    for number in row.groups()[2:]
+                )
+                shown.setdefault(row[1], []).append(
+                    (-1, -1) if done is None else (done, total)
+                )
         return shown
 
 
@@ -109,7 +114,9 @@ def test_every_bar_ends_whole_and_none_goes_back(name, place, monkeypatch, capsy
         capture = "lab capture demo --data texts.txt --expose hidden:1 --out leaks"
         inside(*capture.split(), cwd=place, monkeypatch=monkeypatch, capsys=capsys)
     with terminal(monkeypatch) as screen:
-        done = inside(*LONG[name].split(), cwd=place, monkeypatch=monkeypatch, capsys=capsys)
+        done = inside(
+            *LONG[name].split(), cwd=place, monkeypatch=monkeypatch, capsys=capsys
+        )
     assert done.returncode in (0, 1), screen.text
     shown = screen.rows()
     assert shown, screen.text
@@ -138,7 +145,9 @@ def test_parts_go_when_they_are_done_and_the_overall_bar_stays(monkeypatch):
     assert shown["logits"][-1] == (5, 5)
     assert shown["audit"][-1] == (2, 2)
     last = ESCAPES.sub("", screen.text).rstrip().splitlines()[-1]
-    assert re.match(r"audit +━+ +2 of 2 checks +in 1 second +texts", last.split("\r")[-1])
+    assert re.match(
+        r"audit +━+ +2 of 2 checks +in 1 second +texts", last.split("\r")[-1]
+    )
 
 
 def test_an_answer_is_shown_above_the_bars(monkeypatch, capsys):
@@ -148,7 +157,9 @@ def test_an_answer_is_shown_above_the_bars(monkeypatch, capsys):
         with track.paused():
             outputs.show("the first text")
         overall(2)
-    assert capsys.readouterr().out == "the first text\n"  # on stdout, whatever stderr is
+    assert (
+        capsys.readouterr().out == "the first text\n"
+    )  # on stdout, whatever stderr is
     assert screen.rows()["recover"][-1] == (2, 2)
 
 
@@ -195,7 +206,9 @@ def test_a_log_has_a_line_now_and_then(log, monkeypatch):
         track("steering", 9)(4)
         time.sleep(0.2)
     first, *_, last = log.getvalue().splitlines()
-    assert re.match("extract: 100 of 1,000 queries, now steering: 4 of 9, about ", first)
+    assert re.match(
+        "extract: 100 of 1,000 queries, now steering: 4 of 9, about ", first
+    )
     assert re.match("extract: 100 of 100 queries, in ", last)
     assert 2 <= log.getvalue().count("\n") <= 6
 

@@ -48,28 +48,57 @@ def test_a_leak_is_captured_and_read(keyhole, tmp_path):
 
 def test_rows_without_length_and_order(keyhole):
     options = ("--degrade", "permuted", "--degrade", "normalised")
-    done = keyhole("lab", "capture", "demo", "--text", TEXT, "--expose", "hidden:1", *options)
+    done = keyhole(
+        "lab", "capture", "demo", "--text", TEXT, "--expose", "hidden:1", *options
+    )
     assert done.returncode == 0, done.stderr
     assert "float32, permuted, normalised" in done.stdout
     read = keyhole("recover", "demo", "leak.safetensors", "--json")
     assert read.returncode == 1, read.stderr
     recovery = json.loads(read.stdout)
     assert (recovery["method"], recovery["verified"]) == ("UnorderedStates", True)
-    wrong = keyhole("lab", "capture", "demo", "--text", TEXT, "--expose", "hidden:1",
-                    "--degrade", "cut", "--out", "other.safetensors")  # fmt: skip
+    wrong = keyhole(
+        "lab",
+        "capture",
+        "demo",
+        "--text",
+        TEXT,
+        "--expose",
+        "hidden:1",
+        "--degrade",
+        "cut",
+        "--out",
+        "other.safetensors",
+    )
     assert wrong.returncode == 2
-    assert "choose one of normalised, permuted, subset:K, truncated:K, " in (wrong.stderr)
+    assert "choose one of normalised, permuted, subset:K, truncated:K, " in (
+        wrong.stderr
+    )
 
 
 def test_the_truth_and_the_noise_may_be_stated(keyhole, tmp_path):
     (tmp_path / "truth.txt").write_text(f"{TEXT}\n")
-    keyhole("lab", "capture", "demo", "--text", TEXT, "--expose", "hidden:1", "--noise", "0.02")
+    keyhole(
+        "lab",
+        "capture",
+        "demo",
+        "--text",
+        TEXT,
+        "--expose",
+        "hidden:1",
+        "--noise",
+        "0.02",
+    )
     stated = ("leak.safetensors", "--truth", "truth.txt", "--noise", "0.02")
     done = keyhole("recover", "demo", *stated)
     assert done.returncode == 1, done.stderr
     assert "exactly the true text: token F1 1.00" in done.stdout
     result = json.loads(keyhole("recover", "demo", *stated, "--json").stdout)
-    assert (result["verified"], result["exact"], result["token_f1"]) == (True, True, 1.0)
+    assert (result["verified"], result["exact"], result["token_f1"]) == (
+        True,
+        True,
+        1.0,
+    )
     (tmp_path / "truth.txt").write_text(f"{TEXT}\nanother\n")
     wrong = keyhole("recover", "demo", *stated)
     assert wrong.returncode == 2
@@ -80,19 +109,30 @@ def test_the_truth_and_the_noise_may_be_stated(keyhole, tmp_path):
 
 
 def test_several_leaks_resume(keyhole, tmp_path):
-    (tmp_path / "texts.txt").write_text("a good film .\nthe plot is a mess .\nnot bad at all .\n")
+    (tmp_path / "texts.txt").write_text(
+        "a good film .\nthe plot is a mess .\nnot bad at all .\n"
+    )
     options = ("--expose", "kv:1", "--precision", "int8", "--out", "leaks")
-    assert keyhole("lab", "capture", "demo", "--data", "texts.txt", *options).returncode == 0
+    assert (
+        keyhole("lab", "capture", "demo", "--data", "texts.txt", *options).returncode
+        == 0
+    )
     first = keyhole("recover", "demo", "leaks", "--out", "found.jsonl", "--json")
     assert [result["text"] for result in json.loads(first.stdout)] == [
-        "a good film.", "the plot is a mess.", "not bad at all.",
-    ]  # fmt: skip
+        "a good film.",
+        "the plot is a mess.",
+        "not bad at all.",
+    ]
     lines = (tmp_path / "found.jsonl").read_text().splitlines(keepends=True)
     assert len(lines) == 4  # what the run is, and three results
-    (tmp_path / "found.jsonl").write_text(lines[0] + lines[1] + lines[2] + lines[3][:40])  # a crash
+    (tmp_path / "found.jsonl").write_text(
+        lines[0] + lines[1] + lines[2] + lines[3][:40]
+    )  # a crash
     again = keyhole("recover", "demo", "leaks", "--out", "found.jsonl", "--json")
     assert "2 of 3 leaks were read before" in again.stderr
-    texts = [[result["text"] for result in json.loads(run.stdout)] for run in (first, again)]
+    texts = [
+        [result["text"] for result in json.loads(run.stdout)] for run in (first, again)
+    ]
     assert texts[0] == texts[1]
     assert len((tmp_path / "found.jsonl").read_text().splitlines()) == 4
 
@@ -103,7 +143,9 @@ def test_a_file_of_another_model_or_method_is_refused(keyhole, tmp_path):
     assert keyhole(*leak).returncode == 1
     done = keyhole(*leak, "--method", "encoder-states")
     assert done.returncode == 2
-    assert "this run has method encoder-states, that of f.jsonl has method None" in (done.stderr)
+    assert "this run has method encoder-states, that of f.jsonl has method None" in (
+        done.stderr
+    )
 
 
 def test_a_method_by_name(keyhole):
@@ -114,8 +156,9 @@ def test_a_method_by_name(keyhole):
     assert json.loads(done.stdout)["method"] == "EncoderStates"
     wrong = keyhole(*leak, "encoder-maps")
     assert wrong.returncode == 2
-    assert "encoder-maps does not read hidden:1 of an encoder: choose encoder-states" in (
-        wrong.stderr
+    assert (
+        "encoder-maps does not read hidden:1 of an encoder: choose encoder-states"
+        in (wrong.stderr)
     )
     unknown = keyhole(*leak, "magic")
     assert unknown.returncode == 2
@@ -131,7 +174,8 @@ def test_a_leak_of_the_same_name_is_read_again(keyhole):
 
 
 def test_a_leak_that_is_not_this_models(keyhole, tmp_path):
-    model, words = tiny.model("bert"), tiny.tokenizer()
+    model = tiny.model("bert")
+    words = tiny.tokenizer()
     leak = invert.leak_of(model, words, "w1 w2", "hidden:1")
     leak.save(tmp_path / "other.safetensors")
     invert.HiddenStates(leak.values, 1).save(tmp_path / "anonymous.safetensors")
@@ -165,33 +209,41 @@ def test_results_of_something_else_are_not_appended_to(keyhole, tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "my own notes\n"
 
 
-def test_a_text_that_is_read_in_part_is_a_finding_and_its_marks_are_words(tmp_path, keyhole):
+def test_a_text_that_is_read_in_part_is_a_finding_and_its_marks_are_words(
+    tmp_path, keyhole
+):
     demo = load_demo()
     leak = invert.leak_of(demo.model, demo.tokenizer, TEXT, "hidden:1")
     values = leak.values.clone()
     values[3] = torch.nan  # "and" did not leak
-    replace(invert.degrade(replace(leak, values=values), noise=0.2), precision=None).save(
-        tmp_path / "leak.safetensors"
-    )
+    replace(
+        invert.degrade(replace(leak, values=values), noise=0.2), precision=None
+    ).save(tmp_path / "leak.safetensors")
     done = keyhole("recover", "demo", "leak.safetensors")
     assert done.returncode == 1, done.stderr
     assert "leak.safetensors: inexact (" in done.stdout
     words = " ".join(done.stdout.split())
     assert re.search(
-        r" \[a warm\] ?\{[^}]+\} ?\[funny film\.\] 7 likely, 1 unknown of 8 tokens: ", words
+        r" \[a warm\] ?\{[^}]+\} ?\[funny film\.\] 7 likely, 1 unknown of 8 tokens: ",
+        words,
     )
     assert "8 tokens: likely in [brackets], unknown in {braces} " in words
 
 
 def test_an_array_that_another_program_wrote(keyhole, tmp_path):
     box = load_demo()
-    rows = invert.leak_of(box.model, box.tokenizer, "a secret of mine", "hidden:3").values
+    rows = invert.leak_of(
+        box.model, box.tokenizer, "a secret of mine", "hidden:3"
+    ).values
     np.save(tmp_path / "rows.npy", rows.numpy())
     done = keyhole("recover", "demo", "rows.npy", "--expose", "hidden:3", "--json")
-    assert (done.returncode, json.loads(done.stdout)["text"]) == (1, "a secret of mine"), (
-        done.stderr
-    )
+    assert (done.returncode, json.loads(done.stdout)["text"]) == (
+        1,
+        "a secret of mine",
+    ), done.stderr
     done = keyhole("recover", "demo", "rows.npy", "--expose", "kv:3")
     assert done.returncode == 2
-    assert done.stderr.startswith("keyhole: expected hidden states (n, 128), keys and values")
+    assert done.stderr.startswith(
+        "keyhole: expected hidden states (n, 128), keys and values"
+    )
     assert done.stderr.count("\n") == 1

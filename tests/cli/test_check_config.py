@@ -13,11 +13,15 @@ from keyhole.report.configurations import CONFIG_FORMATS
 
 @pytest.fixture
 def keyhole(tmp_path, monkeypatch, capsys):
-    return partial(inside, "check-config", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    return partial(
+        inside, "check-config", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
+    )
 
 
 def test_words_for_people(tmp_path, keyhole):
-    (tmp_path / "run.sh").write_text("\nllama-server --slot-save-path /slots --metrics\n")
+    (tmp_path / "run.sh").write_text(
+        "\nllama-server --slot-save-path /slots --metrics\n"
+    )
     done = keyhole(".")
     assert done.returncode == 1
     assert done.stdout.startswith("run.sh:2: KH-CONFIG-LLAMA-METRICS (low) --metrics: ")
@@ -33,10 +37,14 @@ def test_json_and_levels(tmp_path, keyhole):
     assert (done.returncode, data["exit_code"], data["fail_on"]) == (0, 0, "medium")
     (finding,) = data["findings"]
     assert (finding["rule"], finding["path"], finding["line"]) == (
-        "KH-CONFIG-LLAMA-METRICS", "run.sh", 1,
-    )  # fmt: skip
+        "KH-CONFIG-LLAMA-METRICS",
+        "run.sh",
+        1,
+    )
     assert keyhole("run.sh", "--fail-on", "low").returncode == 1
-    ignored = keyhole("run.sh", "--fail-on", "low", "--ignore", "KH-CONFIG-LLAMA-METRICS")
+    ignored = keyhole(
+        "run.sh", "--fail-on", "low", "--ignore", "KH-CONFIG-LLAMA-METRICS"
+    )
     assert ignored.returncode == 0
 
 
@@ -45,7 +53,12 @@ def test_what_could_not_be_read_and_what_is_wrong(tmp_path, keyhole):
     done = keyhole(".")
     assert done.returncode == 3
     assert "config.json: could not be read" in done.stdout
-    for words in (["missing.yaml"], [".", "--fail-on", "worst"], [".", "--ignore", "KH-X"], []):
+    for words in (
+        ["missing.yaml"],
+        [".", "--fail-on", "worst"],
+        [".", "--ignore", "KH-X"],
+        [],
+    ):
         assert keyhole(*words).returncode == 2
 
 
@@ -55,16 +68,21 @@ def test_what_a_file_says_does_not_steer_the_terminal(tmp_path, keyhole):
 
 
 def test_reports_for_pipelines(tmp_path, keyhole):
-    (tmp_path / "run.sh").write_text("\nllama-server --slot-save-path /slots --metrics\n")
+    (tmp_path / "run.sh").write_text(
+        "\nllama-server --slot-save-path /slots --metrics\n"
+    )
     words = [f"--output={name}=out.{name}" for name in CONFIG_FORMATS]
     done = keyhole("run.sh", *words)
     assert done.returncode == 1
     assert done.stdout.endswith("read 1 file, 1 server, 0 not recognised; 2 findings\n")
-    assert done.stderr.splitlines() == [f"{name}: out.{name}" for name in CONFIG_FORMATS]
+    assert done.stderr.splitlines() == [
+        f"{name}: out.{name}" for name in CONFIG_FORMATS
+    ]
     (run,) = json.loads((tmp_path / "out.sarif-github").read_text())["runs"]
     places = [result["locations"][0]["physicalLocation"] for result in run["results"]]
     assert places == [
-        {"artifactLocation": {"uri": "run.sh"}, "region": {"startLine": 2}} for _ in range(2)
+        {"artifactLocation": {"uri": "run.sh"}, "region": {"startLine": 2}}
+        for _ in range(2)
     ]
     again = keyhole("run.sh", "--output=sarif=out.sarif")
     assert again.returncode == 2

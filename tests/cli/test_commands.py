@@ -36,11 +36,17 @@ def invoke(tmp_path, monkeypatch, capsys):
     return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
 
-def test_extract_writes_json_to_stdout_and_a_line_about_it_to_stderr(target, tmp_path, invoke):
-    done = invoke("extract", target, "--method", "single-head", "--json", "--out", "r.json")
+def test_extract_writes_json_to_stdout_and_a_line_about_it_to_stderr(
+    target, tmp_path, invoke
+):
+    done = invoke(
+        "extract", target, "--method", "single-head", "--json", "--out", "r.json"
+    )
     assert done.returncode == 1  # something was given away
     assert json.loads(done.stdout)["queries"] == 72
-    assert re.fullmatch(r"extract: (\d+) of \1 queries, the judge's included, .*\n", done.stderr)
+    assert re.fullmatch(
+        r"extract: (\d+) of \1 queries, the judge's included, .*\n", done.stderr
+    )
     result = Extraction.load(tmp_path / "r.json")
     assert torch.allclose(result.model.W, oracle.load(target).W, rtol=0, atol=1e-12)
 
@@ -50,7 +56,9 @@ def test_extract_with_each_method(target, tmp_path, invoke):
     assert json.loads(low.stdout)["lower_bound"] == 8 + 2 * 2 * 8 - 4
     given = invoke("extract", target, "--method", "low-rank", "-o", "rank=2", "--json")
     assert json.loads(given.stdout)["queries"] == 36
-    convex = invoke("extract", target, "--method", "nuclear-norm", "-o", "rank=2", "--json")
+    convex = invoke(
+        "extract", target, "--method", "nuclear-norm", "-o", "rank=2", "--json"
+    )
     assert json.loads(convex.stdout)["queries"] == 8 + 6 * 2 * 8
 
 
@@ -96,7 +104,9 @@ def test_audit_writes_a_page_and_report_makes_it_again(target, tmp_path, invoke)
         (tmp_path / "keyhole-target.safetensors.json").read_text()
     )
     page = (tmp_path / "keyhole-target.safetensors.html").read_text()
-    again = invoke("report", "keyhole-target.safetensors.json", "--output", "html=again.html")
+    again = invoke(
+        "report", "keyhole-target.safetensors.json", "--output", "html=again.html"
+    )
     assert again.returncode == 0
     assert (tmp_path / "again.html").read_text() == page
 
@@ -115,7 +125,9 @@ def test_an_audit_that_was_stopped_goes_on_and_leaves_no_journal(
     assert invoke("audit", target).returncode == 130
     monkeypatch.setattr(Checking, "take", usual)
     (journal,) = tmp_path.glob("*.journal")
-    other = invoke("audit", target, "--seed", 1)  # another command: the journal is none of its own
+    other = invoke(
+        "audit", target, "--seed", 1
+    )  # another command: the journal is none of its own
     assert other.returncode == 1
     assert not other.stderr.startswith("resuming")
     assert journal.exists()
@@ -125,7 +137,9 @@ def test_an_audit_that_was_stopped_goes_on_and_leaves_no_journal(
     assert not list(tmp_path.glob("*.journal"))
 
 
-def test_what_a_target_did_not_answer_is_tried_again(target, tmp_path, invoke, monkeypatch):
+def test_what_a_target_did_not_answer_is_tried_again(
+    target, tmp_path, invoke, monkeypatch
+):
     """A target that fails for a while: the findings say so, and other results are kept."""
     usual = oracle.Head.__call__
 
@@ -151,12 +165,28 @@ def test_a_clean_target_exits_with_zero(tmp_path, invoke):
 
 
 def test_invert_reads_an_input_back_and_proves_it(tmp_path, invoke):
-    planted = ("--kind", "inversion", "-o", "dim=4", "-o", "tokens=3", "-o", "scale=0.3")
+    planted = (
+        "--kind",
+        "inversion",
+        "-o",
+        "dim=4",
+        "-o",
+        "tokens=3",
+        "-o",
+        "scale=0.3",
+    )
     assert invoke("lab", "plant", "p.safetensors", *planted).returncode == 0
     done = invoke(
-        "invert", "p.safetensors", "-o", "starts=32", "--certify", "--json", "--out", "f.json",
+        "invert",
+        "p.safetensors",
+        "-o",
+        "starts=32",
+        "--certify",
+        "--json",
+        "--out",
+        "f.json",
         cwd=tmp_path,
-    )  # fmt: skip
+    )
     assert done.returncode == 1, done.stderr
     data = json.loads(done.stdout)
     assert data["status"] == "recovered"
@@ -165,15 +195,26 @@ def test_invert_reads_an_input_back_and_proves_it(tmp_path, invoke):
     assert "proved: exactly one input with this output lies within" in words
     problem, secret = invert.plant(3, 4, scale=0.3)
     found = load_file(tmp_path / "f.safetensors")
-    assert min(float((solution - secret).abs().max()) for solution in found["solutions"]) < 1e-8
+    assert (
+        min(float((solution - secret).abs().max()) for solution in found["solutions"])
+        < 1e-8
+    )
     assert torch.allclose(problem.output(found["X"]), problem.B, rtol=0, atol=1e-10)
 
 
 def test_invert_with_leaked_maps_is_closed_form(tmp_path, invoke):
     planted = (
-        "--kind", "inversion", "-o", "dim=4", "-o", "tokens=4", "-o", "scale=0.3",
-        "-o", "maps=true",
-    )  # fmt: skip
+        "--kind",
+        "inversion",
+        "-o",
+        "dim=4",
+        "-o",
+        "tokens=4",
+        "-o",
+        "scale=0.3",
+        "-o",
+        "maps=true",
+    )
     invoke("lab", "plant", "p.safetensors", *planted)
     done = invoke("invert", "p.safetensors", "--method", "closed-form")
     assert done.returncode == 1
@@ -200,9 +241,18 @@ def test_ctrl_c_gives_the_best_input_so_far(tmp_path):
         return True
 
     done = interrupted(
-        "invert", "p.safetensors", "-o", "starts=100000", "--json", "--method",
-        "levenberg-marquardt", "--out", "best.json", cwd=tmp_path, ready=begun,
-    )  # fmt: skip
+        "invert",
+        "p.safetensors",
+        "-o",
+        "starts=100000",
+        "--json",
+        "--method",
+        "levenberg-marquardt",
+        "--out",
+        "best.json",
+        cwd=tmp_path,
+        ready=begun,
+    )
     assert done.returncode == 130, done.stderr
     assert json.loads(done.stdout)["status"] == "interrupted"
     assert json.loads(done.stdout)["reason"].startswith("stopped; best residual")
@@ -224,9 +274,9 @@ def test_a_server_that_is_not_there_is_a_failure(tmp_path, invoke, monkeypatch):
 
 
 def test_version(tmp_path):
-    assert keyhole("--version", cwd=tmp_path).stdout.strip() == importlib.metadata.version(
-        "keyhole"
-    )
+    assert keyhole(
+        "--version", cwd=tmp_path
+    ).stdout.strip() == importlib.metadata.version("keyhole")
 
 
 @pytest.mark.release
@@ -237,7 +287,10 @@ def test_three_targets_in_one_folder_and_one_is_killed(tmp_path):
         oracle.save(oracle.plant(dim=16, seed=seed), tmp_path / name)
     with started([*KEYHOLE, "audit", names[0]], cwd=tmp_path) as process:
         end = time.monotonic() + 60
-        while not any(map(records_in, tmp_path.glob("*.journal"))) and time.monotonic() < end:
+        while (
+            not any(map(records_in, tmp_path.glob("*.journal")))
+            and time.monotonic() < end
+        ):
             time.sleep(0.02)
         process.kill()
     assert list(tmp_path.glob("*.journal"))
@@ -245,6 +298,8 @@ def test_three_targets_in_one_folder_and_one_is_killed(tmp_path):
         done = keyhole("audit", name, cwd=tmp_path)
         assert done.returncode == 1, done.stderr
         assert ("resuming" in done.stderr) is (name == names[0])
-    identities = {Audit.load(tmp_path / f"keyhole-{name}.json").identity for name in names}
+    identities = {
+        Audit.load(tmp_path / f"keyhole-{name}.json").identity for name in names
+    }
     assert len(identities) == 3
     assert not list(tmp_path.glob("*.journal"))

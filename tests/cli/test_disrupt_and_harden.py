@@ -43,8 +43,18 @@ def lightly(monkeypatch):
 
 
 def test_disrupt_writes_json(keyhole, place, tmp_path):
-    arguments = ("--share", 0.2, "--examples", 6, "--out", tmp_path / "f.json", "--json")
-    done = keyhole("disrupt", "my-classifier", "--data", "dev.tsv", *arguments, cwd=place)
+    arguments = (
+        "--share",
+        0.2,
+        "--examples",
+        6,
+        "--out",
+        tmp_path / "f.json",
+        "--json",
+    )
+    done = keyhole(
+        "disrupt", "my-classifier", "--data", "dev.tsv", *arguments, cwd=place
+    )
     data = json.loads(done.stdout)
     assert json.loads((tmp_path / "f.json").read_text()) == data
     found = Disruption.from_dict(data)
@@ -55,7 +65,16 @@ def test_disrupt_writes_json(keyhole, place, tmp_path):
 
 
 def test_any_method_by_its_name(keyhole, place):
-    view = ("disrupt", "my-classifier", "--data", "dev.tsv", "--examples", 3, "--share", 0.2)
+    view = (
+        "disrupt",
+        "my-classifier",
+        "--data",
+        "dev.tsv",
+        "--examples",
+        3,
+        "--share",
+        0.2,
+    )
     released = ("--method", "as-released", "-o", "scale=half", "-o", "order=random")
     methods = {
         ("--method", "random"): HackAttend.random(0.2),
@@ -71,21 +90,39 @@ def test_any_method_by_its_name(keyhole, place):
         data = json.loads(keyhole(*view, *options, "--json", cwd=place).stdout)
         assert HackAttend.from_dict(data["method"]) == method
         assert (data["kind"], data["data"], data["task"]) == (
-            "disruption", "dev.tsv", "classification",
-        )  # fmt: skip
+            "disruption",
+            "dev.tsv",
+            "classification",
+        )
 
 
 @pytest.mark.parametrize("kind", ["random", "partition"])
 def test_smoothing_by_the_command(keyhole, place, tmp_path, kind):
     view = (
-        "lab", "certify", "my-classifier", 2, "--data", "dev.tsv", "--examples", 3,
-        "-o", f"kind={kind}", "-o", "keep=0.1", "-o", "samples=100", "--seed", 5,
-    )  # fmt: skip
+        "lab",
+        "certify",
+        "my-classifier",
+        2,
+        "--data",
+        "dev.tsv",
+        "--examples",
+        3,
+        "-o",
+        f"kind={kind}",
+        "-o",
+        "keep=0.1",
+        "-o",
+        "samples=100",
+        "--seed",
+        5,
+    )
     done = keyhole(*view, "--json", "--out", tmp_path / "c.json", cwd=place)
     found = harden.Smoothed.load(tmp_path / "c.json")
     assert found == harden.Smoothed.from_dict(json.loads(done.stdout))
     assert found.smoothing == harden.Smoothing(0.1, kind, samples=100, seed=5)
-    assert [sum(ballot.votes) for ballot in found.ballots] == [found.smoothing.masks] * 3
+    assert [sum(ballot.votes) for ballot in found.ballots] == [
+        found.smoothing.masks
+    ] * 3
     assert done.returncode == (0 if found.certified(2) == 1 else 3)
     assert "unchanged by any cut of 2 units" in keyhole(*view, cwd=place).stdout
 
@@ -99,7 +136,17 @@ def test_a_model_that_answers_nan_is_refused(keyhole, tmp_path, kind):
     broken.save_pretrained(tmp_path / "my-classifier")
     (tmp_path / "zeros.tsv").write_text("sentence\tlabel\nw1 w2 w3\t0\nw4 w5 w6\t0\n")
     view = ("my-classifier", "--data", "zeros.tsv")
-    certify = ("lab", "certify", view[0], 1, *view[1:], "-o", f"kind={kind}", "-o", "keep=0.1")
+    certify = (
+        "lab",
+        "certify",
+        view[0],
+        1,
+        *view[1:],
+        "-o",
+        f"kind={kind}",
+        "-o",
+        "keep=0.1",
+    )
     for command in (("disrupt", *view), certify):
         done = keyhole(*command)
         assert done.returncode == 2, done.stdout
@@ -109,9 +156,18 @@ def test_a_model_that_answers_nan_is_refused(keyhole, tmp_path, kind):
 
 def test_harden_proves_what_no_cut_can_do(keyhole, place, tmp_path, lightly):
     view = (
-        "harden", place / "my-classifier", "--data", place / "train.tsv", "--dev",
-        place / "dev.tsv", "--flips", 4, "--certify", "--epochs", 1,
-    )  # fmt: skip
+        "harden",
+        place / "my-classifier",
+        "--data",
+        place / "train.tsv",
+        "--dev",
+        place / "dev.tsv",
+        "--flips",
+        4,
+        "--certify",
+        "--epochs",
+        1,
+    )
     refused = keyhole(*view, "--out", "new")
     assert refused.returncode == 2
     assert "give --method sattend -o emptied=true" in refused.stderr
@@ -129,10 +185,13 @@ def test_harden_proves_what_no_cut_can_do(keyhole, place, tmp_path, lightly):
 
 def test_from_python_without_the_command_line(place, tmp_path):
     """The functions behind the commands, with an attacker and a defence of the caller."""
-    model, rows = place / "my-classifier", []
+    model = place / "my-classifier"
+    rows = []
 
     def track(name, total=None):
-        return lambda done, whole=None, note="": rows.append((name, done, whole or total))
+        return lambda done, whole=None, note="": rows.append(
+            (name, done, whole or total)
+        )
 
     light = HackAttend(0.2, schedule=Rerank(2, 2, 1), seed=5)
     found = disrupt.run(model, place / "dev.tsv", method=light, examples=4, track=track)
@@ -140,9 +199,14 @@ def test_from_python_without_the_command_line(place, tmp_path):
     assert HackAttend.from_dict(found.method) == light
     rows.clear()
     done = harden.run(
-        model, place / "train.tsv", tmp_path / "new", method=harden.SAttend(0.3), epochs=1,
-        batch=4, track=track,
-    )  # fmt: skip
+        model,
+        place / "train.tsv",
+        tmp_path / "new",
+        method=harden.SAttend(0.3),
+        epochs=1,
+        batch=4,
+        track=track,
+    )
     assert [row for row in rows if row[0] != "harden"] == [
         ("training", step, 3) for step in (1, 2, 3)
     ]
@@ -155,7 +219,9 @@ def test_from_python_without_the_command_line(place, tmp_path):
 def test_labels_by_name_and_none_at_all(keyhole, place, tmp_path):
     rows = [example.text for example in tiny_classifiers.examples(3)]
     (tmp_path / "plain.txt").write_text("\n".join(rows))
-    (tmp_path / "named.csv").write_text("text,gold\n" + "".join(f"{row},yes\n" for row in rows))
+    (tmp_path / "named.csv").write_text(
+        "text,gold\n" + "".join(f"{row},yes\n" for row in rows)
+    )
     model = place / "my-classifier"
     view = ("disrupt", model, "--method", "as-released", "--json", "--data")
     own = json.loads(keyhole(*view, "plain.txt").stdout)
@@ -163,18 +229,26 @@ def test_labels_by_name_and_none_at_all(keyhole, place, tmp_path):
     assert own["accuracy"] is None  # its own answers say nothing about that
     named = ("named.csv", "--label", "gold", "--classes", "no,yes")
     done = keyhole(*view, *named)
-    expected = [outcome["before"] == [1] for outcome in json.loads(done.stdout)["outcomes"]]
-    assert [outcome["right"] for outcome in json.loads(done.stdout)["outcomes"]] == expected
+    expected = [
+        outcome["before"] == [1] for outcome in json.loads(done.stdout)["outcomes"]
+    ]
+    assert [
+        outcome["right"] for outcome in json.loads(done.stdout)["outcomes"]
+    ] == expected
 
 
 def test_a_causal_model_is_told_by_its_head(keyhole, tmp_path):
     config = tiny_models.model("gpt2").config
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "lm")
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(
+            tmp_path / "lm"
+        )
     words = tiny_models.tokenizer(causal=True)
     words.save_pretrained(tmp_path / "lm")
-    (tmp_path / "t.txt").write_text("w1 w2 w3 w4 w5 w6 w7 w8 w9\nw9 w8 w7 w6 w5 w4 w3 w2\n")
+    (tmp_path / "t.txt").write_text(
+        "w1 w2 w3 w4 w5 w6 w7 w8 w9\nw9 w8 w7 w6 w5 w4 w3 w2\n"
+    )
     done = keyhole("disrupt", "lm", "--data", "t.txt", "--share", 0.3, "--json")
     data = json.loads(done.stdout)
     assert done.returncode == (1 if data["success"] else 0), done.stderr
@@ -182,12 +256,32 @@ def test_a_causal_model_is_told_by_its_head(keyhole, tmp_path):
     assert data["own_answers"]
 
 
-def test_harden_resumes_and_writes_a_model_that_loads(keyhole, place, tmp_path, lightly):
+def test_harden_resumes_and_writes_a_model_that_loads(
+    keyhole, place, tmp_path, lightly
+):
     arguments = (
-        "harden", place / "my-classifier", "--data", place / "train.tsv", "--dev",
-        place / "dev.tsv", "--flips", 4, "--method", "sattend", "-o", "rate=0.5",
-        "-o", "mode=token", "--epochs", 2, "-o", "learning_rate=1e-3", "--resume", "kept", "--json",
-    )  # fmt: skip
+        "harden",
+        place / "my-classifier",
+        "--data",
+        place / "train.tsv",
+        "--dev",
+        place / "dev.tsv",
+        "--flips",
+        4,
+        "--method",
+        "sattend",
+        "-o",
+        "rate=0.5",
+        "-o",
+        "mode=token",
+        "--epochs",
+        2,
+        "-o",
+        "learning_rate=1e-3",
+        "--resume",
+        "kept",
+        "--json",
+    )
     first = keyhole(*arguments, "--out", "new")
     assert first.returncode == 0, first.stderr
     data = json.loads(first.stdout)
@@ -207,19 +301,37 @@ def test_harden_resumes_and_writes_a_model_that_loads(keyhole, place, tmp_path, 
 def test_harden_measures_what_disrupt_finds(keyhole, place, tmp_path, lightly):
     view = ("--data", place / "dev.tsv", "--json")
     done = keyhole(
-        "harden", place / "my-classifier", *view, "--dev", place / "dev.tsv", "--method", "plain",
-        "--epochs", 1, "-o", "learning_rate=1e-3", "--out", "new",
-    )  # fmt: skip
+        "harden",
+        place / "my-classifier",
+        *view,
+        "--dev",
+        place / "dev.tsv",
+        "--method",
+        "plain",
+        "--epochs",
+        1,
+        "-o",
+        "learning_rate=1e-3",
+        "--out",
+        "new",
+    )
     result = json.loads(done.stdout)
     (run,) = result["runs"]
     light = tiny_classifiers.LIGHTLY.split()
-    for found, model in ((result["before"], place / "my-classifier"), (run["after"], "new")):
+    for found, model in (
+        (result["before"], place / "my-classifier"),
+        (run["after"], "new"),
+    ):
         own = json.loads(keyhole("disrupt", model, *view, *light).stdout)
         assert own["success"] > 0
         assert (found["accuracy"], found["examples"]) == (own["accuracy"], 12)
         stronger = found["attacks"]["stronger"]
-        assert stronger["flips"] == sum(outcome["flipped"] for outcome in own["outcomes"])
-        assert stronger["examples"] == sum(outcome["right"] for outcome in own["outcomes"])
+        assert stronger["flips"] == sum(
+            outcome["flipped"] for outcome in own["outcomes"]
+        )
+        assert stronger["examples"] == sum(
+            outcome["right"] for outcome in own["outcomes"]
+        )
         assert set(found["attacks"]) == {"stronger", "as released", "random"}
     assert set(run["after"]["transferred"]) == {"the model before"}
     assert set(run["after"]["wrong_label"]) == {"lowered", "raised"}
@@ -229,15 +341,31 @@ def test_harden_over_seeds(keyhole, place, tmp_path, lightly):
     view = ("harden", place / "my-classifier", "--data", place / "train.tsv", "--json")
     options = ("--method", "strongest", "--epochs", 1, "-o", "learning_rate=1e-3")
     both = keyhole(
-        *view, *options, "--dev", place / "dev.tsv", "--flips", 3, "--seeds", 2, "--out", "both"
+        *view,
+        *options,
+        "--dev",
+        place / "dev.tsv",
+        "--flips",
+        3,
+        "--seeds",
+        2,
+        "--out",
+        "both",
     )
     assert both.returncode == 0, both.stderr
     runs = json.loads(both.stdout)["runs"]
-    assert [(run["seed"], run["folder"]) for run in runs] == [(0, "seed-0"), (1, "seed-1")]
+    assert [(run["seed"], run["folder"]) for run in runs] == [
+        (0, "seed-0"),
+        (1, "seed-1"),
+    ]
     keyhole(*view, *options, "--seed", 1, "--out", "one")
     alone = load_model(tmp_path / "one", task="classification").model.state_dict()
-    other = load_model(tmp_path / "both" / "seed-0", task="classification").model.state_dict()
-    second = load_model(tmp_path / "both" / "seed-1", task="classification").model.state_dict()
+    other = load_model(
+        tmp_path / "both" / "seed-0", task="classification"
+    ).model.state_dict()
+    second = load_model(
+        tmp_path / "both" / "seed-1", task="classification"
+    ).model.state_dict()
     assert all(torch.equal(weight, second[name]) for name, weight in alone.items())
     assert not all(torch.equal(weight, other[name]) for name, weight in alone.items())
 
@@ -246,11 +374,24 @@ def test_ctrl_c_after_training_leaves_a_model_and_a_card(
     keyhole, place, tmp_path, monkeypatch, lightly
 ):
     command = (
-        "harden", place / "my-classifier", "--data", place / "train.tsv", "--dev",
-        place / "dev.tsv", "--method", "plain", "--epochs", 1, "--flips", 2, "--out", "new",
-    )  # fmt: skip
+        "harden",
+        place / "my-classifier",
+        "--data",
+        place / "train.tsv",
+        "--dev",
+        place / "dev.tsv",
+        "--method",
+        "plain",
+        "--epochs",
+        1,
+        "--flips",
+        2,
+        "--out",
+        "new",
+    )
     module = importlib.import_module("keyhole.harden.run")
-    evaluate, calls = module.evaluate, []
+    evaluate = module.evaluate
+    calls = []
 
     def stop(*given, **named):
         calls.append(given)
@@ -268,22 +409,37 @@ def test_ctrl_c_after_training_leaves_a_model_and_a_card(
     assert load_model(tmp_path / "new", task="classification").tokenizer is not None
     other = keyhole(*command, "--epochs", 2)
     assert other.returncode == 2
-    assert re.search(r"this run has epochs 2, that of .* has epochs 1: .*--force", other.stderr)
+    assert re.search(
+        r"this run has epochs 2, that of .* has epochs 1: .*--force", other.stderr
+    )
     assert keyhole(*command).returncode == 0  # the folder is this command's own
     card = json.loads((tmp_path / "new" / "hardening.json").read_text())
     assert card["runs"][0]["after"] is not None
     again = keyhole(*command)
     assert again.returncode == 2
-    assert re.match(r"keyhole: new holds a trained model already: give --force to ", again.stderr)
+    assert re.match(
+        r"keyhole: new holds a trained model already: give --force to ", again.stderr
+    )
     assert keyhole(*command, "--force").returncode == 0
 
 
 def test_harden_gives_a_headless_model_a_head(keyhole, place, tmp_path):
     tiny_models.save("bert", tmp_path / "base")
-    view = ("harden", "base", "--data", place / "train.tsv", "--method", "plain", "--epochs", 1)
+    view = (
+        "harden",
+        "base",
+        "--data",
+        place / "train.tsv",
+        "--method",
+        "plain",
+        "--epochs",
+        1,
+    )
     done = keyhole(*view, "--out", "new")
     assert done.returncode == 0, done.stderr
-    assert load_model(tmp_path / "new", task="classification").model.config.num_labels == 2
+    assert (
+        load_model(tmp_path / "new", task="classification").model.config.num_labels == 2
+    )
 
 
 def exposed(data):
@@ -311,9 +467,19 @@ def test_an_encoder_with_a_decoder_through_the_commands(keyhole, tmp_path):
     assert cut["accuracy"] is None  # its own answers say nothing about that
     assert len(cut["outcomes"]) == 3
     done = keyhole(
-        "audit", *view, "--texts", 1, "--flips", 1, "--layers", 1, "--only", "predictions",
-        "--only", "KH-TEXT-HIDDEN-STATES",
-    )  # fmt: skip
+        "audit",
+        *view,
+        "--texts",
+        1,
+        "--flips",
+        1,
+        "--layers",
+        1,
+        "--only",
+        "predictions",
+        "--only",
+        "KH-TEXT-HIDDEN-STATES",
+    )
     found = json.loads(done.stdout)
     assert done.returncode == exposed(found), done.stderr
     assert {row["sought"] for row in found["findings"]} == {"text", "prediction"}
@@ -323,7 +489,9 @@ def test_an_encoder_with_a_decoder_through_the_commands(keyhole, tmp_path):
 
 def test_audit_of_a_language_model_reads_text_and_flips_tokens(keyhole, tmp_path):
     written(tmp_path / "model", "gpt2", "causal")
-    done = keyhole("audit", "model", "--data", "t.txt", "--texts", 1, "--layers", "1", "--json")
+    done = keyhole(
+        "audit", "model", "--data", "t.txt", "--texts", 1, "--layers", "1", "--json"
+    )
     found = json.loads(done.stdout)["findings"]
     assert {row["sought"] for row in found} == {"text", "prediction"}
     ids = {str(Exposure(**finding["exposure"])): finding["status"] for finding in found}
@@ -332,25 +500,47 @@ def test_audit_of_a_language_model_reads_text_and_flips_tokens(keyhole, tmp_path
 
 def test_audit_of_a_classifier_flips_it(keyhole, place, tmp_path):
     done = keyhole(
-        "audit", place / "my-classifier", "--data", place / "dev.tsv", "--texts", 1, "--flips", 4,
-        "--layers", 1, "--only", "predictions", "--only", "KH-TEXT-HIDDEN-STATES", "--json",
-    )  # fmt: skip
+        "audit",
+        place / "my-classifier",
+        "--data",
+        place / "dev.tsv",
+        "--texts",
+        1,
+        "--flips",
+        4,
+        "--layers",
+        1,
+        "--only",
+        "predictions",
+        "--only",
+        "KH-TEXT-HIDDEN-STATES",
+        "--json",
+    )
     data = json.loads(done.stdout)
     assert done.returncode == exposed(data), done.stderr
     findings = data["findings"]
     flips = [row for row in findings if row["sought"] == "prediction"]
     assert len(flips) == 4 < len(findings)
-    short = "the texts are too short"  # at 1%; the rest of the model can be checked all the same
-    assert all("right answers flipped" in f["reason"] or short in f["reason"] for f in flips)
+    # at 1%; the rest of the model can be checked all the same
+    short = "the texts are too short"
+    assert all(
+        "right answers flipped" in f["reason"] or short in f["reason"] for f in flips
+    )
 
 
 WRONG = {
-    "a random head": (["disrupt", "base", "--task", "classification"], "has no trained head"),
+    "a random head": (
+        ["disrupt", "base", "--task", "classification"],
+        "has no trained head",
+    ),
     "no such class": (
         ["disrupt", "my-classifier", "-o", "target=7"],
         "the target must be from 0 to 1 for this model, got 7",
     ),
-    "bad share": (["disrupt", "my-classifier", "--share", "2"], "share must be at most 1"),
+    "bad share": (
+        ["disrupt", "my-classifier", "--share", "2"],
+        "share must be at most 1",
+    ),
     "bad count": (
         ["disrupt", "my-classifier", "--examples", "0"],
         "--examples must be 1 or more, not 0",
@@ -385,7 +575,16 @@ WRONG = {
         "continuation is for language models, not for classification",
     ),
     "weight": (
-        ["harden", "my-classifier", "--out", "o", "--method", "sattend", "-o", "weight=1"],
+        [
+            "harden",
+            "my-classifier",
+            "--out",
+            "o",
+            "--method",
+            "sattend",
+            "-o",
+            "weight=1",
+        ],
         "sattend has no option 'weight'",
     ),
     "mode": (
@@ -396,7 +595,10 @@ WRONG = {
         ["disrupt", "my-classifier", "--resume", "no/run.jsonl"],
         "there is no such folder",
     ),
-    "no choices": (["disrupt", "my-classifier", "--task", "choice"], "must hold choices"),
+    "no choices": (
+        ["disrupt", "my-classifier", "--task", "choice"],
+        "must hold choices",
+    ),
     "another's journal": (
         ["disrupt", "my-classifier", "--resume", "dev.tsv"],
         "expected JSON in dev.tsv",
@@ -418,7 +620,16 @@ WRONG = {
         "--flips must be 1",
     ),
     "plain before plain": (
-        ["harden", "my-classifier", "--out", "o", "--method", "plain", "-o", "plain_first=0.5"],
+        [
+            "harden",
+            "my-classifier",
+            "--out",
+            "o",
+            "--method",
+            "plain",
+            "-o",
+            "plain_first=0.5",
+        ],
         "plain_first=0.5 needs a defence to go on with: choose another --method than plain",
     ),
     "flips of nothing": (
@@ -465,13 +676,21 @@ def test_methods_have_names_of_the_registry(keyhole, place, command):
     done = keyhole(command, *data, *out, "--method", "weakest", cwd=place)
     assert done.returncode == 2
     names = {"disrupt": ATTACKERS, "harden": harden.DEFENCES}[command]
-    assert f"there is no method 'weakest': choose among {', '.join(names)}" in done.stderr
+    assert (
+        f"there is no method 'weakest': choose among {', '.join(names)}" in done.stderr
+    )
 
 
 def test_a_cluster_needs_dask(keyhole, place, monkeypatch):
     monkeypatch.setitem(sys.modules, "distributed", None)
     done = keyhole(
-        "disrupt", "my-classifier", "--data", "dev.tsv", "--dask", "tcp://127.0.0.1:9", cwd=place
+        "disrupt",
+        "my-classifier",
+        "--data",
+        "dev.tsv",
+        "--dask",
+        "tcp://127.0.0.1:9",
+        cwd=place,
     )
     assert done.returncode == 2
     assert "pip install 'keyhole[cluster]'" in done.stderr
@@ -483,7 +702,9 @@ def test_a_cluster_by_address(keyhole, place):
     view = ("disrupt", "my-classifier", "--data", "dev.tsv", "--share", 0.1, "--json")
     options = {"n_workers": 1, "threads_per_worker": 2, "dashboard_address": ":0"}
     with distributed.LocalCluster(processes=False, **options) as cluster:
-        far = json.loads(keyhole(*view, "--dask", cluster.scheduler_address, cwd=place).stdout)
+        far = json.loads(
+            keyhole(*view, "--dask", cluster.scheduler_address, cwd=place).stdout
+        )
     own = json.loads(keyhole(*view, cwd=place).stdout)
     assert [outcome["after"] for outcome in far["outcomes"]] == [
         outcome["after"] for outcome in own["outcomes"]

@@ -20,7 +20,8 @@ from kill_points import keyhole
 
 DIM = 4
 TARGET = oracle.plant(dim=DIM, seed=3)
-TOKEN, PASSWORD = "tok-3n-f0r-t3sts-0nly", "passw0rd-f0r-t3sts"
+TOKEN = "tok-3n-f0r-t3sts-0nly"
+PASSWORD = "passw0rd-f0r-t3sts"
 
 
 @pytest.fixture
@@ -44,9 +45,17 @@ def test_a_token_is_sent_and_stands_nowhere_else(tmp_path, run, monkeypatch):
     reach = ("--header", "Authorization=MY_TOKEN", "--ca", "tls/certificate.pem")
     with serving(endpoint, certificate):
         command = [
-            *KEYHOLE, "--debug", "extract", endpoint.address, *reach, "--ledger", "run.db",
-            "--out", "stolen.json", "--json",
-        ]  # fmt: skip
+            *KEYHOLE,
+            "--debug",
+            "extract",
+            endpoint.address,
+            *reach,
+            "--ledger",
+            "run.db",
+            "--out",
+            "stolen.json",
+            "--json",
+        ]
         with started(command, cwd=tmp_path) as process:
             seen.append(" ".join(psutil.Process(process.pid).cmdline()))
             out, words = process.communicate(timeout=120)
@@ -55,14 +64,26 @@ def test_a_token_is_sent_and_stands_nowhere_else(tmp_path, run, monkeypatch):
         done = run("audit", endpoint.address, *reach, "--ledger", "audit.db")
         assert done.returncode == 1, done.stderr
         seen += [done.stdout, done.stderr]
-        monkeypatch.setenv("MY_TOKEN", f"Bearer wrong-{TOKEN}")  # which the server repeats
+        monkeypatch.setenv(
+            "MY_TOKEN", f"Bearer wrong-{TOKEN}"
+        )  # which the server repeats
         for name, code in (("extract", 3), ("audit", 3)):
-            done = run("--debug", name, endpoint.address, *reach, "--ledger", "run.db", "--force")
+            done = run(
+                "--debug",
+                name,
+                endpoint.address,
+                *reach,
+                "--ledger",
+                "run.db",
+                "--force",
+            )
             assert done.returncode == code, done.stderr
             assert "status 401: " in done.stderr
             assert "(secret)" in done.stderr
             seen += [done.stdout, done.stderr]
-    assert all(headers["Authorization"] == endpoint.token for headers in endpoint.headers)
+    assert all(
+        headers["Authorization"] == endpoint.token for headers in endpoint.headers
+    )
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     kinds = {path.suffix for path in files if path.name.startswith("keyhole-")}
     assert {"run.db", "stolen.json"} <= {path.name for path in files}
@@ -97,11 +118,26 @@ def test_options_reach_the_endpoint(run, monkeypatch, tmp_path):
     monkeypatch.setenv("X_VALUE", "v")
     with serving(endpoint):
         done = run(
-            "extract", endpoint.address, "--endpoint", f"dim={DIM}", "--endpoint", "input=b",
-            "--endpoint", "output=answers", "--endpoint", "batch=3", "--endpoint", "timeout=30",
-            "--rate", 1000, "--header", "X-Name=X_VALUE",
-            "--method", "single-head", "--json",
-        )  # fmt: skip
+            "extract",
+            endpoint.address,
+            "--endpoint",
+            f"dim={DIM}",
+            "--endpoint",
+            "input=b",
+            "--endpoint",
+            "output=answers",
+            "--endpoint",
+            "batch=3",
+            "--endpoint",
+            "timeout=30",
+            "--rate",
+            1000,
+            "--header",
+            "X-Name=X_VALUE",
+            "--method",
+            "single-head",
+            "--json",
+        )
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout)["status"] == "recovered"
     assert {request["inputs"][0]["name"] for request in endpoint.requests} == {"b"}
@@ -116,10 +152,19 @@ def test_options_reach_the_endpoint(run, monkeypatch, tmp_path):
     [
         (("demo", "--endpoint", "batch=4"), "--endpoint batch is for endpoints"),
         (("t.safetensors", "--insecure"), "--insecure is for endpoints, and t.safe"),
-        (("http://192.0.2.9/v2/models/m",), "192.0.2.9 is another machine: give --authorized"),
+        (
+            ("http://192.0.2.9/v2/models/m",),
+            "192.0.2.9 is another machine: give --authorized",
+        ),
         (("http://h/v2/models/m", "--header", TOKEN), "--header takes NAME=VARIABLE"),
-        (("http://h/v2/models/m", "--header", f"A={TOKEN}"), "names an environment variable"),
-        (("http://127.0.0.1:9/v2/models/m", "--endpoint", "timeout=0"), "timeout must be above 0"),
+        (
+            ("http://h/v2/models/m", "--header", f"A={TOKEN}"),
+            "names an environment variable",
+        ),
+        (
+            ("http://127.0.0.1:9/v2/models/m", "--endpoint", "timeout=0"),
+            "timeout must be above 0",
+        ),
     ],
 )
 def test_wrong_options_are_one_line(run, tmp_path, command, words, line):
@@ -139,12 +184,16 @@ def test_an_endpoint_that_takes_texts_is_said_to_be_one(run):
     assert "its input 'text' takes texts (BYTES). keyhole audit" in done.stderr
 
 
-@pytest.mark.parametrize("words", [("--budget", 10), ("--probe-only",), ("--layers", "all")])
+@pytest.mark.parametrize(
+    "words", [("--budget", 10), ("--probe-only",), ("--layers", "all")]
+)
 def test_options_that_an_endpoint_does_not_follow_are_refused(run, words):
     with serving(Endpoint([vectors(DIM)], scores(TARGET))) as endpoint:
         done = run("audit", endpoint.address, *words)
     assert done.returncode == 2
-    assert f"{words[0]} does not apply to the endpoint {endpoint.address}" in done.stderr
+    assert (
+        f"{words[0]} does not apply to the endpoint {endpoint.address}" in done.stderr
+    )
     assert not [request for request in endpoint.requests if request.get("inputs")]
 
 
@@ -170,7 +219,14 @@ def test_ctrl_c_does_not_wait_for_a_server_that_hangs(tmp_path):
         return scores(TARGET)(inputs)
 
     with serving(Endpoint([vectors(DIM)], hang)) as endpoint:
-        words = ("extract", endpoint.address, "--endpoint", "batch=1", "--method", "single-head")
+        words = (
+            "extract",
+            endpoint.address,
+            "--endpoint",
+            "batch=1",
+            "--method",
+            "single-head",
+        )
         with warm_process.started(
             keyhole, str(tmp_path / "begun"), *words, cwd=tmp_path
         ) as process:

@@ -14,8 +14,19 @@ from command_line import inside, parts
 from keyhole.cli.app import ORDER
 from tiny_classifiers import classifier
 
-SUCCEED = ("audit", "extract", "recover", "invert", "policy")  # what these attack is given away
-SLOW = ("keyhole audit demo", "keyhole harden", "keyhole disrupt demo", "keyhole lab defences")
+SUCCEED = (
+    "audit",
+    "extract",
+    "recover",
+    "invert",
+    "policy",
+)  # what these attack is given away
+SLOW = (
+    "keyhole audit demo",
+    "keyhole harden",
+    "keyhole disrupt demo",
+    "keyhole lab defences",
+)
 
 
 def codes_of(line):
@@ -23,7 +34,10 @@ def codes_of(line):
     if line.split()[1] in SUCCEED:
         return {1}
     if line.startswith("keyhole lab certify"):
-        return {0, 3}  # an untrained model may be right about both texts or not, as it rounds
+        return {
+            0,
+            3,
+        }  # an untrained model may be right about both texts or not, as it rounds
     if line.startswith(("keyhole disrupt ./my-class", "keyhole disrupt ./hardened")):
         return {3}  # 1% of so few tokens is no unit at all: nothing could be checked
     return {0}
@@ -44,7 +58,9 @@ EXAMPLES = {
 def test_every_help_ends_with_an_example(keyhole):
     assert all(EXAMPLES.values())
     for words in ("audit", "lab plant"):
-        shown = " ".join(keyhole(*words.split(), "--help").stdout.split())  # lines may be broken
+        shown = " ".join(
+            keyhole(*words.split(), "--help").stdout.split()
+        )  # lines may be broken
         assert shown.endswith(EXAMPLES[words][-1])
 
 
@@ -64,7 +80,11 @@ def run_all(lines, folder, keyhole):
 @pytest.mark.release
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_examples_run(name, tmp_path, keyhole):
-    fast = [line for line in EXAMPLES[name] if not line.startswith(SLOW) and name != "lab serve"]
+    fast = [
+        line
+        for line in EXAMPLES[name]
+        if not line.startswith(SLOW) and name != "lab serve"
+    ]
     run_all([] if "hardened" in "".join(fast) else fast, tmp_path, keyhole)
 
 
@@ -81,7 +101,8 @@ def assert_said_on_the_start_page(printed):
     (block,) = re.findall(r"```text\n(The weights can .*?)```", page, flags=re.DOTALL)
     verdict, table = block.split("\n\n", 1)
     assert " ".join(verdict.split()) in " ".join(printed.split())
-    shown, rows = columns(table), columns(printed)
+    shown = columns(table)
+    rows = columns(printed)
     assert len(shown) > 5
     for exposure, (severity, outcome, _, cost) in shown.items():
         measured, found, _, spent = rows[exposure]
@@ -90,4 +111,8 @@ def assert_said_on_the_start_page(printed):
 
 def columns(table):
     rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
-    return {row[1]: (row[0], *row[2:]) for row in rows if len(row) == 5 and row[0] != "severity"}
+    return {
+        row[1]: (row[0], *row[2:])
+        for row in rows
+        if len(row) == 5 and row[0] != "severity"
+    }

@@ -25,39 +25,78 @@ def head(tmp_path):
     v = torch.tensor([0.6, -0.5, 0.62], dtype=torch.float64)
     target = oracle.Head(target.W, v / v.norm())
     oracle.save(target, tmp_path / "head.safetensors")
-    oracle.save(target, tmp_path / "signs.safetensors", oracle.Degradation(sign_only=True))
+    oracle.save(
+        target, tmp_path / "signs.safetensors", oracle.Degradation(sign_only=True)
+    )
     return target
 
 
 REACHED = [
-    ("tolerant", "head", ["-o", "answer_error=1e-3", "-o", "bound=2", "-o", "margin=0.3",
-                          "-o", "repeats=2", "-o", "max_norm=5"],
-     "Tolerant(tolerance=0.001, bound=2.0, margin=0.3, max_norm=5.0"),
-    ("tolerant-as-published", "head", ["-o", "answer_error=1e-6", "-o", "bound=2",
-                                       "-o", "margin=0.3"],
-     "TolerantAsPublished(tolerance=1e-06, bound=2.0, margin=0.3"),
+    (
+        "tolerant",
+        "head",
+        [
+            "-o",
+            "answer_error=1e-3",
+            "-o",
+            "bound=2",
+            "-o",
+            "margin=0.3",
+            "-o",
+            "repeats=2",
+            "-o",
+            "max_norm=5",
+        ],
+        "Tolerant(tolerance=0.001, bound=2.0, margin=0.3, max_norm=5.0",
+    ),
+    (
+        "tolerant-as-published",
+        "head",
+        ["-o", "answer_error=1e-6", "-o", "bound=2", "-o", "margin=0.3"],
+        "TolerantAsPublished(tolerance=1e-06, bound=2.0, margin=0.3",
+    ),
     ("sign-only", "signs", ["-o", "accuracy=1e-3"], "SignOnly(accuracy=0.001"),
-    ("sign-only-as-published", "signs", ["-o", "accuracy=0.9", "-o", "bound=1", "-o", "margin=0.4"],
-     "SignOnlyAsPublished(bound=1.0, margin=0.4, accuracy=0.9"),
-    ("nuclear-norm", "head", ["-o", "rank=3", "-o", "oversampling=2"],
-     "NuclearNorm(rank=3, oversampling=2.0"),
+    (
+        "sign-only-as-published",
+        "signs",
+        ["-o", "accuracy=0.9", "-o", "bound=1", "-o", "margin=0.4"],
+        "SignOnlyAsPublished(bound=1.0, margin=0.4, accuracy=0.9",
+    ),
+    (
+        "nuclear-norm",
+        "head",
+        ["-o", "rank=3", "-o", "oversampling=2"],
+        "NuclearNorm(rank=3, oversampling=2.0",
+    ),
     ("multi-head", "head", ["-o", "heads=1"], "MultiHead(heads=1"),
     ("fitted", "head", ["-o", "heads=1", "-o", "oversampling=3"], "Fitted(heads=1"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("method", "target", "options", "called"), REACHED, ids=lambda x: str(x))
+@pytest.mark.parametrize(
+    ("method", "target", "options", "called"), REACHED, ids=lambda x: str(x)
+)
 def test_an_option_reaches_its_method(method, target, options, called, head, keyhole):
-    done = keyhole("extract", f"{target}.safetensors", "--json", "--method", method, *options)
+    done = keyhole(
+        "extract", f"{target}.safetensors", "--json", "--method", method, *options
+    )
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout)["method"].startswith(called)
 
 
 def test_the_theorem_is_printed_with_what_the_answers_prove(head, keyhole):
     done = keyhole(
-        "extract", "head.safetensors", "--method", "tolerant-as-published", "-o",
-        "answer_error=1e-6", "-o", "bound=1", "-o", "margin=0.5",
-    )  # fmt: skip
+        "extract",
+        "head.safetensors",
+        "--method",
+        "tolerant-as-published",
+        "-o",
+        "answer_error=1e-6",
+        "-o",
+        "bound=1",
+        "-o",
+        "margin=0.5",
+    )
     assert "Theorem 6.1 states: W and v within" in done.stdout
     assert "12 queries (unknowns: 12)" in done.stdout
     assert "proved if every answer is within" in done.stdout
@@ -72,7 +111,9 @@ def test_an_option_that_does_not_apply_is_an_error(method, head, keyhole):
 
 def test_a_rank_beyond_the_dimension_is_an_error(head, keyhole):
     for method in ("low-rank", "nuclear-norm"):
-        done = keyhole("extract", "head.safetensors", "--method", method, "-o", "rank=4")
+        done = keyhole(
+            "extract", "head.safetensors", "--method", method, "-o", "rank=4"
+        )
         assert done.returncode == 2
         assert "the rank must not exceed the dimension, 3: got 4" in done.stderr
 
@@ -84,16 +125,22 @@ def test_options_are_no_second_way_to_set_a_method():
 
 DEGRADED = {
     "signs": (["-o", "sign_only=true"], [], "SignOnly, since the answers are 0 and 1"),
-    "rounded": (["-o", "decimals=3"], [], "Tolerant, since the answers have 3 decimals"),
+    "rounded": (
+        ["-o", "decimals=3"],
+        [],
+        "Tolerant, since the answers have 3 decimals",
+    ),
     "clipped": (
         ["-o", "decimals=3", "-o", "max_norm=10"],
         ["--method", "tolerant", "-o", "answer_error=5e-4", "-o", "max_norm=10"],
         "W is within",
     ),
     "noisy": (
-        ["-o", "noise=1e-3"], ["--method", "tolerant", "-o", "answer_error=1e-3"], "W is within",
+        ["-o", "noise=1e-3"],
+        ["--method", "tolerant", "-o", "answer_error=1e-3"],
+        "W is within",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DEGRADED)
@@ -108,9 +155,18 @@ def test_a_target_may_degrade_its_answers(name, keyhole):
 
 def test_orthogonal_heads_are_planted_with_their_bases(keyhole, tmp_path):
     planted = keyhole(
-        "lab", "plant", "t.safetensors", "--kind", "orthogonal-heads", "-o", "dim=6",
-        "-o", "heads=2", "-o", "bases=b.safetensors",
-    )  # fmt: skip
+        "lab",
+        "plant",
+        "t.safetensors",
+        "--kind",
+        "orthogonal-heads",
+        "-o",
+        "dim=6",
+        "-o",
+        "heads=2",
+        "-o",
+        "bases=b.safetensors",
+    )
     assert planted.returncode == 0, planted.stderr
     view = ("extract", "t.safetensors", "--method", "orthogonal-heads", "--json")
     known = json.loads(keyhole(*view, "-o", "bases=b.safetensors").stdout)
@@ -128,8 +184,14 @@ def test_orthogonal_heads_are_planted_with_their_bases(keyhole, tmp_path):
         (["-o", "heads=2"], "head has no option 'heads'"),
         (["--kind", "relu", "-o", "rank=1"], "relu has no option 'rank'"),
         (["-o", "tokens=3"], "head has no option 'tokens'"),
-        (["--kind", "inversion", "-o", "decimals=3"], "inversion has no option 'decimals'"),
-        (["--kind", "nothing"], "there is no kind 'nothing': choose among head, multi-head"),
+        (
+            ["--kind", "inversion", "-o", "decimals=3"],
+            "inversion has no option 'decimals'",
+        ),
+        (
+            ["--kind", "nothing"],
+            "there is no kind 'nothing': choose among head, multi-head",
+        ),
         (["-o", "decimals=16"], "decimals must be at most 15, not 16"),
         (["-o", "noise=-1"], "a noise must be 0 or more, not -1.0"),
         (["-o", "max_norm=0"], "a norm must be above 0, not 0.0"),
@@ -143,7 +205,8 @@ def test_planting_refuses_what_means_nothing(options, message, keyhole):
 
 def test_canonical_and_same(keyhole, tmp_path):
     heads = oracle.plant("multi-head", dim=4, heads=2, seed=1)
-    W, v = list(heads.W), list(heads.v)
+    W = list(heads.W)
+    v = list(heads.v)
     split = oracle.MultiHead([W[1], W[0], W[0]], [v[1], v[0] / 2, v[0] / 2])
     other = oracle.MultiHead(W, [v[0], v[1] + 1e-3])
     for name, model in {"a": heads, "b": split, "c": other}.items():
@@ -159,7 +222,9 @@ def test_canonical_and_same(keyhole, tmp_path):
     done = keyhole("lab", "same", "a.safetensors", "c.safetensors", "--json")
     assert done.returncode == 1
     assert json.loads(done.stdout)["difference"].startswith("v differs by")
-    loose = keyhole("lab", "same", "a.safetensors", "c.safetensors", "--tolerance", "0.1")
+    loose = keyhole(
+        "lab", "same", "a.safetensors", "c.safetensors", "--tolerance", "0.1"
+    )
     assert loose.returncode == 0
     oracle.save(oracle.plant(dim=4, seed=1), tmp_path / "one.safetensors")
     done = keyhole("lab", "same", "a.safetensors", "one.safetensors")

@@ -16,16 +16,32 @@ from keyhole.core.errors import InputError, KeyholeError
 LINES = {
     "wrong input": (InputError("expected a, got b"), 2, "keyhole: expected a, got b"),
     "the world": (KeyholeError("expected a server, got none"), 3, "got none"),
-    "full disk": (OSError(errno.ENOSPC, "No space left on device", "f"), 3, "could not write (f)"),
+    "full disk": (
+        OSError(errno.ENOSPC, "No space left on device", "f"),
+        3,
+        "could not write (f)",
+    ),
     "permission": (
         PermissionError(errno.EACCES, "Permission denied", "f"),
         3,
         "(f): Permission denied",
     ),
     "no memory": (MemoryError(), 3, "out of memory"),
-    "torch's": (RuntimeError("[enforce fail] can't allocate memory: 8 bytes"), 3, "out of memory"),
-    "deep": (RecursionError("maximum recursion depth exceeded"), 3, "run again with --debug"),
-    "no text": (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no"), 3, "run again with --debug"),
+    "torch's": (
+        RuntimeError("[enforce fail] can't allocate memory: 8 bytes"),
+        3,
+        "out of memory",
+    ),
+    "deep": (
+        RecursionError("maximum recursion depth exceeded"),
+        3,
+        "run again with --debug",
+    ),
+    "no text": (
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no"),
+        3,
+        "run again with --debug",
+    ),
     "unforeseen": (
         RuntimeError("one\ntwo\x1b[31m"),
         3,
@@ -66,7 +82,9 @@ def test_the_traceback_is_for_those_who_ask(asked, tmp_path, monkeypatch, capsys
     words = ["--debug"] if asked == "option" else []
     if asked == "environment":
         monkeypatch.setenv("KEYHOLE_DEBUG", "1")
-    done = inside(*words, "report", "x.json", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    done = inside(
+        *words, "report", "x.json", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
+    )
     assert done.returncode == 3
     assert "RuntimeError: a fault of ours" in done.stderr.splitlines()[-1]
     assert ("Traceback" in done.stderr) == (asked != "not at all")

@@ -43,12 +43,16 @@ def test_reports_and_a_baseline_of_a_whole_fleet(keyhole, tmp_path):
     for number, file in enumerate(("fleet.toml", "turned.toml")):
         same = keyhole(f"--targets={file}", f"--out=new{number}", "--baseline=old")
         assert same.returncode == 0, same.stderr
-        rows = json.loads((tmp_path / f"new{number}" / "a-b.json").read_text())["assessment"]
+        rows = json.loads((tmp_path / f"new{number}" / "a-b.json").read_text())[
+            "assessment"
+        ]
         assert {row["state"] for row in rows["findings"]} == {"same"}
 
     # A target that the baseline has not is new, and fails.
     (tmp_path / "old" / "a-b-2.json").unlink()
-    done = keyhole("--targets=fleet.toml", "--out=x", "--baseline=old", "--output=sarif=-")
+    done = keyhole(
+        "--targets=fleet.toml", "--out=x", "--baseline=old", "--output=sarif=-"
+    )
     assert done.returncode == 1
     assert "not in the baseline: a-b\n" in done.stderr
     first, second = json.loads(done.stdout)["runs"]
@@ -64,12 +68,18 @@ def test_reports_and_a_baseline_of_a_whole_fleet(keyhole, tmp_path):
 
 
 WRONG = {
-    "a format of one target": (["--output=html=x"], "with one of json, sarif, sarif-github"),
+    "a format of one target": (
+        ["--output=html=x"],
+        "with one of json, sarif, sarif-github",
+    ),
     "its own file": (["--output=json=out/a-b.json"], "two outputs go to"),
     "two on stdout": (["--output=sarif=-", "--json"], "only one result can be printed"),
     "no baseline": (["--baseline=none"], "none is no folder"),
     "a file": (["--baseline=fleet.toml"], "--baseline takes the folder"),
-    "an empty folder": (["--baseline=empty"], "empty holds no findings of these targets"),
+    "an empty folder": (
+        ["--baseline=empty"],
+        "empty holds no findings of these targets",
+    ),
     "the same folder": (["--baseline=out"], "--baseline and --out are both"),
     "no JSON": (["--baseline=odd"], "odd/x.json is not a JSON file"),
     "many": (["--output=sarif-github=x", "--targets=many.toml"], "at most 20 targets"),
@@ -77,7 +87,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_words_are_refused_before_the_work_starts(keyhole, tmp_path, words, message):
+def test_wrong_words_are_refused_before_the_work_starts(
+    keyhole, tmp_path, words, message
+):
     for name in ("empty", "out", "odd"):
         (tmp_path / name).mkdir()
     (tmp_path / "odd" / "x.json").write_text("{")

@@ -8,15 +8,20 @@ import pytest
 
 from command_line import inside
 
-# Commands whose input does not exist: what is said about the output is said before it is looked at.
-AUDIT, LAYER = ("audit", "no.safetensors"), ("invert", "no.safetensors", "--out", "f.json")
+# Commands whose input does not exist: what is said about the output is said before it
+# is looked at.
+AUDIT = ("audit", "no.safetensors")
+LAYER = ("invert", "no.safetensors", "--out", "f.json")
 FLIPS = ("disrupt", "nowhere", "--data", "no.tsv")
 LEAK = ("lab", "capture", "nowhere", "--text", "a", "--expose", "hidden:1")
 EXISTING = {
     "audit's page by name": ("p.html", (*AUDIT, "--output", "html=p.html")),
     "audit's findings by name": ("f.json", (*AUDIT, "--output", "json=f.json")),
     "extract's result": ("f.json", ("extract", "no.safetensors", "--out", "f.json")),
-    "extract's weights": ("f.safetensors", ("extract", "no.safetensors", "--out", "f.json")),
+    "extract's weights": (
+        "f.safetensors",
+        ("extract", "no.safetensors", "--out", "f.json"),
+    ),
     "invert's result": ("f.json", LAYER),
     "invert's inputs": ("f.safetensors", LAYER),
     "capture's leak": ("leak.safetensors", LEAK),
@@ -38,7 +43,9 @@ def keyhole(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("file", "command"), EXISTING.values(), ids=EXISTING)
-def test_what_exists_is_refused_before_the_work_starts(file, command, tmp_path, keyhole):
+def test_what_exists_is_refused_before_the_work_starts(
+    file, command, tmp_path, keyhole
+):
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("mine")
     done = keyhole(*command)
@@ -67,8 +74,12 @@ def test_force_replaces(tmp_path, keyhole):
 
 def test_what_keyhole_named_itself_is_written_again(tmp_path, keyhole):
     keyhole("lab", "plant", "t.safetensors", "-o", "dim=3")
-    for command in (("audit", "t.safetensors"), ("report", "keyhole-t.safetensors.json")):
-        first, second = keyhole(*command), keyhole(*command)
+    for command in (
+        ("audit", "t.safetensors"),
+        ("report", "keyhole-t.safetensors.json"),
+    ):
+        first = keyhole(*command)
+        second = keyhole(*command)
         assert first.returncode == second.returncode in (0, 1), second.stderr
     assert keyhole("audit", "t.safetensors", "--output=json=mine.json").returncode == 1
     assert keyhole("audit", "t.safetensors", "--output=json=mine.json").returncode == 2
@@ -89,7 +100,8 @@ def test_no_input_is_replaced_by_whatever_name(name, tmp_path, keyhole):
     keyhole("lab", "plant", "t.safetensors", "-o", "dim=3")
     keyhole("audit", "t.safetensors", "--output=json=findings.json")
     (tmp_path / "link.json").symlink_to("findings.json")
-    place, before = name.format(tmp_path.name), (tmp_path / "findings.json").read_bytes()
+    place = name.format(tmp_path.name)
+    before = (tmp_path / "findings.json").read_bytes()
     for command in (
         ("report", "findings.json", f"--output=html={place}"),
         ("audit", "t.safetensors", f"--data={place}", "--output=html=findings.json"),
@@ -97,7 +109,9 @@ def test_no_input_is_replaced_by_whatever_name(name, tmp_path, keyhole):
     ):
         done = keyhole(*command, "--force")
         assert done.returncode == 2
-        assert "is read by this command" in done.stderr or "is the baseline" in done.stderr
+        assert (
+            "is read by this command" in done.stderr or "is the baseline" in done.stderr
+        )
     assert (tmp_path / "findings.json").read_bytes() == before
 
 

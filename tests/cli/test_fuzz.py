@@ -70,17 +70,28 @@ def test_every_bad_file_ends_in_one_line(words, name, world, monkeypatch, capsys
 @pytest.mark.parametrize(
     "words",
     [
-        ("frobnicate",), ("audit", "--frobnicate"), ("extract",), ("audit", "demo", "--seed", "x"),
-        ("audit", "demo", "--seed", "-1"), ("audit", "\x1b[31m"), ("extract", "x" * 5000),
-        ("lab", "plant", "x", "-o", "dim"), ("lab", "plant", "x", "-o", "dim=x"),
-        ("lab", "plant", "x", "-o", "dim=-1"), ("lab", "plant", "x", "-o", "dim=9" + "9" * 30),
+        ("frobnicate",),
+        ("audit", "--frobnicate"),
+        ("extract",),
+        ("audit", "demo", "--seed", "x"),
+        ("audit", "demo", "--seed", "-1"),
+        ("audit", "\x1b[31m"),
+        ("extract", "x" * 5000),
+        ("lab", "plant", "x", "-o", "dim"),
+        ("lab", "plant", "x", "-o", "dim=x"),
+        ("lab", "plant", "x", "-o", "dim=-1"),
+        ("lab", "plant", "x", "-o", "dim=9" + "9" * 30),
         ("lab", "plant", "x", "--kind", "nothing"),
-        ("audit", "demo", "--output", "pdf=x"), ("audit", "demo", "--endpoint", "frobs=1"),
-        ("audit", "demo", "--endpoint", "batch=2"), ("check-config", ".", "--fail-on", "never"),
-        ("lab", "methods", "nothing"), ("extract", "demo", "--method", "nothing"),
-        ("extract", "demo", "--header", "s3cret"), ("harden", "demo", "--data", "x"),
+        ("audit", "demo", "--output", "pdf=x"),
+        ("audit", "demo", "--endpoint", "frobs=1"),
+        ("audit", "demo", "--endpoint", "batch=2"),
+        ("check-config", ".", "--fail-on", "never"),
+        ("lab", "methods", "nothing"),
+        ("extract", "demo", "--method", "nothing"),
+        ("extract", "demo", "--header", "s3cret"),
+        ("harden", "demo", "--data", "x"),
     ],
-)  # fmt: skip
+)
 def test_whatever_is_typed_wrong_ends_with_2(words, tmp_path, monkeypatch, capsys):
     done = inside(*words, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     assert done.returncode == 2, done.stderr

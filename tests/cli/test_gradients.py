@@ -9,7 +9,16 @@ import pytest
 from command_line import inside
 
 TEXTS = ("a warm and funny film .", "my test came back positive .")
-BATCH = ("--text", TEXTS[0], "--text", TEXTS[1], "--expose", "gradient", "--out", "g.safetensors")
+BATCH = (
+    "--text",
+    TEXTS[0],
+    "--text",
+    TEXTS[1],
+    "--expose",
+    "gradient",
+    "--out",
+    "g.safetensors",
+)
 
 
 @pytest.fixture
@@ -37,7 +46,9 @@ def test_a_batch_is_captured_and_read(keyhole, tmp_path):
 
 
 def test_the_batch_is_the_first_texts_of_a_file(keyhole, tmp_path):
-    rows = "".join(f"{text}\t{number % 2}\n" for number, text in enumerate((*TEXTS, "a third .")))
+    rows = "".join(
+        f"{text}\t{number % 2}\n" for number, text in enumerate((*TEXTS, "a third ."))
+    )
     (tmp_path / "texts.tsv").write_text(f"sentence\tlabel\n{rows}")
     options = ("--expose", "gradient", "--examples", "1", "--out", "g.safetensors")
     made = keyhole("lab", "capture", "demo", "--data", "texts.tsv", *options)

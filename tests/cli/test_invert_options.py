@@ -31,9 +31,15 @@ def secret(tmp_path):
 @pytest.mark.parametrize("method", ["levenberg-marquardt", "newton-cg", "lbfgs"])
 def test_a_search_starts_where_it_is_told(tmp_path, keyhole, secret, method):
     done = keyhole(
-        "invert", "p.safetensors", "--method", method, "--start", "near.safetensors",
-        "--out", "f.json",
-    )  # fmt: skip
+        "invert",
+        "p.safetensors",
+        "--method",
+        method,
+        "--start",
+        "near.safetensors",
+        "--out",
+        "f.json",
+    )
     assert done.returncode == 1, done.stderr
     assert "1 starts" in done.stdout
     X = invert.Inversion.load(tmp_path / "f.json").X
@@ -42,8 +48,15 @@ def test_a_search_starts_where_it_is_told(tmp_path, keyhole, secret, method):
 
 
 def test_gamma_and_slack_reach_the_theorem(keyhole, secret):
-    newton = ("invert", "p.safetensors", "--method", "regularized-newton", "--start",
-              "near.safetensors", "--json")  # fmt: skip
+    newton = (
+        "invert",
+        "p.safetensors",
+        "--method",
+        "regularized-newton",
+        "--start",
+        "near.safetensors",
+        "--json",
+    )
     plain = keyhole(*newton, "-o", "gamma=0", "-o", "slack=0")
     assert plain.returncode == 1, plain.stderr
     assert "gamma=0.0, slack=0.0" in json.loads(plain.stdout)["method"]
@@ -63,11 +76,17 @@ def test_gamma_and_slack_reach_the_theorem(keyhole, secret):
         ("-o gamma=1", "auto has no option 'gamma'"),
         ("-o slack=0.1 --method lbfgs", "lbfgs has no option 'slack'"),
         ("-o rate=0.1", "auto has no option 'rate'"),
-        ("-o rate=0 --method gradient-descent-as-published", "rate must be above 0, not 0"),
+        (
+            "-o rate=0 --method gradient-descent-as-published",
+            "rate must be above 0, not 0",
+        ),
         ("-o delta=0.1", "auto has no option 'delta'"),
         ("-o delta=1 --method regularized-newton", "delta must be below 1, not 1"),
         ("-o rate=nan --method adam", "rate must be above 0, not nan"),
-        ("--start near.safetensors", "auto takes no start: choose levenberg-marquardt or "),
+        (
+            "--start near.safetensors",
+            "auto takes no start: choose levenberg-marquardt or ",
+        ),
         (
             "--start near.safetensors --method token-by-token",
             "token-by-token takes no start: choose ",
@@ -76,18 +95,32 @@ def test_gamma_and_slack_reach_the_theorem(keyhole, secret):
             "--start near.safetensors -o starts=3 --method adam",
             "starts and --start exclude each other",
         ),
-        ("-o gamma=small --method regularized-newton", 'gamma must be "paper" or a number'),
-        ("-o gamma=nan --method regularized-newton", "gamma must be 0 or more, not nan"),
+        (
+            "-o gamma=small --method regularized-newton",
+            'gamma must be "paper" or a number',
+        ),
+        (
+            "-o gamma=nan --method regularized-newton",
+            "gamma must be 0 or more, not nan",
+        ),
         ("-o slack=1 --method regularized-newton", "slack must be below 1, not 1"),
         (
             "--start p.safetensors --method adam",
             "p.safetensors must hold a tensor X: it holds B, V,",
         ),
-        ("--start wide.safetensors --method adam", "expected X of shape n×d = 3×3 in wide."),
-        ("--start nan.safetensors --method adam", "X in nan.safetensors must hold finite"),
+        (
+            "--start wide.safetensors --method adam",
+            "expected X of shape n×d = 3×3 in wide.",
+        ),
+        (
+            "--start nan.safetensors --method adam",
+            "X in nan.safetensors must hold finite",
+        ),
     ],
 )
-def test_what_does_not_apply_is_refused_in_one_line(tmp_path, keyhole, secret, words, error):
+def test_what_does_not_apply_is_refused_in_one_line(
+    tmp_path, keyhole, secret, words, error
+):
     write_tensors(tmp_path / "wide.safetensors", {"X": torch.ones(3, 4)})
     write_tensors(tmp_path / "nan.safetensors", {"X": secret * torch.nan})
     done = keyhole("invert", "p.safetensors", *words.split())
@@ -115,6 +148,8 @@ def test_bounds_say_which_assumption_does_not_hold(keyhole, secret):
     assert done.returncode == 0
     assert "does not hold: ‖X‖ ≤ R" in done.stdout
     for option, value in (("-o", "R=0.5"), ("-o", "neighbours=0")):
-        wrong = keyhole("lab", "bounds", "p.safetensors", "input.safetensors", option, value)
+        wrong = keyhole(
+            "lab", "bounds", "p.safetensors", "input.safetensors", option, value
+        )
         assert wrong.returncode == 2
         assert f"{value.partition('=')[0]} must be" in wrong.stderr

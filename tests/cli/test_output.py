@@ -69,15 +69,20 @@ ANSWERS = {
     "invert p.safetensors -o starts=8": ("recovered: ", "condition"),
     "recover model leak.safetensors": ("leak.safetensors: recovered (", "w1 w2 w3"),
     f"disrupt my-classifier --data dev.tsv --examples 3 {tiny_classifiers.LIGHTLY}": (
-        "my-classifier: ", "accuracy before",
+        "my-classifier: ",
+        "accuracy before",
     ),
     "harden my-classifier --data train.tsv --dev dev.tsv --flips 1 --method plain --epochs 1 "
     "--out new": ("1 step", "clean accuracy"),
     "lab capture model --text w1 --expose hidden:1 --out l.safetensors": (
-        "l.safetensors: hidden:1 of 3 tokens, float32\n", "hidden:1",
+        "l.safetensors: hidden:1 of 3 tokens, float32\n",
+        "hidden:1",
     ),
-    "lab plant q.safetensors -o dim=4": ("q.safetensors: head, d = 4, 20 unknowns\n", "unknowns"),
-}  # fmt: skip
+    "lab plant q.safetensors -o dim=4": (
+        "q.safetensors: head, d = 4, 20 unknowns\n",
+        "unknowns",
+    ),
+}
 
 
 @pytest.mark.parametrize("command", ANSWERS)
@@ -93,7 +98,9 @@ def test_the_answer_is_on_stdout_in_words(command, keyhole, monkeypatch):
     assert "…" not in done.stdout
 
 
-@pytest.mark.parametrize("command", [name for name in ANSWERS if not name.startswith("lab ")])
+@pytest.mark.parametrize(
+    "command", [name for name in ANSWERS if not name.startswith("lab ")]
+)
 def test_or_as_json_alone(command, keyhole):
     done = keyhole(*command.split(), "--json")
     assert done.returncode in (0, 1), done.stderr
@@ -105,15 +112,21 @@ def test_rows_are_whole_in_a_file(keyhole, place):
     done = keyhole("report", "audit.json")
     lines = done.stdout.splitlines()
     for finding in Audit.load(place / "audit.json").findings:
-        (row,) = (line for line in lines if f"  {words.exposure(finding.exposure)}  " in line)
+        (row,) = (
+            line for line in lines if f"  {words.exposure(finding.exposure)}  " in line
+        )
         assert row.rstrip().endswith(cost(finding))
     assert done.stderr == "html: audit.html\n"
 
 
-@pytest.mark.parametrize("command", [name for name in ANSWERS if not name.startswith("audit ")])
+@pytest.mark.parametrize(
+    "command", [name for name in ANSWERS if not name.startswith("audit ")]
+)
 def test_no_locale_is_too_small(command, keyhole, monkeypatch):
     inner = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(inner, encoding="ascii", newline="\n"))
+    monkeypatch.setattr(
+        sys, "stdout", io.TextIOWrapper(inner, encoding="ascii", newline="\n")
+    )
     done = keyhole(*command.split())
     assert done.returncode in (0, 1), done.stderr
     sys.stdout.flush()
@@ -122,8 +135,12 @@ def test_no_locale_is_too_small(command, keyhole, monkeypatch):
 
 @pytest.mark.slow
 def test_a_process_in_an_ascii_locale(place):
-    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0",
-             "PYTHONIOENCODING": "ascii"}  # fmt: skip
+    plain = {
+        "LC_ALL": "C",
+        "PYTHONCOERCECLOCALE": "0",
+        "PYTHONUTF8": "0",
+        "PYTHONIOENCODING": "ascii",
+    }
     view = [*KEYHOLE, "report", "audit.json", "--output", "html=é.html"]
     done = finished(view, cwd=place, env=os.environ | plain)
     assert done.returncode == 0, done.stderr
@@ -134,7 +151,9 @@ def test_a_process_in_an_ascii_locale(place):
 
 def test_signs_that_an_encoding_lacks_are_spelled(monkeypatch):
     inner = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(inner, encoding="ascii", newline="\n"))
+    monkeypatch.setattr(
+        sys, "stdout", io.TextIOWrapper(inner, encoding="ascii", newline="\n")
+    )
     outputs.write_in_any_locale()
     outputs.show("d² → 日")
     sys.stdout.flush()

@@ -38,7 +38,10 @@ def test_every_format_from_a_saved_audit(keyhole, tmp_path):
 
 def test_a_page_and_other_formats(keyhole, tmp_path):
     assert (
-        keyhole("report", "audit.json", "--output=junit=x", "--output=html=p.html").returncode == 0
+        keyhole(
+            "report", "audit.json", "--output=junit=x", "--output=html=p.html"
+        ).returncode
+        == 0
     )
     assert (tmp_path / "p.html").exists()
     assert (tmp_path / "x").exists()
@@ -46,14 +49,18 @@ def test_a_page_and_other_formats(keyhole, tmp_path):
 
 @pytest.mark.parametrize("name", ["sarif", "junit", "markdown"])
 def test_stdout_has_the_document_and_nothing_else(keyhole, tmp_path, name):
-    done = keyhole("report", "audit.json", f"--output={name}=-", f"--output={name}=file")
+    done = keyhole(
+        "report", "audit.json", f"--output={name}=-", f"--output={name}=file"
+    )
     assert done.returncode == 0
     assert done.stdout == (tmp_path / "file").read_text("utf-8")
 
 
 def test_an_audit_writes_them_too(keyhole, tmp_path):
     oracle.save(oracle.plant(dim=4, seed=1), tmp_path / "t.safetensors")
-    done = keyhole("audit", "t.safetensors", "--output=sarif=a.sarif", "--output=junit=a.xml")
+    done = keyhole(
+        "audit", "t.safetensors", "--output=sarif=a.sarif", "--output=junit=a.xml"
+    )
     assert done.returncode == 1, done.stderr
     (run,) = json.loads((tmp_path / "a.sarif").read_text())["runs"]
     assert run["invocations"][0]["exitCode"] == 1
@@ -65,16 +72,31 @@ def test_an_audit_writes_them_too(keyhole, tmp_path):
 
 
 WRONG = {
-    "no format": (["--output=x"], "--output takes FORMAT=FILE with one of html, json, sarif"),
+    "no format": (
+        ["--output=x"],
+        "--output takes FORMAT=FILE with one of html, json, sarif",
+    ),
     "no file": (["--output=sarif="], "--output takes FORMAT=FILE"),
     "unknown format": (["--output=pdf=x"], "got 'pdf=x'"),
     "odd words": (["--output=\udcff\x1b=x"], "got '\\udcff\\x1b=x'"),
     "no folder": (["--output=sarif=no/x"], "there is no such folder"),
     "a folder": (["--output=sarif=."], "it is a folder"),
-    "one file for two": (["--output=sarif=x", "--output=junit=./x"], "name a file for each"),
-    "the page's file": (["--output=sarif=p", "--output=html=p"], "name a file for each"),
-    "two on stdout": (["--output=sarif=-", "--output=junit=-"], "only one result can be printed"),
-    "JSON on stdout too": (["--output=sarif=-", "--json"], "only one result can be printed"),
+    "one file for two": (
+        ["--output=sarif=x", "--output=junit=./x"],
+        "name a file for each",
+    ),
+    "the page's file": (
+        ["--output=sarif=p", "--output=html=p"],
+        "name a file for each",
+    ),
+    "two on stdout": (
+        ["--output=sarif=-", "--output=junit=-"],
+        "only one result can be printed",
+    ),
+    "JSON on stdout too": (
+        ["--output=sarif=-", "--json"],
+        "only one result can be printed",
+    ),
     "a file that exists": (["--output=sarif=audit.json"], "give --force to replace it"),
 }
 
@@ -96,7 +118,9 @@ def test_wrong_outputs_are_refused_before_the_work_starts(
 def test_force_replaces_a_file(keyhole, tmp_path):
     (tmp_path / "x").write_text("mine")
     assert keyhole("report", "audit.json", "--output=junit=x").returncode == 2
-    assert keyhole("report", "audit.json", "--output=junit=x", "--force").returncode == 0
+    assert (
+        keyhole("report", "audit.json", "--output=junit=x", "--force").returncode == 0
+    )
     assert (tmp_path / "x").read_text("utf-8").startswith("<?xml")
 
 

@@ -49,20 +49,26 @@ def test_a_policy_names_the_target_and_what_fails(planted, keyhole):
     assert code == 1
     rulings = json.loads(words)["rulings"]
     assert {ruling["ruling"] for ruling in rulings} == {"fails", "passes"}
-    code, _ = keyhole("policy", "keyhole-head.safetensors.json", "--environment", "laboratory")
+    code, _ = keyhole(
+        "policy", "keyhole-head.safetensors.json", "--environment", "laboratory"
+    )
     assert code == 0
 
 
 def test_what_the_service_does_not_return_does_not_fail(planted, keyhole):
     """The head gives scores, but the service in front of it only labels."""
-    (planted / "keyhole.toml").write_text('returns = ["labels"]\nallow-unchecked = true\n')
+    (planted / "keyhole.toml").write_text(
+        'returns = ["labels"]\nallow-unchecked = true\n'
+    )
     scores = ("audit", "head.safetensors", "--only", "KH-WEIGHTS-SCORES")
     code, words = keyhole(*scores)
     assert code == 0, words
     assert "Hypothetical: not returned, where labels are" in words
     assert "Assumed" not in words
     assert keyhole(*scores, "--returns", "labels,scores")[0] == 1
-    code, words = keyhole("policy", "keyhole-head.safetensors.json")  # as the policy says
+    code, words = keyhole(
+        "policy", "keyhole-head.safetensors.json"
+    )  # as the policy says
     assert code == 0, words
     (planted / "keyhole.toml").unlink()
     code, words = keyhole(*scores)
@@ -74,18 +80,26 @@ def test_what_the_service_does_not_return_does_not_fail(planted, keyhole):
 def test_what_a_baseline_has_does_not_fail(planted, keyhole):
     (planted / "keyhole.toml").unlink()
     only = ("--only", "KH-WEIGHTS-SCORES")
-    assert keyhole("audit", "head.safetensors", *only, "--output", "json=old.json")[0] == 1
+    assert (
+        keyhole("audit", "head.safetensors", *only, "--output", "json=old.json")[0] == 1
+    )
     judged = ("head.safetensors", "--baseline", "old.json", "--force")
     code, words = keyhole("audit", *judged, *only, "--output", "sarif=new.sarif")
     assert code == 0, words
     assert "in the baseline already" in " ".join(words.split())
     (run,) = json.loads((planted / "new.sarif").read_text())["runs"]
-    states = {result["baselineState"] for result in run["results"] if "baselineState" in result}
+    states = {
+        result["baselineState"]
+        for result in run["results"]
+        if "baselineState" in result
+    }
     assert states == {"unchanged"}
     code, words = keyhole("audit", *judged)  # more than the baseline knows
     assert code == 1
     assert "new" in words
-    code, words = keyhole("policy", "old.json", "--baseline", "keyhole-head.safetensors.json")
+    code, words = keyhole(
+        "policy", "old.json", "--baseline", "keyhole-head.safetensors.json"
+    )
     assert code == 0
     assert "not tried, as before: weights-signs" in words
     assert "gone" not in words
@@ -94,7 +108,9 @@ def test_what_a_baseline_has_does_not_fail(planted, keyhole):
 @pytest.mark.parametrize(
     "words",
     [
-        ("--baseline=keyhole-head.safetensors.json",),  # the findings go there by default
+        (
+            "--baseline=keyhole-head.safetensors.json",
+        ),  # the findings go there by default
         ("--baseline=./link.json",),
         ("--baseline=keyhole-head.safetensors.json", "--output=json=link.json"),
         ("--baseline=old.json", "--output=html=../{}/old.json", "--force"),
@@ -138,8 +154,13 @@ def test_an_audit_of_nothing_says_what_it_wants(planted, keyhole):
 
 
 def test_several_targets_of_a_policy_are_a_fleet(planted, keyhole):
-    assert keyhole("lab", "plant", "other.safetensors", "-o", "dim=4", "--seed", "2")[0] == 0
-    several = POLICY.replace('"head.safetensors"', '"head.safetensors", "other.safetensors"')
+    assert (
+        keyhole("lab", "plant", "other.safetensors", "-o", "dim=4", "--seed", "2")[0]
+        == 0
+    )
+    several = POLICY.replace(
+        '"head.safetensors"', '"head.safetensors", "other.safetensors"'
+    )
     (planted / "keyhole.toml").write_text(several)
     assert keyhole("audit")[0] == 1
     pages = {path.name for path in (planted / "keyhole-fleet").iterdir()}

@@ -32,7 +32,11 @@ WRONG = {
         2,
         "^keyhole: No such option: --outputs .*See 'keyhole audit --help'.$",
     ),
-    "no number": (["audit", "demo", "--seed", "x"], 2, "^keyhole: Invalid value for '--seed'"),
+    "no number": (
+        ["audit", "demo", "--seed", "x"],
+        2,
+        "^keyhole: Invalid value for '--seed'",
+    ),
     "rank missing": (
         ["extract", "demo", "--method", "nuclear-norm"],
         2,
@@ -54,7 +58,11 @@ WRONG = {
         "budget must be 0 or more, not -1",
     ),
     "not writable": (["lab", "plant", "no/x.safetensors"], 2, "cannot write"),
-    "not a ledger": (["extract", "demo", "--ledger", "text.txt"], 2, "as a Keyhole ledger"),
+    "not a ledger": (
+        ["extract", "demo", "--ledger", "text.txt"],
+        2,
+        "as a Keyhole ledger",
+    ),
     "not an audit": (["report", "text.txt"], 2, "is not a JSON file"),
     "bad address": (
         ["audit", "http://127.0.0.1:9/x"],
@@ -68,7 +76,11 @@ WRONG = {
         2,
         "needs the attention maps",
     ),
-    "no starts": (["invert", "p.safetensors", "-o", "starts=0"], 2, "starts must be 1 or more"),
+    "no starts": (
+        ["invert", "p.safetensors", "-o", "starts=0"],
+        2,
+        "starts must be 1 or more",
+    ),
     "out nowhere": (
         ["invert", "p.safetensors", "--out", "no/f.json"],
         2,
@@ -87,7 +99,11 @@ WRONG = {
         2,
         "--ledger keeps the answers of an endpoint, and empty is a model: leave",
     ),
-    "no texts": (["audit", "demo", "--data", "empty.txt"], 2, "there are no texts in empty.txt"),
+    "no texts": (
+        ["audit", "demo", "--data", "empty.txt"],
+        2,
+        "there are no texts in empty.txt",
+    ),
     "bad layers": (["audit", "demo", "--layers", "one"], 2, "--layers takes numbers"),
     "no exposure": (
         ["lab", "capture", "demo", "--text", "a", "--expose", "thoughts:1"],
@@ -110,17 +126,47 @@ WRONG = {
         "a text must have at least one token: ' '",
     ),
     "bad precision": (
-        ["lab", "capture", "demo", "--text", "a", "--expose", "hidden:1", "--precision", "int3"],
+        [
+            "lab",
+            "capture",
+            "demo",
+            "--text",
+            "a",
+            "--expose",
+            "hidden:1",
+            "--precision",
+            "int3",
+        ],
         2,
         "precision .*float32",
     ),
     "no leak": (["recover", "demo", "text.txt"], 2, "text.txt is not a leak file"),
     "no leaks": (["recover", "demo", "empty"], 2, "empty holds no leaks"),
-    "another kind of file": (["recover", "demo", "p.safetensors"], 2, "written by Keyhole"),
-    "no head": (["disrupt", "headless", "--data", "dev.tsv"], 2, "has no head for a task"),
-    "processes": (["disrupt", "demo", "--processes", "-1"], 2, "^keyhole: --processes must be 0 "),
-    "labels too large": (["disrupt", "demo", "--data", "five.tsv"], 2, "be from 0 to 1 .*got 5"),
-    "no labels": (["harden", "demo", "--data", "text.txt", "--out", "o"], 2, "with a label"),
+    "another kind of file": (
+        ["recover", "demo", "p.safetensors"],
+        2,
+        "written by Keyhole",
+    ),
+    "no head": (
+        ["disrupt", "headless", "--data", "dev.tsv"],
+        2,
+        "has no head for a task",
+    ),
+    "processes": (
+        ["disrupt", "demo", "--processes", "-1"],
+        2,
+        "^keyhole: --processes must be 0 ",
+    ),
+    "labels too large": (
+        ["disrupt", "demo", "--data", "five.tsv"],
+        2,
+        "be from 0 to 1 .*got 5",
+    ),
+    "no labels": (
+        ["harden", "demo", "--data", "text.txt", "--out", "o"],
+        2,
+        "with a label",
+    ),
     "over another folder": (
         ["harden", "demo", "--data", "dev.tsv", "--out", "headless"],
         2,
@@ -135,8 +181,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("arguments", "code", "words"), WRONG.values(), ids=WRONG)
-def test_wrong_input_is_one_clear_line(tmp_path, monkeypatch, capsys, arguments, code, words):
-    (tmp_path / "text.txt").write_text("hello, this is not what you are looking for" * 20)
+def test_wrong_input_is_one_clear_line(
+    tmp_path, monkeypatch, capsys, arguments, code, words
+):
+    (tmp_path / "text.txt").write_text(
+        "hello, this is not what you are looking for" * 20
+    )
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "dev.tsv").write_text("sentence\tlabel\na fine film\t1\nbad\t0\n")
@@ -147,9 +197,15 @@ def test_wrong_input_is_one_clear_line(tmp_path, monkeypatch, capsys, arguments,
     eye = torch.eye(2, dtype=torch.float64)
     metadata = {"keyhole": "1", "kind": "head"}
     save_file(
-        {"W": eye * torch.nan, "v": eye[0].clone()}, tmp_path / "nan.safetensors", metadata=metadata
+        {"W": eye * torch.nan, "v": eye[0].clone()},
+        tmp_path / "nan.safetensors",
+        metadata=metadata,
     )
-    save_file({"W": eye, "v": eye[0].clone()}, tmp_path / "small.safetensors", metadata=metadata)
+    save_file(
+        {"W": eye, "v": eye[0].clone()},
+        tmp_path / "small.safetensors",
+        metadata=metadata,
+    )
     done = inside(*arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
     assert done.returncode == code
     assert done.stdout == ""

@@ -1,7 +1,7 @@
 """The command line: a module for each command, which parses, makes one library call and prints.
 
-A command's module is loaded only when the command is used (app.py), and imports torch inside its
-functions, so that `--help` is quick.
+A command's module is loaded only when the command is used (app.py), and imports torch
+inside its functions, so that `--help` is quick.
 """
 
 from keyhole.cli.app import app, main

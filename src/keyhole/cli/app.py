@@ -1,9 +1,10 @@
 """The application with its commands, and the handling of errors and exit codes.
 
-Results go to stdout, as text or with --json as JSON. Progress, warnings, names of written files and
-errors go to stderr. Exit codes: 0 nothing was given away, 1 something was, 2 wrong usage or input,
-3 could not check. An error is one line: with code 2 if the caller can correct it, with code 3 if it
-is due to the machine, a server or Keyhole itself. `--debug` shows the traceback.
+Results go to stdout, as text or with --json as JSON. Progress, warnings, names of
+written files and errors go to stderr. Exit codes: 0 nothing was given away, 1 something
+was, 2 wrong usage or input, 3 could not check. An error is one line: with code 2 if the
+caller can correct it, with code 3 if it is due to the machine, a server or Keyhole
+itself. `--debug` shows the traceback.
 """
 
 from __future__ import annotations
@@ -30,20 +31,36 @@ from keyhole.cli.outputs import say, write_in_any_locale
 from keyhole.core.errors import InputError, KeyholeError, missing_extra
 from keyhole.version import __version__
 
-USAGE, FAILURE, INTERRUPTED = 2, 3, 130  # the others follow from statuses (core/status.py)
-CLOSED = 141  # the reader closed the pipe; shells report this code for programs ended by SIGPIPE
+# the others follow from statuses (core/status.py)
+USAGE = 2
+FAILURE = 3
+INTERRUPTED = 130
+# the reader closed the pipe; shells report this code for programs ended by SIGPIPE
+CLOSED = 141
 _MAX_LENGTH = 1000  # characters of an error message, which may quote what people gave
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
-_LINE_BREAK = re.compile(r"(?<![;:\n])\n(?!\n)")  # within a paragraph; lists end lines with ; or :
+_LINE_BREAK = re.compile(
+    r"(?<![;:\n])\n(?!\n)"
+)  # within a paragraph; lists end lines with ; or :
 
 # The error for wrong usage, whose class Typer does not export.
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
 
 ORDER = (
-    "audit", "extract", "recover", "invert", "disrupt", "harden", "report", "check-config",
-    "policy", "lab",
-)  # fmt: skip
-_MODULES = {"lab": ("lab", "lab_targets")}  # any other command is in the module of its name
+    "audit",
+    "extract",
+    "recover",
+    "invert",
+    "disrupt",
+    "harden",
+    "report",
+    "check-config",
+    "policy",
+    "lab",
+)
+_MODULES = {
+    "lab": ("lab", "lab_targets")
+}  # any other command is in the module of its name
 _COMMANDS: dict[str, typer.Typer] = {}
 
 
@@ -77,7 +94,9 @@ class _Root(Group):
         try:
             code = super().main(*args, **given, standalone_mode=False)
         except _UsageError as error:
-            if problem := error.format_message():  # empty if the help was printed instead
+            if (
+                problem := error.format_message()
+            ):  # empty if the help was printed instead
                 path = "keyhole" if error.ctx is None else error.ctx.command_path
                 stop = "" if problem.endswith((".", "?", ")")) else "."
                 hint = f"See '{path} --help'."
@@ -98,7 +117,9 @@ class _Root(Group):
             raise
         except BaseException as error:
             failure = missing_extra(error) or error
-            raise typer.Exit(report_failure(failure, debug=ctx.params["debug"])) from None
+            raise typer.Exit(
+                report_failure(failure, debug=ctx.params["debug"])
+            ) from None
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
         return list(ORDER)
@@ -117,7 +138,10 @@ class _Root(Group):
 
 
 app = typer.Typer(
-    cls=_Root, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich"
+    cls=_Root,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
 )
 
 
@@ -127,9 +151,14 @@ def command(
     """Register a command, whose help ends with examples that can be run unchanged."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        into = add(name or function.__name__.replace("_", "-")) if group is None else group
+        if group is None:
+            into = add(name or function.__name__.replace("_", "-"))
+        else:
+            into = group
         about = _LINE_BREAK.sub(" ", inspect.getdoc(function) or "")
-        registered = into.command(name, cls=Command, help=about, epilog=examples_of(*examples))
+        registered = into.command(
+            name, cls=Command, help=about, epilog=examples_of(*examples)
+        )
         return registered(with_options(function))
 
     return register
@@ -137,7 +166,9 @@ def command(
 
 def add(name: str, **about: Any) -> typer.Typer:
     """Add a command, or a group of commands, to the application."""
-    made = typer.Typer(name=name, add_completion=False, rich_markup_mode="rich", **about)
+    made = typer.Typer(
+        name=name, add_completion=False, rich_markup_mode="rich", **about
+    )
     _COMMANDS[name] = made
     return made
 
@@ -151,7 +182,9 @@ lab = add(
     cls=Group,
     no_args_is_help=True,
     help="Plant, capture, measure and prove: what researchers use.",
-    epilog=examples_of("keyhole lab plant target.safetensors -o dim=8", "keyhole lab methods"),
+    epilog=examples_of(
+        "keyhole lab plant target.safetensors -o dim=8", "keyhole lab methods"
+    ),
 )
 
 
@@ -188,12 +221,17 @@ def _version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
     debug: Annotated[
         bool,
         typer.Option(
-            "--debug", envvar="KEYHOLE_DEBUG", help="Show the traceback when something goes wrong."
+            "--debug",
+            envvar="KEYHOLE_DEBUG",
+            help="Show the traceback when something goes wrong.",
         ),
     ] = False,
 ) -> None:
@@ -230,7 +268,9 @@ def _message(error: BaseException, debug: bool) -> str:
     text = str(error)
     if isinstance(error, KeyholeError):
         return text
-    if isinstance(error, MemoryError) or any(words in text.lower() for words in _NO_MEMORY):
+    if isinstance(error, MemoryError) or any(
+        words in text.lower() for words in _NO_MEMORY
+    ):
         return "out of memory: try smaller sizes, or fewer at a time"
     if isinstance(error, OSError):
         place = "" if error.filename is None else f" ({error.filename})"
@@ -262,7 +302,9 @@ def _caused_by(error: BaseException | None, kind: type[BaseException]) -> bool:
 def _flush() -> None:
     """Flush stdout while a full disk or a closed pipe can still be reported in one line."""
     try:
-        if sys.__stdout__ is not None:  # as it is if keyhole is started with stdout closed
+        if (
+            sys.__stdout__ is not None
+        ):  # as it is if keyhole is started with stdout closed
             sys.stdout.flush()
     except OSError:
         forget_output()

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from keyhole.audit.fleets import Member
 
 _NO_FILE_NAME = re.compile(r"[^\w.-]+")
-FOLDER, JOURNAL, INDEX = Path("keyhole-fleet"), "fleet.journal", "index.html"
+FOLDER = Path("keyhole-fleet")
+JOURNAL = "fleet.journal"
+INDEX = "index.html"
 JOURNALS = "*.journal"
 _TARGET_HELP = (
     "A .safetensors file, http://host:port/v2/models/NAME, a model (folder, .gguf file or hub "
@@ -47,7 +49,9 @@ _TARGET_HELP = (
     "keyhole audit ./my-model --data texts.tsv --texts 10",
 )
 def audit(
-    target: Annotated[str | None, typer.Argument(metavar="TARGET", help=_TARGET_HELP)] = None,
+    target: Annotated[
+        str | None, typer.Argument(metavar="TARGET", help=_TARGET_HELP)
+    ] = None,
     targets: Path | None = option(
         None,
         "Audit every target in a TOML file instead. The file may set all these options by name; "
@@ -74,10 +78,10 @@ def audit(
 ) -> None:
     """Try every attack that applies, and report what the target gives away.
 
-    The page goes to keyhole-NAME.html and the findings to keyhole-NAME.json, where NAME comes from
-    the target, unless --output names other files. Every finished check is kept in a journal next to
-    the findings until those are written; the same command resumes from it. Without TARGET, the
-    policy's targets are audited.
+    The page goes to keyhole-NAME.html and the findings to keyhole-NAME.json, where NAME
+    comes from the target, unless --output names other files. Every finished check is
+    kept in a journal next to the findings until those are written; the same command
+    resumes from it. Without TARGET, the policy's targets are audited.
     """
     judge = Judge.of(policy, environment, None)
     options = replace(
@@ -85,23 +89,39 @@ def audit(
         only=options.only or judge.policy.exposures,
         returns=options.returns or judge.policy.returns,
     )
-    judge = replace(judge, policy=replace(judge.policy, returns=()))  # now part of each audit
-    named: Sequence[str] = judge.policy.targets if target is None and targets is None else ()
+    judge = replace(
+        judge, policy=replace(judge.policy, returns=())
+    )  # now part of each audit
+    named: Sequence[str]
+    if target is None and targets is None:
+        named = judge.policy.targets
+    else:
+        named = ()
     if named and judge.policy.data is not None:
         options = replace(options, data=options.data or judge.policy.data)
     if len(named) == 1:
         target = named[0]
     fleet = targets or (named if len(named) > 1 else ())
-    run = _Run(judge, options, outputs, force, as_json, {"processes": processes, "dask": dask})
+    run = _Run(
+        judge, options, outputs, force, as_json, {"processes": processes, "dask": dask}
+    )
     if fleet:
         own = {"TARGET": target, "--ledger": options.ledger, "--name": options.name}
-        if given := next((name for name, value in own.items() if value is not None), ""):
-            raise InputError(f"{given} is for one target: in a fleet, each target has its own")
+        if given := next(
+            (name for name, value in own.items() if value is not None), ""
+        ):
+            raise InputError(
+                f"{given} is for one target: in a fleet, each target has its own"
+            )
         raise typer.Exit(_audit_fleet(fleet, run, out or FOLDER, baseline))
     if target is None:
-        raise InputError("name a TARGET, a file of them with --targets, or a policy with targets")
+        raise InputError(
+            "name a TARGET, a file of them with --targets, or a policy with targets"
+        )
     if out is not None:
-        raise InputError("--out is for --targets; use --output FORMAT=FILE for one target")
+        raise InputError(
+            "--out is for --targets; use --output FORMAT=FILE for one target"
+        )
     if baseline is not None:
         run = replace(run, judge=judge.against(Audit.load(baseline)))
     raise typer.Exit(_audit_one(target, run, baseline))
@@ -125,32 +145,47 @@ class _Run:
         """Show progress, and yield what both library calls take; after Ctrl-C, print `kept`."""
         with interruptible(kept), bars("audit", unit) as track:
             resuming = partial(report_resuming, unit=unit)
-            yield {**self.scale, "journal": journal, "track": track, "resuming": resuming}
+            yield {
+                **self.scale,
+                "journal": journal,
+                "track": track,
+                "resuming": resuming,
+            }
 
 
 def _audit_one(target: str, run: _Run, baseline: Path | None) -> int:
     from keyhole import report
     from keyhole.report.formats import FORMATS
 
-    stem, options = f"keyhole-{short_name(target)}", run.options
+    stem = f"keyhole-{short_name(target)}"
+    options = run.options
     always = {kind: Path(f"{stem}.{kind}") for kind in ("html", "json")}
     wanted = Outputs.of(
-        run.outputs, FORMATS, force=run.force, as_json=run.as_json, defaults=always,
+        run.outputs,
+        FORMATS,
+        force=run.force,
+        as_json=run.as_json,
+        defaults=always,
         baselines=() if baseline is None else (baseline,),
         inputs=(target, options.model, options.data, options.known, options.corpus),
-    )  # fmt: skip
-    expect_fitting(target, target, run.options)  # before torch loads, so that mistakes show at once
+    )
+    expect_fitting(
+        target, target, run.options
+    )  # before torch loads, so that mistakes show at once
     from keyhole.audit.run import audit as audit_target
 
     findings = wanted.file("json")
-    # The name identifies the command, so that another command that was stopped keeps its journal.
+    # The name identifies the command, so that another command that was stopped keeps
+    # its journal.
     command_id = digest(target, asdict(replace(run.options, ledger=None)))[:8]
     journal = findings.with_name(f"{findings.name}.{command_id}.journal")
     answers = findings.with_name(f"{findings.stem}.answers.db")
     ledger = run.options.ledger or (str(answers) if "://" in target else None)
     with run.progress(journal, lambda: _kept(journal, ledger), "checks") as given:
         # force: a journal of this command is useless if the target has changed since.
-        result = audit_target(target, run.options, **given, answers=answers, force=True, notice=say)
+        result = audit_target(
+            target, run.options, **given, answers=answers, force=True, notice=say
+        )
         assessment = run.judge(result)
         wanted.write(assessment)
     kept = _kept_for_another_try([replace(result, skips=())], journal)
@@ -158,10 +193,14 @@ def _audit_one(target: str, run: _Run, baseline: Path | None) -> int:
     extras = {part.extra for part in (*result.findings, *result.skips)} - {""}
     if extras:
         missing = ",".join(sorted(extras))
-        say(f"not all of it was tried or proved: pip install 'keyhole[{missing}]' adds the rest")
+        say(
+            f"not all of it was tried or proved: pip install 'keyhole[{missing}]' adds the rest"
+        )
     if kept:
         force = " with --force" if run.outputs else ""
-        say(f"some checks had no answer: the same command{force} repeats only those ({kept})")
+        say(
+            f"some checks had no answer: the same command{force} repeats only those ({kept})"
+        )
     return assessment.exit_code
 
 
@@ -171,8 +210,11 @@ def short_name(target: str) -> str:
 
     public = without_password(target).rstrip("/")
     name = shown = public.rpartition("://")[2]
-    if exists(target):  # relative to the current folder; of paths outside it, the last part
-        place, folder = Path(target).resolve(), Path.cwd()
+    if exists(
+        target
+    ):  # relative to the current folder; of paths outside it, the last part
+        place = Path(target).resolve()
+        folder = Path.cwd()
         inside = place.is_relative_to(folder) and place != folder
         shown = str(place.relative_to(folder) if inside else place)
         name = shown if inside else place.name
@@ -206,7 +248,9 @@ def _kept_for_another_try(audits: Iterable[Audit], journal: Path) -> str:
 # Many targets: `keyhole audit --targets`.
 
 
-def _audit_fleet(targets: Path | Sequence[str], run: _Run, out: Path, baseline: Path | None) -> int:
+def _audit_fleet(
+    targets: Path | Sequence[str], run: _Run, out: Path, baseline: Path | None
+) -> int:
     """Audit every target of a file into a folder, and return the exit code."""
     from keyhole import report
     from keyhole.assess import assess_fleet
@@ -218,17 +262,29 @@ def _audit_fleet(targets: Path | Sequence[str], run: _Run, out: Path, baseline: 
         members = read_fleet(targets, run.options)
     else:
         members = members_of(targets, run.options)
-    journal, index = out / JOURNAL, out / INDEX
+    journal = out / JOURNAL
+    index = out / INDEX
     judges = _judges(run.judge, members, baseline, out)
     _make_folder(out)
-    files = [index, *(out / f"{m.stem}.{kind}" for m in members for kind in ("json", "html"))]
-    force = run.force or any(out.glob(JOURNALS))  # a run that resumes replaces its own files
+    files = [
+        index,
+        *(out / f"{m.stem}.{kind}" for m in members for kind in ("json", "html")),
+    ]
+    force = run.force or any(
+        out.glob(JOURNALS)
+    )  # a run that resumes replaces its own files
     expect_new(*files, force=force)
     wanted = Outputs.of(
-        run.outputs, FLEET_FORMATS, force=force, as_json=run.as_json, others=files,
+        run.outputs,
+        FLEET_FORMATS,
+        force=force,
+        as_json=run.as_json,
+        others=files,
         baselines=() if baseline is None else sorted(baseline.glob("*.json")),
-    )  # fmt: skip
-    if "sarif-github" in wanted.names and len(members) > MOST_RUNS:  # not after hours of work
+    )
+    if (
+        "sarif-github" in wanted.names and len(members) > MOST_RUNS
+    ):  # not after hours of work
         raise InputError(
             f"GitHub accepts at most {MOST_RUNS} targets in a file, not {len(members)}: write "
             "sarif, or split the fleet"
@@ -253,7 +309,9 @@ def _audit_fleet(targets: Path | Sequence[str], run: _Run, out: Path, baseline: 
     wanted.report(assessment, report.fleet_table)
     say(f"html: {index}   json: {out}/*.json")
     if again:
-        say(f"some targets had checks without a result: the same command repeats those ({again})")
+        say(
+            f"some targets had checks without a result: the same command repeats those ({again})"
+        )
     return assessment.exit_code
 
 

@@ -1,7 +1,8 @@
 """Progress bars on stderr: one for the whole command, and one for the part that is running.
 
-Both show counts, and the first also the time left. If stderr is no terminal, lines are printed
-instead: one for every finished part, and one now and then. KEYHOLE_NO_PROGRESS silences both.
+Both show counts, and the first also the time left. If stderr is no terminal, lines are
+printed instead: one for every finished part, and one now and then. KEYHOLE_NO_PROGRESS
+silences both.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ EVERY = 30.0  # seconds between lines while no part ends
 def bars(command: str, unit: str = "", *, each: bool = True) -> Generator[Bars]:
     """Show progress on stderr while a command runs.
 
-    `unit` is what the overall bar counts. `each` says that every step is worth a line if stderr is
-    no terminal: checks are, queries are not.
+    `unit` is what the overall bar counts. `each` says that every step is worth a line
+    if stderr is no terminal: checks are, queries are not.
     """
     people = outputs.people
     if os.environ.get("KEYHOLE_NO_PROGRESS"):
         shown = Bars(command, unit)
-    elif people.is_interactive and people.file.isatty():  # with FORCE_COLOR a file is interactive
+    elif (
+        people.is_interactive and people.file.isatty()
+    ):  # with FORCE_COLOR a file is interactive
         shown = _Screen(command, unit)
     else:
         shown = _Lines(command, unit, each)
@@ -52,12 +55,13 @@ def report_resuming(done: int, total: int, unit: str) -> None:
 class Bars:
     """A `Track` whose overall bar is the track with the command's own name; the others are parts.
 
-    Parts run one after the other: a part ends when all of it is done, or when the next one begins.
-    This class shows nothing; its subclasses do.
+    Parts run one after the other: a part ends when all of it is done, or when the next
+    one begins. This class shows nothing; its subclasses do.
     """
 
     def __init__(self, command: str, unit: str) -> None:
-        self.command, self.unit = command, unit
+        self.command = command
+        self.unit = unit
         self.overall: ProgressState | None = None
         self.part: ProgressState | None = None
 
@@ -104,10 +108,12 @@ class _Screen(Bars):
 
     def _start(self) -> Live:
         live = Live(
-            get_renderable=self._drawn, console=outputs.people, transient=True,
+            get_renderable=self._drawn,
+            console=outputs.people,
+            transient=True,
             redirect_stdout=False,  # stdout is for results
             refresh_per_second=10,
-        )  # fmt: skip
+        )
         live.start()
         return live
 
@@ -123,7 +129,9 @@ class _Screen(Bars):
             bar = ProgressBar(total, state.share or 0.0, width=24 if wide else 12)
             has_time = self.overall is None or state is self.overall
             words = [state.count, state.time if has_time else "", state.note]
-            view.add_row(Text(visible(state.name)), bar, *(Text(visible(word)) for word in words))
+            view.add_row(
+                Text(visible(state.name)), bar, *(Text(visible(word)) for word in words)
+            )
         return view
 
     def part_ended(self) -> None:
@@ -171,7 +179,8 @@ class _Lines(Bars):
             if self._reported.wait(EVERY):
                 self._reported.clear()
                 continue
-            overall, part = self.overall, self.part
+            overall = self.overall
+            part = self.part
             # The line has one time left, that of the whole command.
             now = "" if part is None else f"now {part.words(timed=overall is None)}"
             if overall is not None:

@@ -34,10 +34,15 @@ def check_config(
         ),
     ],
     fail_on: Literal["low", "medium", "high"] = option(
-        "medium", "The least level that ends with exit code 1; others are only shown.", OUTPUT
+        "medium",
+        "The least level that ends with exit code 1; others are only shown.",
+        OUTPUT,
     ),
     ignore: list[str] | None = option(
-        None, "A rule not to report; may be given several times.", CHECKS, metavar="RULE"
+        None,
+        "A rule not to report; may be given several times.",
+        CHECKS,
+        metavar="RULE",
     ),
     outputs: OutputFiles = None,
     force: opt.Force = False,
@@ -45,9 +50,9 @@ def check_config(
 ) -> None:
     """Look in configurations for settings that open what attacks need; nothing is started.
 
-    Each finding has its line, what it opens, what closes it, and the command that tries it for
-    real. Exit codes: 0 nothing of the level or above, 1 something is opened, 2 wrong input, 3 a
-    file could not be read.
+    Each finding has its line, what it opens, what closes it, and the command that tries
+    it for real. Exit codes: 0 nothing of the level or above, 1 something is opened, 2
+    wrong input, 3 a file could not be read.
     """
     from keyhole.configs import Level, check
     from keyhole.report.configurations import CONFIG_FORMATS, as_text

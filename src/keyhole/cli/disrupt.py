@@ -51,18 +51,31 @@ def disrupt(
     if resume is not None:
         expect_writable(resume)
     if task is not None and task not in get_args(Task):
-        raise InputError(f"--task must be one of {', '.join(get_args(Task))}, not {task[:40]!r}")
+        raise InputError(
+            f"--task must be one of {', '.join(get_args(Task))}, not {task[:40]!r}"
+        )
     name = method or "strongest"
     options = opt.method_options(ATTACKERS, name, hyperparameters)
     if share is not None:
         options["share"] = share
-    kept = f"what is finished is in {resume}: the same command resumes" if resume else ""
+    if resume:
+        kept = f"what is finished is in {resume}: the same command resumes"
+    else:
+        kept = ""
     with interruptible(lambda: kept), bars("disrupt", "examples") as track:
         result = run(
-            model, data, method=name, **options, **examples.keywords(),
-            task=cast("Task | None", task), processes=processes, dask=dask, resume=resume,
-            seed=seed, track=track,
-        )  # fmt: skip
+            model,
+            data,
+            method=name,
+            **options,
+            **examples.keywords(),
+            task=cast("Task | None", task),
+            processes=processes,
+            dask=dask,
+            resume=resume,
+            seed=seed,
+            track=track,
+        )
         if out is not None:
             result.save(out)
     words = f"{model}: {result.method['words']}\n{result.summary()}"

@@ -67,10 +67,19 @@ def extract(
         options = opt.method_options(METHODS, method or "auto", hyperparameters)
         with bars("extract", "queries, the judge's included", each=False) as track:
             result = run(
-                target, method or "auto", reference=reference, budget=budget, ledger=ledger,
-                seed=seed, device=None if device == "cpu" else device, track=track,
-                endpoint=endpoint, authorized=authorized, notice=say, **options,
-            )  # fmt: skip
+                target,
+                method or "auto",
+                reference=reference,
+                budget=budget,
+                ledger=ledger,
+                seed=seed,
+                device=None if device == "cpu" else device,
+                track=track,
+                endpoint=endpoint,
+                authorized=authorized,
+                notice=say,
+                **options,
+            )
         if out is not None:
             result.save(out)
     answer(result.to_dict(), result.summary(), as_json=as_json)

@@ -14,10 +14,15 @@ from keyhole.cli.outputs import say, show
 from keyhole.core import dump
 from keyhole.core.options import CHECKS, DATA, OUTPUT, option, settings
 
-# Parameters of harden.run that any method has, and that are set as -o like the method's own.
+# Parameters of harden.run that any method has, and that are set as -o like the method's
+# own.
 TRAINING = {
-    "batch": int, "learning_rate": float, "plain_first": float, "average": float, "amp": bool,
-}  # fmt: skip
+    "batch": int,
+    "learning_rate": float,
+    "plain_first": float,
+    "average": float,
+    "amp": bool,
+}
 
 
 @command(
@@ -38,7 +43,10 @@ def harden(
         ),
     ],
     out: Annotated[
-        Path, opt.about("Where to write the trained model and its card.", OUTPUT, metavar="FOLDER")
+        Path,
+        opt.about(
+            "Where to write the trained model and its card.", OUTPUT, metavar="FOLDER"
+        ),
     ],
     *,
     dev: str | None = option(
@@ -48,7 +56,9 @@ def harden(
         metavar="FILE",
     ),
     flips: int | None = option(
-        None, "How many answers to the examples of --dev to try to flip: 50 by default.", CHECKS
+        None,
+        "How many answers to the examples of --dev to try to flip: 50 by default.",
+        CHECKS,
     ),
     certify: bool = option(
         False,
@@ -60,7 +70,9 @@ def harden(
     hyperparameters: opt.MethodOptions = None,
     epochs: int = option(3, "How many times to go over all examples.", CHECKS),
     seed: opt.Seed = 0,
-    seeds: int = option(1, "Train this many models, and report the mean and the range.", CHECKS),
+    seeds: int = option(
+        1, "Train this many models, and report the mean and the range.", CHECKS
+    ),
     resume: opt.Resume = None,
     force: opt.Force = False,
     as_json: opt.Json = False,
@@ -68,10 +80,10 @@ def harden(
 ) -> None:
     """Train a model against the attack on attention, and measure whether it helped.
 
-    Besides the method's own hyperparameters, -o sets batch (32), learning_rate (2e-5), amp
-    (bfloat16 where that is precise enough), plain_first (the share of the steps that come first,
-    without the defence: hard tasks need them) and average (the decay of a moving average of the
-    weights, such as 0.999).
+    Besides the method's own hyperparameters, -o sets batch (32), learning_rate (2e-5),
+    amp (bfloat16 where that is precise enough), plain_first (the share of the steps
+    that come first, without the defence: hard tasks need them) and average (the decay
+    of a moving average of the weights, such as 0.999).
     """
     from keyhole import report
     from keyhole.harden.defences import DEFENCES
@@ -85,9 +97,22 @@ def harden(
     given["label"] = given["label"] or "label"
     with interruptible(lambda: _kept(resume)), bars("harden", "parts") as track:
         result = run(
-            model, data, out, method=name, **options, **given, epochs=epochs, dev=dev, flips=flips,
-            certify=certify, checkpoint=resume, seed=seed, seeds=seeds, force=force, track=track,
-        )  # fmt: skip
+            model,
+            data,
+            out,
+            method=name,
+            **options,
+            **given,
+            epochs=epochs,
+            dev=dev,
+            flips=flips,
+            certify=certify,
+            checkpoint=resume,
+            seed=seed,
+            seeds=seeds,
+            force=force,
+            track=track,
+        )
     if as_json:
         typer.echo(dump(result.to_dict()))
     else:

@@ -46,8 +46,8 @@ def invert(
 ) -> None:
     """Read the input of an attention layer back from its weights and output.
 
-    Without --method, the problem's structure decides which method is used. Ctrl-C ends the search
-    with the best input found so far.
+    Without --method, the problem's structure decides which method is used. Ctrl-C ends
+    the search with the best input found so far.
     """
     from keyhole.invert.problem import Problem
     from keyhole.invert.registry import METHODS
@@ -61,14 +61,23 @@ def invert(
 
         def announced(name: str, total: int | None = None) -> Progress:
             """Announce the search when it begins, then track it; a refusal comes before that."""
-            n, d = loaded.length, loaded.dim
-            say(f"{problem}: {n} tokens, d = {d}, {n * d:,} unknowns (Ctrl-C gives the best found)")
+            n = loaded.length
+            d = loaded.dim
+            say(
+                f"{problem}: {n} tokens, d = {d}, {n * d:,} unknowns (Ctrl-C gives the best found)"
+            )
             return track(name, total)
 
         result = run(
-            loaded, method, **options, device=device, seed=seed, start=start, certify=certify,
+            loaded,
+            method,
+            **options,
+            device=device,
+            seed=seed,
+            start=start,
+            certify=certify,
             track=announced,
-        )  # fmt: skip
+        )
         if out is not None:
             result.save(out)
     answer(result.to_dict(), result.summary(), as_json=as_json)

@@ -31,7 +31,8 @@ Columns = Annotated[str | None, opt.of_audit("column")]
 )
 def methods(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="A method; by default all are listed.")
+        str | None,
+        typer.Argument(metavar="NAME", help="A method; by default all are listed."),
     ] = None,
     as_json: opt.Json = False,
 ) -> None:
@@ -42,15 +43,25 @@ def methods(
         for entry in registry.values():
             if name not in (None, entry.name):
                 continue
-            about, options = entry.about, _fields(entry)
+            about = entry.about
+            options = _fields(entry)
             data.append(
-                {"command": package, "name": entry.name, "about": about, "options": options}
+                {
+                    "command": package,
+                    "name": entry.name,
+                    "about": about,
+                    "options": options,
+                }
             )
             lines.append(f"{package} --method {entry.name}: {about}")
             for row in options if name else ():
-                lines.append(f"  -o {row['name']}={row['default']}  {row['help']}".rstrip())
+                lines.append(
+                    f"  -o {row['name']}={row['default']}  {row['help']}".rstrip()
+                )
     if not data:
-        raise InputError(f"there is no method {str(name)[:40]!r}: keyhole lab methods lists them")
+        raise InputError(
+            f"there is no method {str(name)[:40]!r}: keyhole lab methods lists them"
+        )
     answer({"methods": data}, "\n".join(lines), as_json=as_json)
 
 
@@ -62,9 +73,12 @@ def _registries() -> dict[str, Registry[Any, Any]]:
     from keyhole.recover.registry import ATTACKS
 
     return {
-        "extract": EXTRACTIONS, "recover": ATTACKS, "invert": SOLVERS,
-        "disrupt": ATTACKERS, "harden": DEFENCES,
-    }  # fmt: skip
+        "extract": EXTRACTIONS,
+        "recover": ATTACKS,
+        "invert": SOLVERS,
+        "disrupt": ATTACKERS,
+        "harden": DEFENCES,
+    }
 
 
 def _fields(entry: Any) -> list[dict[str, Any]]:
@@ -73,7 +87,10 @@ def _fields(entry: Any) -> list[dict[str, Any]]:
     fields = getattr(entry.method or entry.make, "__dataclass_fields__", {})
     rows: list[dict[str, Any]] = []
     for name in opt.option_types(entry):
-        default = "" if parameters[name].default is None else str(parameters[name].default)
+        if parameters[name].default is None:
+            default = ""
+        else:
+            default = str(parameters[name].default)
         if parameters[name].default is inspect.Parameter.empty:
             default = "…"
         help_ = fields[name].metadata.get("help", "") if name in fields else ""
@@ -148,11 +165,12 @@ def capture(
 ) -> None:
     """Save what a model leaks about a text, to try an attack on.
 
-    For a gradient, -o sets clip (the norm that each text's gradient is clipped to), epsilon (the
-    privacy that noise gives, at δ = 1e-5, instead of --noise), steps (of the client on its batch,
-    whose change of the weights leaks if there are several), rate (its learning rate, 0.01), lora
-    (the rank of adapters, if only they are trained; trained=false is their first round) and hide
-    (parts to leave out: embeddings).
+    For a gradient, -o sets clip (the norm that each text's gradient is clipped to),
+    epsilon (the privacy that noise gives, at δ = 1e-5, instead of --noise), steps (of
+    the client on its batch, whose change of the weights leaks if there are several),
+    rate (its learning rate, 0.01), lora (the rank of adapters, if only they are
+    trained; trained=false is their first round) and hide (parts to leave out:
+    embeddings).
     """
     from keyhole.data import read_texts
     from keyhole.recover.simulate import capture as capture_leaks
@@ -168,24 +186,41 @@ def capture(
         expect_new(out, force=force, inputs=(data,))
         batch = _examples(text, data, column, examples)
         written = _capture_gradient(
-            model, batch, out, hyperparameters, noise=noise, precision=precision, device=device,
-            allow_pickle=allow_pickle, seed=seed,
-        )  # fmt: skip
+            model,
+            batch,
+            out,
+            hyperparameters,
+            noise=noise,
+            precision=precision,
+            device=device,
+            allow_pickle=allow_pickle,
+            seed=seed,
+        )
         show(written)
         return
     settings(hyperparameters, {}, f"a capture of {expose}")
-    texts = list(text or []) + ([] if data is None else read_texts(data, column, examples))
+    texts = list(text or []) + (
+        [] if data is None else read_texts(data, column, examples)
+    )
     files = files_of(out, len(texts))
     if is_folder(files[0].parent):  # otherwise the folder is made
         expect_new(*files, force=force, inputs=(data,))
     states = ", ".join([precision, *forms])
     capture_leaks(
-        model, texts, expose, out=out, precision=precision, noise=noise, forms=forms,
-        device=device, allow_pickle=allow_pickle, seed=seed,
+        model,
+        texts,
+        expose,
+        out=out,
+        precision=precision,
+        noise=noise,
+        forms=forms,
+        device=device,
+        allow_pickle=allow_pickle,
+        seed=seed,
         notify=lambda path, leak: show(
             f"{path}: {leak.exposure} of {leak.length or 0} tokens, {states}"
         ),
-    )  # fmt: skip
+    )
 
 
 def _examples(
@@ -193,16 +228,23 @@ def _examples(
 ) -> list[Example]:
     from keyhole.data import NO_LABEL, Example, read_examples
 
-    given = [Example(f"text {n}", NO_LABEL, text) for n, text in enumerate(texts or [], 1)]
+    given = [
+        Example(f"text {n}", NO_LABEL, text) for n, text in enumerate(texts or [], 1)
+    ]
     if data is None:
         return given
     return given + read_examples(data, text=column or (), limit=limit, labelled=False)
 
 
 def _capture_gradient(
-    model: str, examples: list[Example], out: Path, words: list[str] | None, *, noise: float,
+    model: str,
+    examples: list[Example],
+    out: Path,
+    words: list[str] | None,
+    *,
+    noise: float,
     **more: Any,
-) -> str:  # fmt: skip
+) -> str:
     """Write what a client hands over for a batch of texts, and describe it in a line."""
     from keyhole.recover.gradients.recover_batch import capture_update
     from keyhole.recover.gradients.update import Protocol, epsilon_of
@@ -211,7 +253,12 @@ def _capture_gradient(
     options = settings(words, types, "a gradient")
     hide = options.pop("hide", ())
     update = capture_update(
-        model, examples, out=out, protocol=Protocol(noise=noise, **options), hide=hide, **more
+        model,
+        examples,
+        out=out,
+        protocol=Protocol(noise=noise, **options),
+        hide=hide,
+        **more,
     )
     noisy = update.protocol.multiplier
     private = f", noise of ε = {epsilon_of(noisy):.3g}" if noisy else ""
@@ -241,8 +288,8 @@ def bounds(
 ) -> None:
     """Print the paper's bounds on the Hessian next to measured values, and what they assume.
 
-    -o sets R (the paper's, 1 or more; by default the least that covers W, V, the output and X) and
-    neighbours (how many neighbours of X the Hessian is compared with, 32).
+    -o sets R (the paper's, 1 or more; by default the least that covers W, V, the output
+    and X) and neighbours (how many neighbours of X the Hessian is compared with, 32).
     """
     from keyhole.invert.run import measure_bounds
 
@@ -259,7 +306,9 @@ def bounds(
 )
 def certify(
     model: opt.ModelName,
-    k: Annotated[int, typer.Argument(metavar="K", help="How many units may be cut.")] = 1,
+    k: Annotated[
+        int, typer.Argument(metavar="K", help="How many units may be cut.")
+    ] = 1,
     data: opt.Data = None,
     *,
     hyperparameters: opt.MethodOptions = None,
@@ -271,15 +320,18 @@ def certify(
 ) -> None:
     """Prove which answers stay the same whichever K units of attention are cut.
 
-    It works for any classifier or multiple choice that votes over masks of its attention, as
-    keyhole harden --method sattend -o emptied=true trains them. -o sets keep (the share of units
-    that a mask keeps, 0.05), kind (random, or partition for a proof), samples (of random masks,
-    1000), confidence (0.999) and spare (what is never cut: padding, special or "first token").
+    It works for any classifier or multiple choice that votes over masks of its
+    attention, as keyhole harden --method sattend -o emptied=true trains them. -o sets
+    keep (the share of units that a mask keeps, 0.05), kind (random, or partition for a
+    proof), samples (of random masks, 1000), confidence (0.999) and spare (what is never
+    cut: padding, special or "first token").
     """
     from keyhole.harden.smoothing import Smoothing, certify_all
 
     expect_new(out, force=force, inputs=(data,))
-    options = settings(hyperparameters, types_of(Smoothing, hidden=("seed",)), "smoothing")
+    options = settings(
+        hyperparameters, types_of(Smoothing, hidden=("seed",)), "smoothing"
+    )
     way = Smoothing(**options, seed=seed)
     with interruptible(), bars("disrupt", "examples") as track:
         proofs = certify_all(model, data, k, way, **examples.keywords(), track=track)
@@ -287,7 +339,9 @@ def certify(
             proofs.save(out)
     units = "one unit" if k == 1 else f"up to {k} units"
     answer(
-        proofs.to_dict(), f"{model}: {units} of attention cut\n{proofs.summary()}", as_json=as_json
+        proofs.to_dict(),
+        f"{model}: {units} of attention cut\n{proofs.summary()}",
+        as_json=as_json,
     )
     raise typer.Exit(exit_code([proofs.outcome]))
 
@@ -308,9 +362,9 @@ def defences(
 ) -> None:
     """Measure every defence in one table, each against an attacker who knows it.
 
-    The defences of caches, hidden states, embeddings, gradients and logits are noise, rounding,
-    secrets and encryption; those of weights are a server's defences; those of predictions are
-    S-Attend and smoothing.
+    The defences of caches, hidden states, embeddings, gradients and logits are noise,
+    rounding, secrets and encryption; those of weights are a server's defences; those of
+    predictions are S-Attend and smoothing.
     """
     from rich.table import Table
 
@@ -318,14 +372,26 @@ def defences(
 
     expect_new(out, force=force)
     with interruptible(), bars("defences", "rows") as track:
-        found = table(model, device=device, allow_pickle=allow_pickle, seed=seed, track=track)
+        found = table(
+            model, device=device, allow_pickle=allow_pickle, seed=seed, track=track
+        )
         if out is not None:
             found.save(out)
-    heads = ("guards", "defence", "attack", "attacker", "honest users lose", "time", "verdict")
+    heads = (
+        "guards",
+        "defence",
+        "attack",
+        "attacker",
+        "honest users lose",
+        "time",
+        "verdict",
+    )
     shown = Table(*heads, caption=found.summary(), caption_justify="left")
     for row in found.rows:
         what = row.setting if row.defence == "none" else f"{row.defence}: {row.setting}"
         verdict = f"{row.verdict}: {row.proof}" if row.proof else str(row.verdict)
         time = f"×{row.factor:.1f}"
-        shown.add_row(row.guards, what, row.attack, row.attacker, row.honest, time, verdict)
+        shown.add_row(
+            row.guards, what, row.attack, row.attacker, row.honest, time, verdict
+        )
     answer(found.to_dict(), shown, as_json=as_json)

@@ -19,11 +19,29 @@ if TYPE_CHECKING:
     from keyhole.oracle import MultiHead
 
 _TYPES: dict[str, Any] = {
-    "dim": int, "rank": int, "heads": int, "width": int, "tokens": int, "layers": int,
-    "scale": float, "every_token": bool, "causal": bool, "residual": bool, "maps": bool,
-    "bases": Path, "sign_only": bool, "decimals": int, "noise": float, "max_norm": float,
-}  # fmt: skip
-_ANSWERS = ("sign_only", "decimals", "noise", "max_norm")  # options that change a target's answers
+    "dim": int,
+    "rank": int,
+    "heads": int,
+    "width": int,
+    "tokens": int,
+    "layers": int,
+    "scale": float,
+    "every_token": bool,
+    "causal": bool,
+    "residual": bool,
+    "maps": bool,
+    "bases": Path,
+    "sign_only": bool,
+    "decimals": int,
+    "noise": float,
+    "max_norm": float,
+}
+_ANSWERS = (
+    "sign_only",
+    "decimals",
+    "noise",
+    "max_norm",
+)  # options that change a target's answers
 _TAKES = {  # the options of each kind; those of another kind are refused
     "head": ("dim", "rank", "scale", *_ANSWERS),
     "multi-head": ("dim", "rank", "heads", "scale", *_ANSWERS),
@@ -31,17 +49,27 @@ _TAKES = {  # the options of each kind; those of another kind are refused
     "relu": ("dim", "width", "scale", *_ANSWERS),
     "attention": ("dim", "rank", "heads", "scale", "every_token", "causal", *_ANSWERS),
     "attention-layers": (
-        "dim", "rank", "heads", "layers", "scale", "every_token", "causal", *_ANSWERS,
+        "dim",
+        "rank",
+        "heads",
+        "layers",
+        "scale",
+        "every_token",
+        "causal",
+        *_ANSWERS,
     ),
     "orthogonal-heads": ("dim", "heads", "scale", "bases", *_ANSWERS),
     "inversion": ("dim", "tokens", "scale", "heads", "residual", "causal", "maps"),
-}  # fmt: skip
+}
 Heads = Annotated[
-    Path, typer.Argument(metavar="FILE", help="A target, or the weights that extract --out saved.")
+    Path,
+    typer.Argument(
+        metavar="FILE", help="A target, or the weights that extract --out saved."
+    ),
 ]
 Tolerance = Annotated[
     float, opt.about("What counts as equal, relative to the largest entry.", CHECKS)
-]  # fmt: skip
+]
 
 
 @command(
@@ -53,24 +81,31 @@ Tolerance = Annotated[
     group=lab,
 )
 def plant(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the target.")],
-    kind: str = option("head", f"What to plant: {', '.join(_TAKES)}.", TARGET, metavar="NAME"),
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Where to write the target.")
+    ],
+    kind: str = option(
+        "head", f"What to plant: {', '.join(_TAKES)}.", TARGET, metavar="NAME"
+    ),
     hyperparameters: opt.MethodOptions = None,
     force: opt.Force = False,
     seed: opt.Seed = 0,
 ) -> None:
     """Plant a target of known weights, or a layer's output, to try an attack on.
 
-    -o sets, for every kind, dim (64) and scale (1 gives a W of norm about 2), and further:
-    head: rank; multi-head: rank, heads; one-layer: rank, width (32); relu: width (32);
-    attention: rank, heads, every_token, causal; attention-layers: the same, in each of layers (2);
-    orthogonal-heads: heads, bases (the file to write their bases to);
-    inversion: tokens (8), heads, residual, causal, maps (true: attention maps leak too).
+    -o sets, for every kind, dim (64) and scale (1 gives a W of norm about 2), and
+    further: head: rank; multi-head: rank, heads; one-layer: rank, width (32); relu:
+    width (32); attention: rank, heads, every_token, causal; attention-layers: the same,
+    in each of layers (2); orthogonal-heads: heads, bases (the file to write their bases
+    to); inversion: tokens (8), heads, residual, causal, maps (true: attention maps leak
+    too).
 
     All but inversion may change their answers: sign_only, decimals, noise, max_norm.
     """
     if kind not in _TAKES:
-        raise InputError(f"there is no kind {kind[:40]!r}: choose among {', '.join(_TAKES)}")
+        raise InputError(
+            f"there is no kind {kind[:40]!r}: choose among {', '.join(_TAKES)}"
+        )
     types = {name: _TYPES[name] for name in _TAKES[kind]}
     options: dict[str, Any] = {"dim": 64, "scale": 1.0} | settings(
         hyperparameters or (), types, kind
@@ -86,9 +121,13 @@ def plant(
     changed = {name: options.pop(name) for name in _ANSWERS if name in options}
     degradation = oracle.Degradation(**changed, seed=seed)
     if kind == "orthogonal-heads":
-        target, subspaces = oracle.plant_orthogonal(**{"heads": 1, **options}, seed=seed)
+        target, subspaces = oracle.plant_orthogonal(
+            **{"heads": 1, **options}, seed=seed
+        )
         if bases is not None:
-            write_tensors(bases, {f"basis {n}": basis for n, basis in enumerate(subspaces)}, {})
+            write_tensors(
+                bases, {f"basis {n}": basis for n, basis in enumerate(subspaces)}, {}
+            )
     else:
         target = oracle.plant(kind, **options, seed=seed)
     oracle.save(target, path, degradation)
@@ -102,7 +141,8 @@ def _plant_inversion(path: Path, options: dict[str, Any], seed: int) -> str:
 
     from keyhole import invert
 
-    tokens, maps = options.pop("tokens", 8), options.pop("maps", False)
+    tokens = options.pop("tokens", 8)
+    maps = options.pop("maps", False)
     expect_count("tokens", tokens)
     problem, secret = invert.plant(tokens, **options, seed=seed)
     if maps:
@@ -121,7 +161,8 @@ def _plant_inversion(path: Path, options: dict[str, Any], seed: int) -> str:
 )
 def serve(
     target: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A target written by keyhole lab plant.")
+        Path,
+        typer.Argument(metavar="FILE", help="A target written by keyhole lab plant."),
     ],
     name: str = option("target", "The model's name on the server.", TARGET),
     port: int = option(8080, "The port to listen on, at 127.0.0.1.", TARGET),
@@ -131,19 +172,22 @@ def serve(
 ) -> None:
     """Put a planted target behind a real inference server (MLServer).
 
-    -o changes its answers: sign_only, decimals, noise (the same whenever a question is repeated),
-    fresh_noise (new each time), max_norm (longer tokens are shortened); or refuses questions:
-    min_tokens, max_tokens, usual_norm (of honest clients' tokens).
+    -o changes its answers: sign_only, decimals, noise (the same whenever a question is
+    repeated), fresh_noise (new each time), max_norm (longer tokens are shortened); or
+    refuses questions: min_tokens, max_tokens, usual_norm (of honest clients' tokens).
     """
     from keyhole.oracle.defences import Degradation
 
-    options = settings(hyperparameters, types_of(Degradation, hidden=("seed",)), "serve")
+    options = settings(
+        hyperparameters, types_of(Degradation, hidden=("seed",)), "serve"
+    )
     degradation = Degradation(**options, seed=seed)
     try:
         from keyhole.lab.server import serve as run
     except ModuleNotFoundError as missing:
         raise MissingExtra(
-            "serve needs MLServer, which is not installed and takes Python 3.12 or older", "serve"
+            "serve needs MLServer, which is not installed and takes Python 3.12 or older",
+            "serve",
         ) from missing
     url = f"http://127.0.0.1:{port}/v2/models/{name}"
 
@@ -166,7 +210,9 @@ def serve(
 )
 def canonical(
     file: Heads,
-    out: Path | None = option(None, "Write the canonical heads here.", OUTPUT, metavar="FILE"),
+    out: Path | None = option(
+        None, "Write the canonical heads here.", OUTPUT, metavar="FILE"
+    ),
     tolerance: Tolerance = 1e-12,
     force: opt.Force = False,
     as_json: opt.Json = False,
@@ -178,7 +224,8 @@ def canonical(
 
     expect_new(out, force=force)
     model = _read_heads(file)
-    reduced, remarks = reduce(model, tolerance), remarks_on(model, tolerance)
+    reduced = reduce(model, tolerance)
+    remarks = remarks_on(model, tolerance)
     if out is not None:
         save(reduced, out)
     words = f"{len(model.W)} heads, {len(reduced.W)} in canonical form, d = {model.dim}"
@@ -216,9 +263,13 @@ def _read_heads(file: Path) -> MultiHead:
 
     target, degradation = load_plain(file)
     if degradation:
-        raise InputError(f"{file} holds heads that answer with {degradation}; give plain heads")
+        raise InputError(
+            f"{file} holds heads that answer with {degradation}; give plain heads"
+        )
     if isinstance(target, Head):
         return MultiHead([target.W], [target.v])
     if not isinstance(target, MultiHead):
-        raise InputError(f"{file} holds {target.kind}, not heads: give a head or several")
+        raise InputError(
+            f"{file} holds {target.kind}, not heads: give a head or several"
+        )
     return target

@@ -1,9 +1,10 @@
 """Options that several commands share, and commands whose options are declared as dataclasses.
 
-A command takes its options in three forms: as parameters of the types below, as parameters whose
-default is `option(…)`, and as dataclasses such as `AuditOptions`, whose fields become options.
-Typer knows only the first, so `with_options` turns the other two into it. Hyperparameters are given
-as `-o name=value`; `method_options` reads them by the fields of the method's dataclass.
+A command takes its options in three forms: as parameters of the types below, as
+parameters whose default is `option(…)`, and as dataclasses such as `AuditOptions`,
+whose fields become options. Typer knows only the first, so `with_options` turns the
+other two into it. Hyperparameters are given as `-o name=value`; `method_options` reads
+them by the fields of the method's dataclass.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ _OPTION_HELP = (
 _ENDPOINT_FLAGS = tuple(
     Option(help_, ENDPOINT, metavar, name=name, type=tuple[str, ...], default=())
     for name, help_, metavar in (
-        ("header", _HEADER_HELP, "NAME=VARIABLE"), ("endpoint", _ENDPOINT_HELP, "NAME=VALUE"),
+        ("header", _HEADER_HELP, "NAME=VARIABLE"),
+        ("endpoint", _ENDPOINT_HELP, "NAME=VALUE"),
     )
-)  # fmt: skip
+)
 _AUDIT = options_of(AuditOptions)
 
 
@@ -69,7 +71,9 @@ def about(
     **more: Any,
 ) -> Any:
     """Return Typer's description of an option, which the help shows in a group."""
-    return typer.Option(*names, help=escape(help), rich_help_panel=group, metavar=metavar, **more)
+    return typer.Option(
+        *names, help=escape(help), rich_help_panel=group, metavar=metavar, **more
+    )
 
 
 def of_audit(name: str) -> Any:
@@ -94,14 +98,20 @@ class ExampleOptions:
     """The examples that a classifier is attacked or trained with, and how it is loaded."""
 
     column: tuple[str, ...] = option(
-        (), "The column that holds the text; give it twice for a pair of texts.", DATA,
+        (),
+        "The column that holds the text; give it twice for a pair of texts.",
+        DATA,
         metavar="NAME",
-    )  # fmt: skip
+    )
     label: str | None = _same_as_audit("label")
     classes: str | None = option(
-        None, "Names of the classes, such as no,yes, where the model does not name them.", DATA
+        None,
+        "Names of the classes, such as no,yes, where the model does not name them.",
+        DATA,
     )
-    examples: int | None = option(None, "Take only this many examples, the first ones.", DATA)
+    examples: int | None = option(
+        None, "Take only this many examples, the first ones.", DATA
+    )
     max_length: int = option(128, "Cut texts off after this many tokens.", DATA)
     allow_pickle: bool = _same_as_audit("allow_pickle")
     device: str = _same_as_audit("device")
@@ -116,12 +126,16 @@ class ExampleOptions:
 
 _EXAMPLES = options_of(ExampleOptions)
 ModelName = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A folder, a .gguf file, a hub name, or demo.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A folder, a .gguf file, a hub name, or demo."
+    ),
 ]
 ProblemFile = Annotated[
     Path,
     typer.Argument(
-        metavar="PROBLEM", help="A .safetensors file with W, V, B (and maps, if they leaked)."
+        metavar="PROBLEM",
+        help="A .safetensors file with W, V, B (and maps, if they leaked).",
     ),
 ]
 Data = Annotated[
@@ -135,10 +149,12 @@ Data = Annotated[
 ]
 Corpus = Annotated[Path | None, of_audit("corpus")]
 Method = Annotated[
-    str | None, about("The method; `keyhole lab methods` lists them.", CHECKS, metavar="NAME")
+    str | None,
+    about("The method; `keyhole lab methods` lists them.", CHECKS, metavar="NAME"),
 ]
 MethodOptions = Annotated[
-    list[str] | None, about(_OPTION_HELP, CHECKS, "--option", "-o", metavar="NAME=VALUE")
+    list[str] | None,
+    about(_OPTION_HELP, CHECKS, "--option", "-o", metavar="NAME=VALUE"),
 ]
 Seed = Annotated[int, of_audit("seed")]
 Device = Annotated[str, of_audit("device")]
@@ -146,9 +162,12 @@ AllowPickle = Annotated[bool, _described(_EXAMPLES["allow_pickle"])]
 Examples = Annotated[int | None, _described(_EXAMPLES["examples"])]
 Authorized = Annotated[bool, of_audit("authorized")]
 Ledger = Annotated[Path | None, of_audit("ledger")]
-Processes = Annotated[int, about("How many processes; 0 = in-process (use on a GPU).", SCALE)]
+Processes = Annotated[
+    int, about("How many processes; 0 = in-process (use on a GPU).", SCALE)
+]
 Dask = Annotated[
-    str | None, about("Work on a Dask cluster, such as tcp://host:8786.", SCALE, metavar="ADDRESS")
+    str | None,
+    about("Work on a Dask cluster, such as tcp://host:8786.", SCALE, metavar="ADDRESS"),
 ]
 Resume = Annotated[
     Path | None,
@@ -160,10 +179,14 @@ Resume = Annotated[
 ]
 Out = Annotated[
     Path | None,
-    about("Save the result as JSON, with its tensors next to it.", OUTPUT, metavar="FILE"),
+    about(
+        "Save the result as JSON, with its tensors next to it.", OUTPUT, metavar="FILE"
+    ),
 ]
 Force = Annotated[bool, about("Replace existing files.", OUTPUT, "--force")]
-Json = Annotated[bool, about("Print the result as JSON instead of text.", OUTPUT, "--json")]
+Json = Annotated[
+    bool, about("Print the result as JSON instead of text.", OUTPUT, "--json")
+]
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -172,7 +195,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     classes: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []
     for name, parameter in signature.parameters.items():
-        kind, default = parameter.annotation, parameter.default
+        kind = parameter.annotation
+        default = parameter.default
         if is_dataclass(kind):
             classes[name] = kind
             parameters += _parameters(kind)
@@ -209,10 +233,11 @@ def _parameter(option: Option) -> inspect.Parameter:
     if option.parse is not None:  # it reads the word itself
         kind = str | None
     return inspect.Parameter(
-        option.name, inspect.Parameter.KEYWORD_ONLY,
+        option.name,
+        inspect.Parameter.KEYWORD_ONLY,
         default=None if option.default == () else option.default,
         annotation=Annotated[kind, _described(option)],
-    )  # fmt: skip
+    )
 
 
 def _built(options: Any, given: dict[str, Any]) -> Any:
@@ -221,15 +246,24 @@ def _built(options: Any, given: dict[str, Any]) -> Any:
     if options is EndpointOptions:
         words = given.pop("endpoint")
         values["headers"] = headers_of(given.pop("header") or ())
-        with_flags = (*options_of(options), "headers")  # --endpoint sets all other fields
-        values |= settings(words, types_of(EndpointOptions, hidden=with_flags), "--endpoint")
+        with_flags = (
+            *options_of(options),
+            "headers",
+        )  # --endpoint sets all other fields
+        values |= settings(
+            words, types_of(EndpointOptions, hidden=with_flags), "--endpoint"
+        )
     elif _has_endpoint(options):
         values["endpoint"] = _built(EndpointOptions, given)
     values |= {name: given.pop(name) for name in options_of(options)}
     return options(**values)
 
 
-_OWN_FLAGS = ("seed", "device", "corpus")  # hyperparameters that have flags, and are not set by -o
+_OWN_FLAGS = (
+    "seed",
+    "device",
+    "corpus",
+)  # hyperparameters that have flags, and are not set by -o
 
 
 def method_options(

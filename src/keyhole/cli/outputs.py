@@ -1,9 +1,9 @@
 """The output of commands: results on stdout, messages on stderr, and reports in files.
 
-A file or a pipe gets plain text in whole lines: no colour, and nothing cut off to fit a screen. A
-character that the output's encoding lacks is escaped. Rich respects NO_COLOR. Reports are written
-in any number of formats with `--output FORMAT=FILE`, where `-` is stdout. All files are checked
-before any work begins.
+A file or a pipe gets plain text in whole lines: no colour, and nothing cut off to fit a
+screen. A character that the output's encoding lacks is escaped. Rich respects NO_COLOR.
+Reports are written in any number of formats with `--output FORMAT=FILE`, where `-` is
+stdout. All files are checked before any work begins.
 """
 
 from __future__ import annotations
@@ -43,13 +43,17 @@ _Result = TypeVar("_Result")
 
 def say(message: str, style: str | None = None) -> None:
     """Print a message to stderr in one line, without taking anything in it for markup."""
-    people.print(visible(message), style=style, markup=False, highlight=False, soft_wrap=True)
+    people.print(
+        visible(message), style=style, markup=False, highlight=False, soft_wrap=True
+    )
 
 
 def show(answer: RenderableType) -> None:
     """Print a result to stdout; lines are only wrapped if that is a terminal."""
     plain = isinstance(answer, str)
-    console = Console(width=None if sys.stdout.isatty() else _UNLIMITED, highlight=False)
+    console = Console(
+        width=None if sys.stdout.isatty() else _UNLIMITED, highlight=False
+    )
     console.print(visible(answer) if plain else answer, markup=False, soft_wrap=plain)
 
 
@@ -69,17 +73,21 @@ def write_in_any_locale() -> None:
             reconfigure(errors="backslashreplace")
 
 
-def expect_new(*files: Path | None, force: bool, inputs: Iterable[str | Path | None] = ()) -> None:
+def expect_new(
+    *files: Path | None, force: bool, inputs: Iterable[str | Path | None] = ()
+) -> None:
     """Raise unless every file can be written; one that exists is only replaced with `force`.
 
-    What the command reads (`inputs`, by whatever name) is never replaced. It is not for files that
-    a run continues (ledgers, journals, checkpoints), which check the run.
+    What the command reads (`inputs`, by whatever name) is never replaced. It is not for
+    files that a run continues (ledgers, journals, checkpoints), which check the run.
     """
     for file in filter(None, files):
         expect_writable(file)
         for each in filter(None, inputs):
             if exists(file) and exists(each) and file.samefile(each):
-                raise InputError(f"{file} is read by this command: write to another file")
+                raise InputError(
+                    f"{file} is read by this command: write to another file"
+                )
         if is_file(file) and not force:
             raise InputError(f"{file} exists: give --force to replace it")
 
@@ -110,30 +118,43 @@ class Outputs(Generic[_Result]):
 
     @classmethod
     def of(
-        cls, words: Sequence[str] | None, formats: Mapping[str, Callable[[_Result], str]], *,
-        force: bool, as_json: bool, defaults: Mapping[str, Path] | None = None,
-        others: Sequence[Path] = (), baselines: Sequence[Path] = (),
+        cls,
+        words: Sequence[str] | None,
+        formats: Mapping[str, Callable[[_Result], str]],
+        *,
+        force: bool,
+        as_json: bool,
+        defaults: Mapping[str, Path] | None = None,
+        others: Sequence[Path] = (),
+        baselines: Sequence[Path] = (),
         inputs: Sequence[str | Path | None] = (),
-    ) -> Outputs[_Result]:  # fmt: skip
+    ) -> Outputs[_Result]:
         """Read and check values of --output.
 
-        `defaults` are files that are written unless another file is named for their format; they
-        replace existing files. `others` are files that the command writes itself. `baselines` are
-        files to compare with: none of them is ever replaced, because the same command would then
-        compare its findings with themselves. `inputs` are other files that the command reads.
+        `defaults` are files that are written unless another file is named for their
+        format; they replace existing files. `others` are files that the command writes
+        itself. `baselines` are files to compare with: none of them is ever replaced,
+        because the same command would then compare its findings with themselves.
+        `inputs` are other files that the command reads.
         """
         pairs = [_pair(word, formats) for word in words or ()]
         on_stdout = [name for name, file in pairs if file == "-"] + ["json"] * as_json
         if len(on_stdout) > 1:
-            raise InputError("only one result can be printed: choose among --output …=- and --json")
+            raise InputError(
+                "only one result can be printed: choose among --output …=- and --json"
+            )
         named = [(name, Path(file)) for name, file in pairs if file != "-"]
         names = {name for name, _ in named}
-        usual = [(name, path) for name, path in (defaults or {}).items() if name not in names]
+        usual = [
+            (name, path) for name, path in (defaults or {}).items() if name not in names
+        ]
         files = (*usual, *named)
         _expect_no_baseline([*others, *(path for _, path in files)], baselines)
         expect_new(*(path for _, path in usual), force=True, inputs=inputs)
         expect_new(*(path for _, path in named), force=force, inputs=inputs)
-        places = Counter(os.path.realpath(path) for path in (*others, *(path for _, path in files)))
+        places = Counter(
+            os.path.realpath(path) for path in (*others, *(path for _, path in files))
+        )
         place, count = places.most_common(1)[0] if places else (None, 0)
         if count > 1:
             raise InputError(f"two outputs go to {place}: name a file for each")
@@ -152,12 +173,15 @@ class Outputs(Generic[_Result]):
         for name, path in self.files:
             write_text(path, self.formats[name](result))
 
-    def report(self, result: _Result, words: Callable[[_Result], RenderableType]) -> None:
+    def report(
+        self, result: _Result, words: Callable[[_Result], RenderableType]
+    ) -> None:
         """Print the format for stdout, or else the words for people; then name the files."""
         if self.stdout is None:
             show(words(result))
         else:
-            # As bytes, because an XML file declares UTF-8, whatever the encoding of the terminal.
+            # As bytes, because an XML file declares UTF-8, whatever the encoding of the
+            # terminal.
             text = self.formats[self.stdout](result)
             typer.echo(text.encode("utf-8", "replace"), nl=False)
         for name, path in self.files:

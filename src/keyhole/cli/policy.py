@@ -37,7 +37,9 @@ PolicyFile = Annotated[
 Environment = Annotated[
     str | None,
     opt.about(
-        "The environment of the policy, such as production.", OUTPUT, envvar="KEYHOLE_ENVIRONMENT"
+        "The environment of the policy, such as production.",
+        OUTPUT,
+        envvar="KEYHOLE_ENVIRONMENT",
     ),
 ]
 BaselineFile = Annotated[
@@ -50,9 +52,13 @@ BaselineFile = Annotated[
     ),
 ]
 _COLOURS = {
-    "fails": "red", "could not check": "yellow", "ignored": "dim", "known": "dim",
-    "allowed": "dim", "passes": "green",
-}  # fmt: skip
+    "fails": "red",
+    "could not check": "yellow",
+    "ignored": "dim",
+    "known": "dim",
+    "allowed": "dim",
+    "passes": "green",
+}
 _ENDS = {0: "Passes", 1: "Fails", 3: "Could not check"}
 
 
@@ -64,7 +70,9 @@ class Judge:
     baselines: tuple[Audit, ...] = ()
 
     @classmethod
-    def of(cls, policy: Path | None, environment: str | None, baseline: Path | None) -> Judge:
+    def of(
+        cls, policy: Path | None, environment: str | None, baseline: Path | None
+    ) -> Judge:
         from keyhole.assess import Policy, find_policy, read_policy
 
         chosen = policy or find_policy(Path())
@@ -80,14 +88,19 @@ class Judge:
 
         An audit is compared with the first of them that is of its target.
         """
-        return replace(self, baselines=tuple(each for each in baselines if each is not None))
+        return replace(
+            self, baselines=tuple(each for each in baselines if each is not None)
+        )
 
     def __call__(self, audit: Audit) -> Assessment:
         from keyhole.assess import assess, compared, decided
 
         assessment = assess(audit, self.policy.severity, self.policy.returns)
         if self.baselines:
-            own = next((each for each in self.baselines if audit.is_of(each)), self.baselines[0])
+            own = next(
+                (each for each in self.baselines if audit.is_of(each)),
+                self.baselines[0],
+            )
             old = assess(own, self.policy.severity, assessment.audit.returns)
             assessment = compared(assessment, old)
         return decided(assessment, self.policy)
@@ -107,8 +120,8 @@ def policy(
 ) -> None:
     """Tell whether an audit passes a policy, and which rule decided.
 
-    Exit codes: 0 no finding fails, 1 findings fail, 2 wrong input, 3 something could not be
-    checked.
+    Exit codes: 0 no finding fails, 1 findings fail, 2 wrong input, 3 something could
+    not be checked.
     """
     from keyhole.report.json_form import decided
 
@@ -127,10 +140,14 @@ def _words(judged: Assessment, decision: Decision) -> Group:
         view.add_column(heading, overflow="fold")
     for ruled in decision.rulings:
         view.add_row(
-            Text(ruled.name), severities.get(ruled.name, "–"),
-            Text(ruled.ruling.value, style=_COLOURS[ruled.ruling]), Text(ruled.rule),
-        )  # fmt: skip
+            Text(ruled.name),
+            severities.get(ruled.name, "–"),
+            Text(ruled.ruling.value, style=_COLOURS[ruled.ruling]),
+            Text(ruled.rule),
+        )
     gone = [Text(f"gone since the baseline: {item.id}") for item in judged.gone]
     gone += [Text(f"not tried, as before: {item.id}") for item in judged.untried]
     title = f"{_ENDS[decision.exit_code]}: {decision.rule}"
-    return Group(Text(title, style="bold"), Text(f"policy: {decision.source}"), view, *gone)
+    return Group(
+        Text(title, style="bold"), Text(f"policy: {decision.source}"), view, *gone
+    )

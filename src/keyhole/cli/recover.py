@@ -82,8 +82,9 @@ def recover(
 ) -> None:
     """Read the text back from what a model exposed, verified by running the model on it.
 
-    Verified tokens are plain and green, likely ones in \\[brackets] and yellow, unknown ones in
-    {braces} and red. With --out, leaks that are there already are not read again.
+    Verified tokens are plain and green, likely ones in \\[brackets] and yellow, unknown
+    ones in {braces} and red. With --out, leaks that are there already are not read
+    again.
     """
     from keyhole.data import read_texts
     from keyhole.recover.files.contents import leak_files
@@ -109,15 +110,26 @@ def recover(
                     show(_shown(read))
 
         run(
-            model, leaks, method=method, corpus=corpus, noise=noise, expose=expose,
-            truth=None if truth is None else read_texts(truth), device=device,
-            allow_pickle=allow_pickle, out=out, track=track, notify=notify,
-        )  # fmt: skip
+            model,
+            leaks,
+            method=method,
+            corpus=corpus,
+            noise=noise,
+            expose=expose,
+            truth=None if truth is None else read_texts(truth),
+            device=device,
+            allow_pickle=allow_pickle,
+            out=out,
+            track=track,
+            notify=notify,
+        )
     before = sum(text.before for text in texts)
     if before:
         say(f"{out}: {before} of {len(texts)} leaks were read before")
     if as_json:
-        _print_json([text.to_dict() for text in sorted(texts, key=lambda text: text.number)])
+        _print_json(
+            [text.to_dict() for text in sorted(texts, key=lambda text: text.number)]
+        )
     raise typer.Exit(exit_code(text.recovery.status for text in texts))
 
 
@@ -128,9 +140,13 @@ def _expect_none(**options: object) -> None:
 
 
 def _recover_updates(
-    model: str, leaks: list[Path], truth: Path | None, device: str, allow_pickle: bool,
+    model: str,
+    leaks: list[Path],
+    truth: Path | None,
+    device: str,
+    allow_pickle: bool,
     as_json: bool,
-) -> None:  # fmt: skip
+) -> None:
     from keyhole.data import read_texts
     from keyhole.models.anatomy import anatomy
     from keyhole.models.demo import open_model
@@ -149,7 +165,10 @@ def _recover_updates(
         for file, batch in recovering_updates(loaded, leak_files(leaks), track):
             batches.append(batch)
             exact = sum(
-                any(original.is_exactly(loaded.tokenizer, text.ids) for text in batch.texts)
+                any(
+                    original.is_exactly(loaded.tokenizer, text.ids)
+                    for text in batch.texts
+                )
                 for original in originals
             )
             shares = {"exact": exact} if originals else {}
@@ -158,7 +177,9 @@ def _recover_updates(
                 with track.paused():
                     show(_shown_batch(loaded, file, batch))
                     if originals:
-                        show(f"  {exact} of {len(originals)} true texts are among them, exactly")
+                        show(
+                            f"  {exact} of {len(originals)} true texts are among them, exactly"
+                        )
     if as_json:
         _print_json(shown)
     raise typer.Exit(exit_code(batch.status for batch in batches))
@@ -189,7 +210,9 @@ def _shown(read: LeakRead) -> Text:
     line = Text(f"{Path(read.leak).name}: {recovery.status} ({recovery.reason})\n  ")
     line.append(_marked(recovery, read.padding))
     signs = ", ".join(
-        legend for mark, (*_, legend) in _MARKS.items() if legend and mark in recovery.marks
+        legend
+        for mark, (*_, legend) in _MARKS.items()
+        if legend and mark in recovery.marks
     )
     line.append(f"\n  {recovery.marked}{': ' if signs else ''}{signs}")
     if read.shared is not None:
@@ -207,9 +230,13 @@ def _marked(recovery: TextRecovery, padding: int | None) -> Text:
     line = Text()
     pieces = [
         (" ?" if id_ == padding and mark == "unknown" else piece, mark)
-        for piece, mark, id_ in zip(recovery.pieces, recovery.marks, recovery.ids, strict=False)
+        for piece, mark, id_ in zip(
+            recovery.pieces, recovery.marks, recovery.ids, strict=False
+        )
     ]
-    for mark, alike in groupby((pair for pair in pieces if pair[0]), key=lambda pair: pair[1]):
+    for mark, alike in groupby(
+        (pair for pair in pieces if pair[0]), key=lambda pair: pair[1]
+    ):
         words = visible("".join(piece for piece, _ in alike))
         space = words[: len(words) - len(words.lstrip())]
         style, before, after, _ = _MARKS[mark]

@@ -58,9 +58,14 @@ def report(
     del schema  # its callback has printed it
     page = {} if outputs else {"html": Path(f"{findings.stem}.html")}
     wanted = Outputs.of(
-        outputs, FORMATS, force=force, as_json=as_json, defaults=page, inputs=(findings, policy),
+        outputs,
+        FORMATS,
+        force=force,
+        as_json=as_json,
+        defaults=page,
+        inputs=(findings, policy),
         baselines=() if baseline is None else (baseline,),
-    )  # fmt: skip
+    )
     judge = Judge.of(policy, environment, baseline)
     assessment = judge(Audit.load(findings))
     wanted.write(assessment)
