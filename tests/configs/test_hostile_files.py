@@ -43,7 +43,8 @@ def test_an_unreadable_file_is_reported_with_the_reason(tmp_path, name, text, re
         WORD + "[" * 100_000,
         WORD + "- " * 20_000,
         WORD + "{a: " * 10_000,
-        "a: &a [qdrant, qdrant]\n" + "".join(f"b{n}: &b{n} [*a, *a]\n" for n in range(2_000)),
+        "a: &a [qdrant, qdrant]\n"
+        + "".join(f"b{n}: &b{n} [*a, *a]\n" for n in range(2_000)),
         "&a [qdrant, *a]",
         "!!python/object/apply:os.system ['touch qdrant-was-run']",
         "? [qdrant]\n: x\n",
@@ -62,7 +63,11 @@ def test_hostile_yaml_is_handled_quickly(tmp_path, text, monkeypatch):
 
 @pytest.mark.parametrize("name", ["Dockerfile", "x.service", "x.sh", "config.pbtxt"])
 def test_hostile_texts_are_handled_quickly(tmp_path, name):
-    for text in ("CMD " + "\\\n" * 40_000, "output [" * 10_000, "ExecStart=" + "\\a" * 40_000):
+    for text in (
+        "CMD " + "\\\n" * 40_000,
+        "output [" * 10_000,
+        "ExecStart=" + "\\a" * 40_000,
+    ):
         (tmp_path / name).write_text("# qdrant hidden\n" + text)
         started = time.process_time()
         assert configs.check([tmp_path]).findings == ()
@@ -92,7 +97,9 @@ def test_links_in_folders_are_not_followed(tmp_path):
     assert (checked.files, checked.unread) == (0, ())
 
 
-@pytest.mark.parametrize("name", ["missing.yaml", "pipe.yaml", "loop.yaml", "a\0b", "n" * 300])
+@pytest.mark.parametrize(
+    "name", ["missing.yaml", "pipe.yaml", "loop.yaml", "a\0b", "n" * 300]
+)
 def test_a_named_path_must_be_a_file(tmp_path, name):
     os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")

@@ -40,11 +40,15 @@ spec: {spec}
 
 
 def listed(*objects):
-    items = "".join("- " + each.strip().replace("\n", "\n  ") + "\n" for each in objects)
+    items = "".join(
+        "- " + each.strip().replace("\n", "\n  ") + "\n" for each in objects
+    )
     return f"apiVersion: v1\nkind: List\nitems:\n{items}"
 
 
-BASE = "x-base: &base {image: ollama/ollama}\nx-ports: &ports {ports: ['11434:11434']}\n"
+BASE = (
+    "x-base: &base {image: ollama/ollama}\nx-ports: &ports {ports: ['11434:11434']}\n"
+)
 SHARED = """services:
   vpn: {image: vpn, ports: ['%s:8000']}
   vllm: {image: vllm/vllm-openai, command: --model m, network_mode: 'service:vpn'}
@@ -69,7 +73,9 @@ OPEN = [
     (
         "compose.yml",
         compose(
-            "qdrant/qdrant", "ports: ['6333:6333']", 'environment: {QDRANT__SERVICE__API_KEY: ""}'
+            "qdrant/qdrant",
+            "ports: ['6333:6333']",
+            'environment: {QDRANT__SERVICE__API_KEY: ""}',
         ),
     ),
     # Options of `docker run`
@@ -79,7 +85,10 @@ OPEN = [
     ("run.sh", "docker run -dp 11434:11434 ollama/ollama"),
     ("run.sh", "docker run -itp11434:11434 ollama/ollama"),
     ("run.sh", "docker run --env=OLLAMA_HOST=0.0.0.0 ollama/ollama"),
-    ("run.sh", "docker run --rm -p 127.0.0.1:8000:8000 --network host vllm/vllm-openai --model m"),
+    (
+        "run.sh",
+        "docker run --rm -p 127.0.0.1:8000:8000 --network host vllm/vllm-openai --model m",
+    ),
     # Compose
     ("compose.yml", f"{BASE}services:\n  s:\n    <<: [*base, *ports]\n"),
     ("compose.yml", SHARED % "8000"),
@@ -90,7 +99,10 @@ OPEN = [
     ("pod.yaml", POD + policy("{podSelector: {}, policyTypes: [Egress]}")),
     (
         "pod.yaml",
-        POD + policy("{podSelector: {matchExpressions: [{key: app, operator: DoesNotExist}]}}"),
+        POD
+        + policy(
+            "{podSelector: {matchExpressions: [{key: app, operator: DoesNotExist}]}}"
+        ),
     ),
     ("pod.yaml", listed(POD.replace("vllm/vllm-openai", "ollama/ollama"), SERVICE)),
     # Units
@@ -100,7 +112,10 @@ OPEN = [
     ("Dockerfile", "FROM python\nCMD cd /app && vllm serve m --host 0.0.0.0\n"),
     ("Dockerfile", "FROM python\nENTRYPOINT HF_HOME=/m exec vllm serve m\n"),
     ("Dockerfile", 'FROM vllm/vllm-openai AS base\nFROM base\nCMD ["--model", "m"]\n'),
-    ("Dockerfile", 'FROM vllm/vllm-openai as Base\nCMD ["--model", "m"]\nFROM x\nFROM base\n'),
+    (
+        "Dockerfile",
+        'FROM vllm/vllm-openai as Base\nCMD ["--model", "m"]\nFROM x\nFROM base\n',
+    ),
     # Prefixes of commands
     ("run.sh", "sudo -E vllm serve m --host 0.0.0.0"),
     ("run.sh", "sudo -Eu ml HF_HOME=/m vllm serve m"),
@@ -130,36 +145,63 @@ CLOSED = [
     ("run.sh", "vllm serve m $VLLM_OPTS_2"),
     ("run.sh", "vllm serve m --api-key $KEY"),
     ("run.sh", "VLLM_API_KEY=k vllm serve m --api-key ''"),
-    ("run.sh", "docker run --env=VLLM_API_KEY=k -p 8000:8000 vllm/vllm-openai --model m"),
+    (
+        "run.sh",
+        "docker run --env=VLLM_API_KEY=k -p 8000:8000 vllm/vllm-openai --model m",
+    ),
     ("run.sh", "docker run -de VLLM_API_KEY=k vllm/vllm-openai --model m"),
     ("run.sh", "docker run --publish=127.0.0.1:11434:11434 ollama/ollama"),
     ("run.sh", "docker run -dp 127.0.0.1:11434:11434 ollama/ollama"),
     ("run.sh", "docker run --volume=./q:/qdrant/config qdrant/qdrant"),
-    ("run.sh", "docker run --network net -p 127.0.0.1:8000:8000 vllm/vllm-openai -tp 4"),
+    (
+        "run.sh",
+        "docker run --network net -p 127.0.0.1:8000:8000 vllm/vllm-openai -tp 4",
+    ),
     ("compose.yml", compose(*VLLM, "environment: {VLLM_API_KEY: }")),
     ("compose.yml", compose(*VLLM, "environment: [VLLM_API_KEY]")),
-    ("compose.yml", compose("ollama/ollama", 'environment: {OLLAMA_HOST: ""}', "ports: ['1:1']")),
+    (
+        "compose.yml",
+        compose("ollama/ollama", 'environment: {OLLAMA_HOST: ""}', "ports: ['1:1']"),
+    ),
     ("compose.yml", f"{BASE}services:\n  s:\n    <<: [*base, *base]\n"),
     (
         "compose.yml",
         "services:\n  s:\n    <<: [{image: a}, {image: qdrant/qdrant}]\n    ports: [1]",
     ),
     ("compose.yml", SHARED % "127.0.0.1:8000"),
-    ("compose.yml", "services: {a: {image: vllm/vllm-openai, network_mode: 'service:a'}}"),
+    (
+        "compose.yml",
+        "services: {a: {image: vllm/vllm-openai, network_mode: 'service:a'}}",
+    ),
     ("pod.yaml", POD + policy("{podSelector: {}}")),
-    ("pod.yaml", POD + policy("{podSelector: {matchLabels: {app: vllm}}, policyTypes: [Ingress]}")),
     (
         "pod.yaml",
         POD
-        + policy("{podSelector: {matchExpressions: [{key: app, operator: In, values: [vllm]}]}}"),
+        + policy("{podSelector: {matchLabels: {app: vllm}}, policyTypes: [Ingress]}"),
+    ),
+    (
+        "pod.yaml",
+        POD
+        + policy(
+            "{podSelector: {matchExpressions: [{key: app, operator: In, values: [vllm]}]}}"
+        ),
     ),
     ("pod.yaml", listed(POD, policy("{podSelector: {}}").removeprefix("---\n"))),
     ("pod.yaml", "&a {apiVersion: v1, kind: List, items: [*a, vllm]}"),
-    ("a.container", "[Container]\nImage = ollama/ollama\nPublishPort = 127.0.0.1:1:1\n"),
+    (
+        "a.container",
+        "[Container]\nImage = ollama/ollama\nPublishPort = 127.0.0.1:1:1\n",
+    ),
     ("Dockerfile", "FROM python\nCMD cd /app && vllm serve m --api-key $KEY\n"),
     ("Dockerfile", "FROM python\nENV VLLM_API_KEY=k\nCMD cd /app && vllm serve m\n"),
-    ("Dockerfile", 'FROM vllm/vllm-openai AS a\nENV VLLM_API_KEY=k\nFROM a\nCMD ["--model", "m"]'),
-    ("Dockerfile", 'FROM vllm/vllm-openai AS a\nCMD ["m"]\nFROM python\nCOPY --from=a /x /x\n'),
+    (
+        "Dockerfile",
+        'FROM vllm/vllm-openai AS a\nENV VLLM_API_KEY=k\nFROM a\nCMD ["--model", "m"]',
+    ),
+    (
+        "Dockerfile",
+        'FROM vllm/vllm-openai AS a\nCMD ["m"]\nFROM python\nCOPY --from=a /x /x\n',
+    ),
     ("run.sh", "sudo -u vllm serve m"),
     ("run.sh", "vllm serve m --host 0.0.0.0 --uds /run/vllm.sock"),
     ("run.sh", "vllm serve m --config vllm.yaml"),

@@ -37,7 +37,10 @@ def rules(tmp_path, text, name="run.sh"):
         ("vllm serve m --host localhost --task generate", set()),
         ("vllm serve m --host localhost --runner pooling --convert embed", set()),
         ("vllm serve m --host localhost --pooler-config.task embed", set()),
-        ("vllm serve m --host localhost --pooler-config.task=token_embed", {"VLLM-TOKEN-STATES"}),
+        (
+            "vllm serve m --host localhost --pooler-config.task=token_embed",
+            {"VLLM-TOKEN-STATES"},
+        ),
         (
             """vllm serve m --host localhost --pooler-config '{"task": "token_embed"}'""",
             {"VLLM-TOKEN-STATES"},
@@ -46,7 +49,10 @@ def rules(tmp_path, text, name="run.sh"):
             "docker run vllm/vllm-openai:v0.20.2 --host localhost --runner pooling",
             {"VLLM-TOKEN-STATES"},
         ),
-        ("docker run vllm/vllm-openai:v0.21.0 --host localhost --runner pooling", set()),
+        (
+            "docker run vllm/vllm-openai:v0.21.0 --host localhost --runner pooling",
+            set(),
+        ),
         ("vllm bench serve --max-logprobs 50", set()),
         (
             "vllm serve m --host localhost "
@@ -58,10 +64,19 @@ def rules(tmp_path, text, name="run.sh"):
             "--kv-transfer-config.kv_connector ExampleHiddenStatesConnector",
             {"VLLM-HIDDEN-STATES"},
         ),
-        ("vllm serve m --host localhost --enable-prefix-caching", {"VLLM-PREFIX-CACHE"}),
+        (
+            "vllm serve m --host localhost --enable-prefix-caching",
+            {"VLLM-PREFIX-CACHE"},
+        ),
         ("vllm serve m --host localhost --no-enable-prefix-caching", set()),
-        ("vllm serve m --host localhost --enable-prompt-tokens-details", {"VLLM-PREFIX-CACHE"}),
-        ("LMCACHE_REMOTE_URL=redis://cache:6379 vllm serve m --host localhost", {"LMCACHE-REMOTE"}),
+        (
+            "vllm serve m --host localhost --enable-prompt-tokens-details",
+            {"VLLM-PREFIX-CACHE"},
+        ),
+        (
+            "LMCACHE_REMOTE_URL=redis://cache:6379 vllm serve m --host localhost",
+            {"LMCACHE-REMOTE"},
+        ),
         ("LMCACHE_REMOTE_URL=rediss://cache:6379 vllm serve m --host localhost", set()),
         ("LMCACHE_LOCAL_DISK=/kv vllm serve m --host localhost", {"LMCACHE-PLAIN"}),
         ("LMCACHE_LOCAL_DISK=False vllm serve m --host localhost", set()),
@@ -93,7 +108,10 @@ def rules(tmp_path, text, name="run.sh"):
         ("qdrant is a store of vectors", set()),
         ("To start, run vllm serve on the host", set()),
         ("if ! vllm serve m; then exit; fi", {"VLLM-OPEN"}),
-        ("CUDA_VISIBLE_DEVICES=0 python3 -m vllm.entrypoints.openai.api_server", {"VLLM-OPEN"}),
+        (
+            "CUDA_VISIBLE_DEVICES=0 python3 -m vllm.entrypoints.openai.api_server",
+            {"VLLM-OPEN"},
+        ),
         ("docker run --gpus all my/image vllm serve m", {"VLLM-OPEN"}),
         ("OLLAMA_HOST=0.0.0.0 ollama serve", {"OLLAMA-OPEN"}),
         ("OLLAMA_HOST=http://127.0.0.1:11434 ollama serve", set()),
@@ -107,7 +125,10 @@ def rules(tmp_path, text, name="run.sh"):
         ("OLLAMA_ORIGINS=https://a.example,* ollama serve", {"OLLAMA-ORIGINS"}),
         ("text-embeddings-router --model-id m --port 80", {"TEI-OPEN"}),
         ("API_KEY=$KEY text-embeddings-router --model-id m", set()),
-        ("text-generation-launcher --hostname 127.0.0.1 --max-top-n-tokens 21", {"TGI-LOGPROBS"}),
+        (
+            "text-generation-launcher --hostname 127.0.0.1 --max-top-n-tokens 21",
+            {"TGI-LOGPROBS"},
+        ),
         ("docker run -p 80:80 --env-file keys.env x/text-generation-inference", set()),
         ("weaviate --host 127.0.0.1 --port 8080", set()),
         ("AUTHENTICATION_APIKEY_ENABLED=true weaviate --host 0.0.0.0", set()),
@@ -116,7 +137,7 @@ def rules(tmp_path, text, name="run.sh"):
         ("./qdrant", {"QDRANT-OPEN"}),
         ("docker exec qdrant ls; echo qdrant; docker pull qdrant/qdrant", set()),
     ],
-)  # fmt: skip
+)
 def test_a_command_line(tmp_path, line, expected):
     assert rules(tmp_path, line) == expected
 
@@ -143,10 +164,18 @@ def test_a_command_line(tmp_path, line, expected):
             set(),
         ),
         ("harmless.yaml", "remote_url: redis://cache:6379\nname: lmcache\n", set()),
-        ("hostile.yaml", "remote_url: {a: b}\nlocal_disk:\nremote_serde: naive\n", set()),
+        (
+            "hostile.yaml",
+            "remote_url: {a: b}\nlocal_disk:\nremote_serde: naive\n",
+            set(),
+        ),
         ("kv.env", "LMCACHE_REMOTE_URL=lm://cache:65432\n", {"LMCACHE-REMOTE"}),
-        ("Dockerfile", "FROM vllm/vllm-tpu:v0.21.0\nENV X=1\nRUN pip install ray\n", set()),
-        ("Dockerfile", "FROM vllm/vllm-openai\nCMD [\"--model\", \"m\"]\n", {"VLLM-OPEN"}),
+        (
+            "Dockerfile",
+            "FROM vllm/vllm-tpu:v0.21.0\nENV X=1\nRUN pip install ray\n",
+            set(),
+        ),
+        ("Dockerfile", 'FROM vllm/vllm-openai\nCMD ["--model", "m"]\n', {"VLLM-OPEN"}),
         (
             "compose.yml",
             "services:\n  m: {image: public.ecr.aws/q9/vllm-cpu-release-repo, ports: ['80:80']}\n",
@@ -165,7 +194,7 @@ def test_a_command_line(tmp_path, line, expected):
             {"TGI-OPEN"},
         ),
     ],
-)  # fmt: skip
+)
 def test_files_like_those_of_public_repositories(tmp_path, name, text, expected):
     assert rules(tmp_path, text, name) == expected
 
@@ -203,7 +232,11 @@ spec: {rules: [{http: {paths: [{backend: {service: {name: BEHIND}}}]}}]}
 def test_a_pod_is_published_by_the_service_that_selects_it(
     tmp_path, reach, selected, behind, expected
 ):
-    text = POD.replace("TYPE", reach).replace("SELECTED", selected).replace("BEHIND", behind)
+    text = (
+        POD.replace("TYPE", reach)
+        .replace("SELECTED", selected)
+        .replace("BEHIND", behind)
+    )
     assert rules(tmp_path, text, "ollama.yaml") == expected
 
 
@@ -227,19 +260,30 @@ def test_secrets_are_not_repeated(tmp_path):
 
 def test_outputs_are_recognised_by_name(tmp_path):
     names = {
-        "attentions": "SERVED-MAPS", "attention_probs": "SERVED-MAPS",
-        "attentions.3": "SERVED-MAPS", "attention_mask": None, "hidden_states_4": "SERVED-STATES",
-        "token_embeddings": "SERVED-STATES", "embedding": "SERVED-EMBEDDING",
-        "past_key_values": "SERVED-CACHE", "label": None, "probability": None, "key": None,
-    }  # fmt: skip
+        "attentions": "SERVED-MAPS",
+        "attention_probs": "SERVED-MAPS",
+        "attentions.3": "SERVED-MAPS",
+        "attention_mask": None,
+        "hidden_states_4": "SERVED-STATES",
+        "token_embeddings": "SERVED-STATES",
+        "embedding": "SERVED-EMBEDDING",
+        "past_key_values": "SERVED-CACHE",
+        "label": None,
+        "probability": None,
+        "key": None,
+    }
     for name, rule in names.items():
         text = f'output [ {{ name: "{name}" }} ]'
-        assert rules(tmp_path, text, "config.pbtxt") == ({rule} if rule else set()), name
+        assert rules(tmp_path, text, "config.pbtxt") == ({rule} if rule else set()), (
+            name
+        )
 
 
 def test_words_keep_their_lines():
     text = "a 'b\nc' \\\n d # e\nf=\"g $h\" | i;j"
     assert simple_commands(text) == [
-        [Word("a", 1), Word("b\nc", 1), Word("d", 3)], [Word("f=g $h", 4)], [Word("i", 4)],
+        [Word("a", 1), Word("b\nc", 1), Word("d", 3)],
+        [Word("f=g $h", 4)],
+        [Word("i", 4)],
         [Word("j", 4)],
-    ]  # fmt: skip
+    ]

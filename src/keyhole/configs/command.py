@@ -1,7 +1,7 @@
 """Command lines in configurations: their words, their environment, and who can reach them.
 
-`from_shell` takes the text of a script and returns its commands. A `Program` recognises itself in a
-command (`options`), and its rules look for settings there (`findings`).
+`from_shell` takes the text of a script and returns its commands. A `Program` recognises
+itself in a command (`options`), and its rules look for settings there (`findings`).
 """
 
 from __future__ import annotations
@@ -30,33 +30,48 @@ class Command:
     words: tuple[Word, ...]
     env: Mapping[str, Word] = field(default_factory=dict[str, Word])
     image: Word | None = None  # of the container
-    local: bool = False  # only this machine, or the network of its Compose file, reaches it
-    mounts: tuple[str, ...] = ()  # files and folders that are mounted into the container
+    local: bool = (
+        False  # only this machine, or the network of its Compose file, reaches it
+    )
+    mounts: tuple[
+        str, ...
+    ] = ()  # files and folders that are mounted into the container
     container: bool = False  # the words are those of `docker run`, including the image
-    published: Word | None = None  # the setting that lets others reach it, where there is one
+    published: Word | None = (
+        None  # the setting that lets others reach it, where there is one
+    )
     cluster: bool = False  # it runs in Kubernetes
     external_env: bool = False  # another file sets more variables, perhaps a key
-    inner: bool = False  # a command of `sh -c`, which may not be the one that the image is for
+    inner: bool = (
+        False  # a command of `sh -c`, which may not be the one that the image is for
+    )
 
 
 # Commands in shell text
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _PREFIXES = {  # what may precede a command, with its options that take the next word
-    "export": "", "nohup": "", "env": r"-\w*[uC]|--unset|--chdir", "exec": r"-\w*a",
+    "export": "",
+    "nohup": "",
+    "env": r"-\w*[uC]|--unset|--chdir",
+    "exec": r"-\w*a",
     "time": r"-\w*[fo]",
     "sudo": r"-[ABbEHiKknPS]*[CDghpRrTtUu]|--(user|group|host|prompt|chdir|close-from|role|type|"
     r"chroot|other-user|command-timeout)",
-}  # fmt: skip
-_LOCAL_PORT = re.compile(r"(\$\{\w+:?-)?(127\.|localhost\b|\[::1\])")  # perhaps by default
+}
+_LOCAL_PORT = re.compile(
+    r"(\$\{\w+:?-)?(127\.|localhost\b|\[::1\])"
+)  # perhaps by default
 _SHELLS = re.compile(r"(.*/)?(ba|da|z|k|a)?sh$")
 
 
 def from_shell(text: str, line: int = 1) -> list[Command]:
     """Return the commands of a script; every assignment in it is in the environment of all."""
-    commands, env = list[list[Word]](), dict[str, Word]()
+    commands = list[list[Word]]()
+    env = dict[str, Word]()
     for words in simple_commands(text, line):
-        start, prefix = 0, ""
+        start = 0
+        prefix = ""
         while start < len(words):
             text = words[start].text
             if text in _PREFIXES:
@@ -104,13 +119,20 @@ def on_loopback(published: Iterable[str]) -> bool:
 def _docker_run(words: list[Word]) -> Command | None:
     """Return the command of `docker run`, with the environment and the ports of the container."""
     texts = [word.text for word in words]
-    if texts[0].rpartition("/")[2] not in ("docker", "podman", "nerdctl") or "run" not in texts:
+    if (
+        texts[0].rpartition("/")[2] not in ("docker", "podman", "nerdctl")
+        or "run" not in texts
+    ):
         return None
-    env, ports, mounts = dict[str, Word](), list[Word](), list[str]()
+    env = dict[str, Word]()
+    ports = list[Word]()
+    mounts = list[str]()
     host = list[Word]()
     for option, value in _run_options(words[texts.index("run") + 1 :]):
         if option in ("-e", "--env"):
-            env |= assignments([value]) or {value.text: Word("$" + value.text, value.line)}
+            env |= assignments([value]) or {
+                value.text: Word("$" + value.text, value.line)
+            }
         elif option in ("-p", "--publish"):
             ports.append(Word(f"-p {value.text}", value.line))
         elif option in ("-v", "--volume", "--mount"):
@@ -120,19 +142,44 @@ def _docker_run(words: list[Word]) -> Command | None:
     # With the network of the machine, the ports that are published do not matter.
     local = not host and on_loopback(port.text.removeprefix("-p ") for port in ports)
     return Command(
-        tuple(words), env, local=local, mounts=tuple(mounts), container=True,
+        tuple(words),
+        env,
+        local=local,
+        mounts=tuple(mounts),
+        container=True,
         published=next(iter([] if local else [*ports, *host]), None),
         external_env=any(text.startswith("--env-file") for text in texts),
-    )  # fmt: skip
+    )
 
 
 _RUN_FLAGS = {  # the options of `docker run` and `podman run` that take no value
-    "--detach", "--disable-content-trust", "--env-host", "--help", "--http-proxy", "--init",
-    "--interactive", "--no-healthcheck", "--no-hostname", "--no-hosts", "--oom-kill-disable",
-    "--passwd", "--privileged", "--publish-all", "--quiet", "--read-only", "--read-only-tmpfs",
-    "--replace", "--rm", "--rmi", "--rootfs", "--sig-proxy", "--tls-verify", "--tty",
-    "--unsetenv-all", "--use-api-socket",
-}  # fmt: skip
+    "--detach",
+    "--disable-content-trust",
+    "--env-host",
+    "--help",
+    "--http-proxy",
+    "--init",
+    "--interactive",
+    "--no-healthcheck",
+    "--no-hostname",
+    "--no-hosts",
+    "--oom-kill-disable",
+    "--passwd",
+    "--privileged",
+    "--publish-all",
+    "--quiet",
+    "--read-only",
+    "--read-only-tmpfs",
+    "--replace",
+    "--rm",
+    "--rmi",
+    "--rootfs",
+    "--sig-proxy",
+    "--tls-verify",
+    "--tty",
+    "--unsetenv-all",
+    "--use-api-socket",
+}
 
 
 def _run_options(words: Iterable[Word]) -> Iterator[tuple[str, Word]]:
@@ -144,9 +191,12 @@ def _run_options(words: Iterable[Word]) -> Iterator[tuple[str, Word]]:
         if not word.text.startswith("-"):  # the image
             return
         name, attached, value = word.text.partition("=")
-        if not name.startswith("--"):  # flags of one letter, and perhaps one that takes a value
+        if not name.startswith(
+            "--"
+        ):  # flags of one letter, and perhaps one that takes a value
             letters = word.text.lstrip("-").lstrip("ditPq")
-            name, attached = f"-{letters[:1]}", letters[1:]
+            name = f"-{letters[:1]}"
+            attached = letters[1:]
             value = attached.removeprefix("=")
         if name in _RUN_FLAGS or name in ("-", "-="):
             continue
@@ -155,9 +205,10 @@ def _run_options(words: Iterable[Word]) -> Iterator[tuple[str, Word]]:
             yield name, given
 
 
-# Words of shell text. Nothing is expanded: variables remain as they are written. `shlex` of the
-# standard library does not fit: it keeps no lines of words, raises at a quote that is never closed
-# (these texts may be prose), and does not join continued lines.
+# Words of shell text. Nothing is expanded: variables remain as they are written.
+# `shlex` of the standard library does not fit: it keeps no lines of words, raises at a
+# quote that is never closed (these texts may be prose), and does not join continued
+# lines.
 
 # An escape, or text in quotes, which may lack the closing quote.
 _QUOTED = re.compile(r"""\\(.|\Z)|'([^']*)'?|"((?:\\.|[^"\\])*)"?""", re.DOTALL)
@@ -189,21 +240,26 @@ def _unquoted(quoted: re.Match[str]) -> str:
     if single is not None:
         return single
     inner = rf"\{escaped}" if double is None else double
-    return re.sub(r"\\(.?)", lambda escape: escape[1].strip("\n"), inner, flags=re.DOTALL)
+    return re.sub(
+        r"\\(.?)", lambda escape: escape[1].strip("\n"), inner, flags=re.DOTALL
+    )
 
 
 def quoted_items(text: str, line: int) -> list[Word]:
     """Return the strings of a list such as ["a", "b"], which Dockerfiles have."""
     return [
-        Word(re.sub(r"\\(.)", r"\1", match[1]), line + text.count("\n", 0, match.start()))
+        Word(
+            re.sub(r"\\(.)", r"\1", match[1]), line + text.count("\n", 0, match.start())
+        )
         for match in re.finditer(r'"((?:[^"\\]|\\.)*)"', text, re.DOTALL)
     ]
 
 
 # The programs that commands start, and the options they start them with
 
-# These words may stand for any number of options, so no option can be called missing.
-# A variable says so in a part of its name: $VLLM_ARGS and $extraArgs, but not $LARGE_MODEL.
+# These words may stand for any number of options, so no option can be called missing. A
+# variable says so in a part of its name: $VLLM_ARGS and $extraArgs, but not
+# $LARGE_MODEL.
 _OPAQUE = re.compile(
     r"\{\{|\$[@*]|\[[@*]\]|\$\{?((\w*_)?(ARG|ARGUMENT|OPT|OPTION|FLAG|EXTRA|PARAM|PARAMETER)S?|"
     r"\w*(ARGS|OPTS|FLAGS|PARAMS))(?![A-Z])",
@@ -212,8 +268,8 @@ _OPAQUE = re.compile(
 _LOOPBACK = re.compile(r"localhost$|127\.|::1$|\[::1\]$|.*\.sock$|/")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 _VARIABLES = 4  # in a word: a hostile file cannot make one of gigabytes
-# Words that can precede a program that is run. After other words it is prose, or is installed or
-# stopped.
+# Words that can precede a program that is run. After other words it is prose, or is
+# installed or stopped.
 _WRAPPERS = re.compile(
     r"python[\d.]*|numactl|taskset|nice|gosu|tini|dumb-init|chrt|stdbuf|timeout|env|exec|sudo|uv|uvx|"
     r"poetry|conda|srun|mpirun|torchrun|nsys|xvfb-run|if|while|until|then|do|else|!|\{"
@@ -233,7 +289,8 @@ class Options:
     def option(self, *names: str, env: str = "") -> Word | None:
         """Return the value of the last such option, or of the variable that replaces it.
 
-        An option without a value gives an empty text. An empty variable counts as not set.
+        An option without a value gives an empty text. An empty variable counts as not
+        set.
         """
         given = self.command.env.get(env)
         given = given if given is not None and given.text else None
@@ -268,7 +325,13 @@ class Options:
     def has(self, *names: str, env: str = "") -> Word | None:
         """Return the last such flag, or the variable that sets it and does not say no."""
         given = self.command.env.get(env)
-        if given is not None and given.text.lower() in ("", "0", "false", "off", "disabled"):
+        if given is not None and given.text.lower() in (
+            "",
+            "0",
+            "false",
+            "off",
+            "disabled",
+        ):
             given = None
         for word in self.words:
             if word.text.partition("=")[0].replace("_", "-") in names:
@@ -310,9 +373,9 @@ class OptionRule(Rule):
 class Program:
     """A server or a store that configurations start.
 
-    A file is parsed if it contains one of `words`. `starts` are the ways to start the program, the
-    first word without its folder. `image` matches the container image of the program. A file of
-    variables is the program's if it sets one of `variables`.
+    A file is parsed if it contains one of `words`. `starts` are the ways to start the
+    program, the first word without its folder. `image` matches the container image of
+    the program. A file of variables is the program's if it sets one of `variables`.
     """
 
     what: Literal["server", "store"]
@@ -336,9 +399,13 @@ class Program:
 
     def options(self, command: Command) -> Options | None:
         """Return what the command starts the program with, or None if it does not start it."""
-        words, image = command.words, command.image
+        words = command.words
+        image = command.image
         for place, word in enumerate(words):
-            row = [word.text.rpartition("/")[2], *(w.text for w in words[place + 1 : place + 3])]
+            row = [
+                word.text.rpartition("/")[2],
+                *(w.text for w in words[place + 1 : place + 3]),
+            ]
             for start in self._starts:
                 if row[: len(start)] == start and _is_run(command, place, len(start)):
                     return self._started(command, word, place + len(start))
@@ -360,7 +427,8 @@ class Program:
 def _is_run(command: Command, place: int, length: int) -> bool:
     """Return whether the words at a place are run, and not written about, installed or stopped.
 
-    A program of a single word takes options alone: other words after it make a sentence.
+    A program of a single word takes options alone: other words after it make a
+    sentence.
     """
     words = command.words
     first = words[0].text.rpartition("/")[2]
@@ -394,7 +462,9 @@ def flag(*names: str, env: str = "") -> Look:
     return look
 
 
-def setting(name: str, env: str = "", applies: Callable[[str], bool] = lambda _: True) -> Look:
+def setting(
+    name: str, env: str = "", applies: Callable[[str], bool] = lambda _: True
+) -> Look:
     """Find an option whose value the rule applies to."""
 
     def look(options: Options) -> Iterator[Word]:
@@ -406,23 +476,32 @@ def setting(name: str, env: str = "", applies: Callable[[str], bool] = lambda _:
 
 
 def unguarded(
-    missing: str, guarded: Callable[[Options], object], *, host: str = "--host", env: str = "",
-    default: str = ANYWHERE, in_own_image: str = "",
+    missing: str,
+    guarded: Callable[[Options], object],
+    *,
+    host: str = "--host",
+    env: str = "",
+    default: str = ANYWHERE,
+    in_own_image: str = "",
     listens: str = "the container listens at 0.0.0.0",
-) -> Look:  # fmt: skip
+) -> Look:
     """Find a server that other machines reach and that is not guarded; `missing` is the guard.
 
-    `host` and `env` set the address to listen at. Without them it is `default`, or `in_own_image`
-    in the program's own image.
+    `host` and `env` set the address to listen at. Without them it is `default`, or
+    `in_own_image` in the program's own image.
     """
 
     def look(options: Options) -> Iterator[Word]:
-        command, given = options.command, options.option(host, env=env)
+        command = options.command
+        given = options.option(host, env=env)
         usual = in_own_image if in_own_image and options.own_image else default
         reached = reached_from_outside(given.text if given else usual)
         if command.local or options.opaque or not reached or guarded(options):
             return
-        reach = Word(f"--host {given.text}" if given else listens, (given or options.program).line)
+        reach = Word(
+            f"--host {given.text}" if given else listens,
+            (given or options.program).line,
+        )
         if command.cluster and command.published:
             reach = command.published
         yield Word(f"{reach.text}, {missing}", reach.line)

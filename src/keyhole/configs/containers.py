@@ -1,9 +1,10 @@
 """Commands that containers, units and pipelines start.
 
-Each `in_…` function takes the text or the nodes of a file and yields its commands (command.py).
+Each `in_…` function takes the text or the nodes of a file and yields its commands
+(command.py).
 
-These are Compose files, Kubernetes manifests, tasks of ECS and pipelines in YAML and JSON, and
-Dockerfiles, units of systemd and units of Podman.
+These are Compose files, Kubernetes manifests, tasks of ECS and pipelines in YAML and
+JSON, and Dockerfiles, units of systemd and units of Podman.
 """
 
 from __future__ import annotations
@@ -27,10 +28,19 @@ from keyhole.configs.finding import Unreadable, read
 from keyhole.configs.tree import Items, Mapping, Node, Scalar, walk
 
 _COMMANDS = ("entrypoint", "command", "args")  # in the order in which they are joined
-OUTSIDE = ("LoadBalancer", "NodePort")  # types of services that clients outside the cluster reach
+OUTSIDE = (
+    "LoadBalancer",
+    "NodePort",
+)  # types of services that clients outside the cluster reach
 _EXPOSING = (
-    "Ingress", "HTTPRoute", "GRPCRoute", "TCPRoute", "IngressRoute", "VirtualService", "Route",
-)  # fmt: skip
+    "Ingress",
+    "HTTPRoute",
+    "GRPCRoute",
+    "TCPRoute",
+    "IngressRoute",
+    "VirtualService",
+    "Route",
+)
 
 
 def in_yaml(roots: list[Node], folder: Path) -> Iterator[Command]:
@@ -41,19 +51,34 @@ def in_yaml(roots: list[Node], folder: Path) -> Iterator[Command]:
     roots = [each for root in roots for each in _objects(root)]
     for root in roots:
         cluster = _kind(root) != ""
-        guarded = isinstance(root, Mapping) and any(_guards(policy, root) for policy in roots)
-        published = _published(root, roots) if isinstance(root, Mapping) and cluster else None
-        services = root.mapping("services") if isinstance(root, Mapping) and not cluster else None
-        composed = set[int]() if services is None else set(map(id, services.pairs.values()))
+        guarded = isinstance(root, Mapping) and any(
+            _guards(policy, root) for policy in roots
+        )
+        if isinstance(root, Mapping) and cluster:
+            published = _published(root, roots)
+        else:
+            published = None
+        if isinstance(root, Mapping) and not cluster:
+            services = root.mapping("services")
+        else:
+            services = None
+        if services is None:
+            composed = set[int]()
+        else:
+            composed = set(map(id, services.pairs.values()))
         used = set[int]()
         for node in walk(root):
-            if isinstance(node, Mapping) and (node.scalar("image") or "command" in node.pairs):
+            if isinstance(node, Mapping) and (
+                node.scalar("image") or "command" in node.pairs
+            ):
                 command = _container(node, folder, services)
                 if id(node) in composed:  # others reach the published ports alone
                     command = replace(command, local=command.published is None)
                 if cluster:
                     reach = _host_port(node) or published
-                    command = replace(command, cluster=True, published=reach, local=guarded)
+                    command = replace(
+                        command, cluster=True, published=reach, local=guarded
+                    )
                 yield from inner_scripts(command)
                 used |= {id(part) for key in _COMMANDS for part in node.listed(key)}
             elif isinstance(node, Scalar) and id(node) not in used and " " in node.text:
@@ -62,7 +87,9 @@ def in_yaml(roots: list[Node], folder: Path) -> Iterator[Command]:
 
 def _objects(root: Node) -> list[Node]:
     """Return the objects of a `kind: List`, or anything else as it is."""
-    return root.listed("items") if isinstance(root, Mapping) and _kind(root) == "List" else [root]
+    if isinstance(root, Mapping) and _kind(root) == "List":
+        return root.listed("items")
+    return [root]
 
 
 # Kubernetes: which setting lets clients outside the cluster reach a container
@@ -89,12 +116,15 @@ def _labels(root: Mapping) -> dict[str, Scalar]:
 def _guards(policy: Node, root: Mapping) -> bool:
     """Return whether an object is a policy that limits who reaches the pods of another one.
 
-    If pods have no labels in the file, as where an operator makes them, any policy may select them.
+    If pods have no labels in the file, as where an operator makes them, any policy may
+    select them.
     """
     if not isinstance(policy, Mapping) or _kind(policy) != "NetworkPolicy":
         return False
     spec = policy.mapping("spec") or Mapping(policy.line)
-    types = [part.text for part in spec.listed("policyTypes") if isinstance(part, Scalar)]
+    types = [
+        part.text for part in spec.listed("policyTypes") if isinstance(part, Scalar)
+    ]
     labels = {key: value.text for key, value in _labels(root).items()}
     wanted = spec.scalars("podSelector", "matchLabels").items()
     selector = spec.mapping("podSelector") or Mapping(policy.line)
@@ -111,8 +141,11 @@ def _matches(expression: Node, labels: dict[str, str]) -> bool:
     """Return whether labels meet an expression: a key that is or is not there, or its values."""
     if not isinstance(expression, Mapping):
         return False
-    label, operator = labels.get(_text(expression, "key")), _text(expression, "operator")
-    values = [part.text for part in expression.listed("values") if isinstance(part, Scalar)]
+    label = labels.get(_text(expression, "key"))
+    operator = _text(expression, "operator")
+    values = [
+        part.text for part in expression.listed("values") if isinstance(part, Scalar)
+    ]
     if operator.endswith("In"):
         return (label in values) == (operator == "In")
     return (label is not None) == (operator == "Exists")
@@ -120,7 +153,8 @@ def _matches(expression: Node, labels: dict[str, str]) -> bool:
 
 def _published(root: Mapping, roots: list[Node]) -> Word | None:
     """Return the type of a service that selects the object, or what leads to such a service."""
-    labels, name = _labels(root), _text(root, "metadata", "name")
+    labels = _labels(root)
+    name = _text(root, "metadata", "name")
     for service in roots:
         if not isinstance(service, Mapping) or _kind(service) != "Service":
             continue
@@ -166,25 +200,41 @@ def _container(node: Mapping, folder: Path, services: Mapping | None) -> Command
     ports = _reach(node, services)
     mounts = [part.text for part in node.listed("volumes") if isinstance(part, Scalar)]
     local = on_loopback(port.text for port in ports)
-    env, external_env = environment(node), "envFrom" in node.pairs
+    env = environment(node)
+    external_env = "envFrom" in node.pairs
     for part in node.listed("env_file"):
         path = part.scalar("path") if isinstance(part, Mapping) else part
-        given = _variables(folder / path.text, path.line) if isinstance(path, Scalar) else None
+        if isinstance(path, Scalar):
+            given = _variables(folder / path.text, path.line)
+        else:
+            given = None
         external_env |= given is None
         env = {**(given or {}), **env}
     return Command(
-        tuple(words), env, node.scalar("image"), local, tuple(mounts),
-        published=None if local or not ports else ports[0], external_env=external_env,
-    )  # fmt: skip
+        tuple(words),
+        env,
+        node.scalar("image"),
+        local,
+        tuple(mounts),
+        published=None if local or not ports else ports[0],
+        external_env=external_env,
+    )
 
 
 def _reach(node: Mapping, services: Mapping | None) -> list[Word]:
     """Return the published ports, or the setting that gives a container the machine's network.
 
-    Of a container in the network of another one (of Compose's `services`), these are the other's.
+    Of a container in the network of another one (of Compose's `services`), these are
+    the other's.
     """
-    network, seen = node.scalar("network_mode"), set[str]()
-    while services and network and network.text.startswith("service:") and network.text not in seen:
+    network = node.scalar("network_mode")
+    seen = set[str]()
+    while (
+        services
+        and network
+        and network.text.startswith("service:")
+        and network.text not in seen
+    ):
         seen.add(network.text)
         node = services.mapping(network.text.removeprefix("service:")) or node
         network = node.scalar("network_mode")
@@ -200,7 +250,10 @@ def _ports(node: Mapping) -> Iterator[Word]:
             yield port
         elif isinstance(port, Mapping) and (published := port.scalar("published")):
             host = port.scalar("host_ip")
-            yield Word(f"{host.text}:{published.text}" if host else published.text, published.line)
+            yield Word(
+                f"{host.text}:{published.text}" if host else published.text,
+                published.line,
+            )
 
 
 def _variables(path: Path, line: int) -> dict[str, Word] | None:
@@ -211,13 +264,17 @@ def _variables(path: Path, line: int) -> dict[str, Word] | None:
         return None
     if source is None:
         return None
-    return {name: Word(word.text, line) for name, word in in_variables(source.text).items()}
+    return {
+        name: Word(word.text, line) for name, word in in_variables(source.text).items()
+    }
 
 
 def in_variables(text: str) -> dict[str, Word]:
     """Return the environment that a .env file sets."""
     lines = enumerate(text.split("\n"), 1)
-    return assignments(word for number, line in lines for word in all_words(line, number)[:2])
+    return assignments(
+        word for number, line in lines for word in all_words(line, number)[:2]
+    )
 
 
 def words_of(node: Node | None) -> list[Word]:
@@ -233,7 +290,9 @@ def _script(node: Scalar) -> list[Command]:
     if not node.folded:
         return commands
     return [  # a folded text has lost its lines
-        replace(command, words=tuple(Word(word.text, node.line) for word in command.words))
+        replace(
+            command, words=tuple(Word(word.text, node.line) for word in command.words)
+        )
         for command in commands
     ]
 
@@ -243,9 +302,9 @@ def environment(
 ) -> dict[str, Word]:
     """Return the environment of a container.
 
-    Compose has a mapping or NAME=value words, Kubernetes and ECS have lists of names and values. A
-    value that the file does not hold, such as a secret or what Compose takes from its own
-    environment (null), is given as "$".
+    Compose has a mapping or NAME=value words, Kubernetes and ECS have lists of names
+    and values. A value that the file does not hold, such as a secret or what Compose
+    takes from its own environment (null), is given as "$".
     """
     env = dict[str, Word]()
     for name in names:
@@ -257,7 +316,12 @@ def environment(
                 env |= assignments([item]) or {item.text: Word("$", item.line)}
             elif isinstance(item, Mapping) and (key := item.scalar("name")):
                 value = item.scalar("value")
-                text = "$" if value is None else "" if value.null else value.text
+                if value is None:
+                    text = "$"
+                elif value.null:
+                    text = ""
+                else:
+                    text = value.text
                 env[key.text] = Word(text, key.line)
     return env
 
@@ -268,14 +332,18 @@ def environment(
 def in_dockerfile(text: str) -> Iterator[Command]:
     """Yield what the last stage of a Dockerfile starts."""
     image: Word | None = None
-    env, given = dict[str, Word](), dict[str, list[Command]]()
-    stages = dict[str, tuple[Word, dict[str, Word], dict[str, list[Command]]]]()  # by their names
+    env = dict[str, Word]()
+    given = dict[str, list[Command]]()
+    stages = dict[
+        str, tuple[Word, dict[str, Word], dict[str, list[Command]]]
+    ]()  # by their names
     for line, name, rest in _instructions(text):
         if name == "FROM":
             words = [word for word in rest.split() if not word.startswith("--")]
             start = words[0] if words else ""
             image, env, given = stages.get(start.lower(), (Word(start, line), {}, {}))
-            env, given = {**env}, {**given}
+            env = {**env}
+            given = {**given}
             if len(words) == 3 and words[1].lower() == "as":
                 stages[words[2].lower()] = (image, env, given)
         elif name == "ENV":
@@ -285,9 +353,10 @@ def in_dockerfile(text: str) -> Iterator[Command]:
                 env[words[0].text] = words[1]
         elif name in ("ENTRYPOINT", "CMD"):
             listed = rest.lstrip().startswith("[")
-            given[name] = (
-                [Command(tuple(quoted_items(rest, line)))] if listed else from_shell(rest, line)
-            )
+            if listed:
+                given[name] = [Command(tuple(quoted_items(rest, line)))]
+            else:
+                given[name] = from_shell(rest, line)
     script = given.get("ENTRYPOINT") or given.get("CMD", [])
     if len(script) > 1:  # a line of a shell
         for each in script:
@@ -314,7 +383,8 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
 def in_unit(text: str) -> Iterator[Command]:
     """Yield what a unit of systemd starts.
 
-    A unit that starts nothing adds variables to another one: it gives a command without words.
+    A unit that starts nothing adds variables to another one: it gives a command without
+    words.
     """
     env, external_env = _unit_environment(text)
     started = [
@@ -331,12 +401,16 @@ def in_unit(text: str) -> Iterator[Command]:
 def in_quadlet(text: str) -> Iterator[Command]:
     """Yield what a .container unit of Podman starts."""
     image = next((Word(v.text.strip(), v.line) for v in _settings(text, "Image")), None)
-    words = [word for v in _settings(text, "Exec") for word in all_words(v.text, v.line)]
+    words = [
+        word for v in _settings(text, "Exec") for word in all_words(v.text, v.line)
+    ]
     env, external_env = _unit_environment(text)
     for secret in _settings(text, "Secret"):
         if target := re.search(r"target=(\w+)", secret.text):
             env[target[1]] = Word("$", 1)
-    ports = [Word(port.text.strip(), port.line) for port in _settings(text, "PublishPort")]
+    ports = [
+        Word(port.text.strip(), port.line) for port in _settings(text, "PublishPort")
+    ]
     published = [port for port in ports if not on_loopback([port.text])]
     published += [
         Word("Network=host", network.line)
@@ -344,16 +418,22 @@ def in_quadlet(text: str) -> Iterator[Command]:
         if network.text.strip() == "host"
     ]
     command = Command(
-        tuple(words), env, image, not published,
-        published=next(iter(published), None), external_env=external_env,
-    )  # fmt: skip
+        tuple(words),
+        env,
+        image,
+        not published,
+        published=next(iter(published), None),
+        external_env=external_env,
+    )
     yield from inner_scripts(command)
 
 
 def _unit_environment(text: str) -> tuple[dict[str, Word], bool]:
     """Return the variables that a unit sets, and whether it takes more from a file."""
     values = _settings(text, "Environment")
-    env = assignments(word for value in values for word in all_words(value.text, value.line))
+    env = assignments(
+        word for value in values for word in all_words(value.text, value.line)
+    )
     return env, any(_settings(text, "EnvironmentFile"))
 
 

@@ -1,6 +1,7 @@
 """The results of a check: rules, findings with their lines, and files that could not be read.
 
-registry.py reads each file (`read`), looks for rules in it, and returns everything as `Checked`.
+registry.py reads each file (`read`), looks for rules in it, and returns everything as
+`Checked`.
 """
 
 from __future__ import annotations
@@ -55,10 +56,17 @@ class Finding:
     def to_dict(self) -> dict[str, Any]:
         rule = self.rule
         return {
-            "rule": rule.id, "name": rule.name, "level": str(rule.level), "path": self.path,
-            "line": self.line, "setting": self.what, "opens": rule.opens, "fix": rule.fix,
-            "attack": rule.attack, "standards": [standard.id for standard in rule.standards],
-        }  # fmt: skip
+            "rule": rule.id,
+            "name": rule.name,
+            "level": str(rule.level),
+            "path": self.path,
+            "line": self.line,
+            "setting": self.what,
+            "opens": rule.opens,
+            "fix": rule.fix,
+            "attack": rule.attack,
+            "standards": [standard.id for standard in rule.standards],
+        }
 
 
 @dataclass(frozen=True)
@@ -84,8 +92,8 @@ class Unread:
 class Skipped:
     """A file that was read, and in which nothing was recognised.
 
-    `mentions` lists the programs that it names all the same. `broken` means that it is not valid
-    YAML, which is usual for templates.
+    `mentions` lists the programs that it names all the same. `broken` means that it is
+    not valid YAML, which is usual for templates.
     """
 
     path: str
@@ -97,8 +105,9 @@ class Skipped:
 class Checked:
     """All findings, by file and line.
 
-    `files` counts the files that were read, `ignored` lists the rules that were not checked, and
-    `others` counts, by suffix, the files whose names are not those of configurations.
+    `files` counts the files that were read, `ignored` lists the rules that were not
+    checked, and `others` counts, by suffix, the files whose names are not those of
+    configurations.
     """
 
     findings: tuple[Finding, ...]
@@ -125,7 +134,12 @@ class Checked:
             "exit_code": self.exit_code(least),
             "findings": [finding.to_dict() for finding in self.findings],
             "recognised": [
-                {"path": known.path, "line": known.line, "what": known.what, "name": known.name}
+                {
+                    "path": known.path,
+                    "line": known.line,
+                    "what": known.what,
+                    "name": known.name,
+                }
                 for known in self.recognised
             ],
             "not_recognised": [asdict(file) for file in self.skipped],
@@ -163,11 +177,16 @@ def read(path: Path, words: Sequence[str]) -> Source | None:
     except OSError as error:
         raise Unreadable(error.strerror or str(error)) from error
     size = len(data)
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as PowerShell writes
+    if data.startswith(
+        (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    ):  # as PowerShell writes
         data = data.decode("utf-16", "replace").encode()
-    # Without the bytes between the letters in text of 16 or 32 bits, whose encoding is unknown.
+    # Without the bytes between the letters in text of 16 or 32 bits, whose encoding is
+    # unknown.
     lower = data.lower().replace(b"\0", b"")
-    if size <= MAX_SEARCHED and not any(word.lower().encode() in lower for word in words):
+    if size <= MAX_SEARCHED and not any(
+        word.lower().encode() in lower for word in words
+    ):
         return None
     if size > MAX_PARSED:
         raise Unreadable(f"more than {MAX_PARSED:,} bytes of configuration")

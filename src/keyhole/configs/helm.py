@@ -1,10 +1,12 @@
 """Containers that Helm charts make of their values, also as Argo CD and Flux hold them.
 
-`in_helm` takes a file of values and yields the commands that its containers would run (command.py).
+`in_helm` takes a file of values and yields the commands that its containers would run
+(command.py).
 
-A chart joins the values of several files, so what is missing in one may be in another. A server
-counts as reached by others only if the file publishes it (a load balancer, a port of the node, an
-ingress). An API key counts as missing only if the file names neither a key nor a secret.
+A chart joins the values of several files, so what is missing in one may be in another.
+A server counts as reached by others only if the file publishes it (a load balancer, a
+port of the node, an ingress). An API key counts as missing only if the file names
+neither a key nor a secret.
 """
 
 from __future__ import annotations
@@ -19,18 +21,35 @@ from keyhole.configs.tree import Mapping, Node, Scalar, documents, walk
 
 # The image of a chart, if its values name none.
 _CHARTS = {
-    "chroma": "chromadb/chroma", "chromadb": "chromadb/chroma", "milvus": "milvusdb/milvus",
-    "ollama": "ollama/ollama", "qdrant": "qdrant/qdrant", "sglang": "lmsysorg/sglang",
+    "chroma": "chromadb/chroma",
+    "chromadb": "chromadb/chroma",
+    "milvus": "milvusdb/milvus",
+    "ollama": "ollama/ollama",
+    "qdrant": "qdrant/qdrant",
+    "sglang": "lmsysorg/sglang",
     "tei": "huggingface/text-embeddings-inference",
     "text-embeddings-inference": "huggingface/text-embeddings-inference",
     "text-generation-inference": "huggingface/text-generation-inference",
-    "tgi": "huggingface/text-generation-inference", "vllm": "vllm/vllm-openai",
+    "tgi": "huggingface/text-generation-inference",
+    "vllm": "vllm/vllm-openai",
     "weaviate": "semitechnologies/weaviate",
-}  # fmt: skip
+}
 _CHART_SETTINGS = {  # a mapping with one of them is a chart's values
-    "image", "service", "ingress", "persistence", "persistentVolume", "resources", "replicaCount",
-}  # fmt: skip
-_OLLAMA_SETTINGS = {"gpu", "models", "defaultModel", "insecure", "mountPath"}  # under `ollama`
+    "image",
+    "service",
+    "ingress",
+    "persistence",
+    "persistentVolume",
+    "resources",
+    "replicaCount",
+}
+_OLLAMA_SETTINGS = {
+    "gpu",
+    "models",
+    "defaultModel",
+    "insecure",
+    "mountPath",
+}  # under `ollama`
 _ARGS = re.compile(r"(\w*[a-z_])?args|command", re.IGNORECASE)
 _ENV = ("env", "environment", "extraEnv", "extraEnvVars", "envVars", "envSecrets")
 _SECRETS = re.compile(  # an API key, a login, or variables from elsewhere
@@ -38,7 +57,8 @@ _SECRETS = re.compile(  # an API key, a login, or variables from elsewhere
     r"authorizationEnabled|(extra)?env(vars)?(from|secret|cm)",
     re.IGNORECASE,
 )
-_GUARDS = re.compile(  # annotations of an ingress that asks for a login or limits the addresses
+# annotations of an ingress that asks for a login or limits the addresses
+_GUARDS = re.compile(
     r"auth-(type|url|secret|signin|tls)|middlewares|whitelist-source-range|allowlist"
 )
 _NO = ("", "false", "no", "off", "null", "~", "{}", "[]")
@@ -62,7 +82,8 @@ def in_helm(root: Node, path: Path) -> Iterator[Command]:
 def _releases(root: Mapping) -> Iterator[tuple[str, Mapping]]:
     """Yield the chart's name and the values of each application of Argo CD or release of Flux."""
     for node in _mappings(root):
-        chart, helm = node.scalar("chart"), node.mapping("helm")
+        chart = node.scalar("chart")
+        helm = node.mapping("helm")
         if chart is not None and helm is not None:  # Argo CD
             text = helm.scalar("values")
             embedded = next(iter(inside(text)), None) if text is not None else None
@@ -111,11 +132,17 @@ def _in_chart(root: Mapping, chart: str) -> Iterator[Command]:
         ]
         yield from inner_scripts(
             Command(
-                tuple(words), environment(node, _ENV), image, local=published is None,
-                published=published, cluster=True,
-                external_env=_has_secret(node) or _has_secret(around) or _guarded(around),
+                tuple(words),
+                environment(node, _ENV),
+                image,
+                local=published is None,
+                published=published,
+                cluster=True,
+                external_env=_has_secret(node)
+                or _has_secret(around)
+                or _guarded(around),
             )
-        )  # fmt: skip
+        )
 
 
 def _containers(root: Mapping) -> Iterator[tuple[Mapping, Word]]:
@@ -131,7 +158,12 @@ def _containers(root: Mapping) -> Iterator[tuple[Mapping, Word]]:
             continue
         for key, value in node.pairs.items():
             known = _CHARTS.get(key.lower())
-            if known is None or not isinstance(value, Mapping) or _off(value) or _image(value):
+            if (
+                known is None
+                or not isinstance(value, Mapping)
+                or _off(value)
+                or _image(value)
+            ):
                 continue  # a mapping with an image is found by itself
             if _CHART_SETTINGS & set(value.pairs) or value.scalar("enabled"):
                 yield value, Word(known, value.line)
@@ -141,7 +173,9 @@ def _containers(root: Mapping) -> Iterator[tuple[Mapping, Word]]:
 
 def _image(node: Mapping) -> Word | None:
     """Return the image of a container, joined from its parts as charts do."""
-    image = node.mapping("image", "all") or node.mapping("image")  # the former in Milvus's chart
+    image = node.mapping("image", "all") or node.mapping(
+        "image"
+    )  # the former in Milvus's chart
     if image is None and node.scalar("tag"):  # in the stack of vLLM
         image = node
     if image is None:
@@ -188,7 +222,9 @@ def _has_secret(node: Mapping) -> bool:
         or (
             isinstance(value, Scalar)
             and key.endswith((".yaml", ".yml"))
-            and any(_has_secret(root) for root in inside(value) if isinstance(root, Mapping))
+            and any(
+                _has_secret(root) for root in inside(value) if isinstance(root, Mapping)
+            )
         )
         for key, value in _pairs(node)
     )
@@ -197,7 +233,8 @@ def _has_secret(node: Mapping) -> bool:
 def _guarded(root: Mapping) -> bool:
     """Return whether an ingress asks for a login, or a policy limits who may connect."""
     for node in _mappings(root):
-        policy, notes = node.scalar("networkPolicy", "enabled"), node.mapping("annotations")
+        policy = node.scalar("networkPolicy", "enabled")
+        notes = node.mapping("annotations")
         if policy is not None and _is_set(policy):
             return True
         if notes is not None and any(map(_GUARDS.search, notes.pairs)):

@@ -1,15 +1,18 @@
 """Every kind of configuration with the files that it is read from, and the check of all of them.
 
-Besides servers and stores (servers.py, stores.py), some files open or hold what attacks need:
+Besides servers and stores (servers.py, stores.py), some files open or hold what attacks
+need:
 
 - Settings of a Hugging Face model that make every pass return more than its answer.
 - Model repositories of MLServer and Triton: what an endpoint returns, by the names of its outputs.
-  A name is a claim and no proof: `keyhole audit` of the endpoint shows what it really returns.
+  A name is a claim and no proof: `keyhole audit` of the endpoint shows what it really
+  returns.
 - Files that hold what a model gave away: leaks of `keyhole lab capture`, saved slots, hidden
-  states. Only the beginning of such a file is read: its magic, or a .safetensors file's header.
+  states. Only the beginning of such a file is read: its magic, or a .safetensors file's
+  header.
 
-To add a server that is started by a command line, add it to PROGRAMS. To add a file of another
-kind, write its rules and a function that looks for them, and add it to KINDS.
+To add a server that is started by a command line, add it to PROGRAMS. To add a file of
+another kind, write its rules and a function that looks for them, and add it to KINDS.
 """
 
 from __future__ import annotations
@@ -24,7 +27,13 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from keyhole.configs.command import Command, Options, Program, from_shell, inner_scripts
-from keyhole.configs.containers import in_dockerfile, in_quadlet, in_unit, in_variables, in_yaml
+from keyhole.configs.containers import (
+    in_dockerfile,
+    in_quadlet,
+    in_unit,
+    in_variables,
+    in_yaml,
+)
 from keyhole.configs.finding import (
     Checked,
     Finding,
@@ -52,35 +61,49 @@ PROGRAMS = (LLAMA_CPP, VLLM, LMCACHE, SGLANG, OLLAMA, TEI, TGI, *STORES)
 
 _AUDIT_FOLDER = "keyhole audit FOLDER --data TEXTS.txt"
 HIDDEN_STATES = Rule(
-    "KH-CONFIG-HF-HIDDEN-STATES", "A model returns its hidden states", Level.HIGH,
+    "KH-CONFIG-HF-HIDDEN-STATES",
+    "A model returns its hidden states",
+    Level.HIGH,
     "every pass returns the hidden states of all layers; texts are read back from any of them",
     "set output_hidden_states to false, and ask for it only where it is needed",
-    _AUDIT_FOLDER, standards.INPUTS_READ,
-)  # fmt: skip
+    _AUDIT_FOLDER,
+    standards.INPUTS_READ,
+)
 ATTENTIONS = Rule(
-    "KH-CONFIG-HF-ATTENTIONS", "A model returns its attention maps", Level.HIGH,
+    "KH-CONFIG-HF-ATTENTIONS",
+    "A model returns its attention maps",
+    Level.HIGH,
     "every pass returns the attention maps of all layers; those of the first give the text away",
     "set output_attentions to false, and ask for it only where it is needed",
-    _AUDIT_FOLDER, standards.INPUTS_READ,
-)  # fmt: skip
+    _AUDIT_FOLDER,
+    standards.INPUTS_READ,
+)
 SCORES = Rule(
-    "KH-CONFIG-HF-SCORES", "Generation returns scores of the whole vocabulary", Level.MEDIUM,
+    "KH-CONFIG-HF-SCORES",
+    "Generation returns scores of the whole vocabulary",
+    Level.MEDIUM,
     "generate() returns scores for every token of the vocabulary; the last layer is read from them",
     "set output_scores and output_logits to false",
-    "keyhole extract FOLDER --method output-layer", standards.WEIGHTS_COPIED,
-)  # fmt: skip
+    "keyhole extract FOLDER --method output-layer",
+    standards.WEIGHTS_COPIED,
+)
 _RETURNED = {"output_hidden_states": HIDDEN_STATES, "output_attentions": ATTENTIONS}
 _GENERATED = ("output_scores", "output_logits")
 _MODEL_WORDS = (
-    *_RETURNED, *_GENERATED, "model_type", "architectures", "transformers_version",
-)  # fmt: skip
+    *_RETURNED,
+    *_GENERATED,
+    "model_type",
+    "architectures",
+    "transformers_version",
+)
 
 
 def _model_settings(source: Source) -> Iterator[Finding]:
     """Yield the settings that are on; parts of a model have settings of their own."""
     generates = _at(_json(source), "return_dict_in_generate") is True
     for match in re.finditer(r'(?<!\\)"(\w+)"\s*:\s*true\b', source.text):
-        name, line = match[1], source.line_at(match.start())
+        name = match[1]
+        line = source.line_at(match.start())
         if name in _RETURNED:
             yield Finding(_RETURNED[name], line, f"{name}: true")
         elif name in _GENERATED and generates:
@@ -93,46 +116,87 @@ _AUDIT_ENDPOINT = "keyhole audit http://HOST:8080/v2/models/NAME --model MODEL"
 _LEAVE_OUT = "leave that output out; return a score or a label"
 
 SERVED_STATES = Rule(
-    "KH-CONFIG-SERVED-STATES", "An endpoint returns a vector for every token", Level.HIGH,
-    "texts are read back from hidden states of any layer", _LEAVE_OUT,
-    _AUDIT_ENDPOINT, standards.INPUTS_READ,
-)  # fmt: skip
+    "KH-CONFIG-SERVED-STATES",
+    "An endpoint returns a vector for every token",
+    Level.HIGH,
+    "texts are read back from hidden states of any layer",
+    _LEAVE_OUT,
+    _AUDIT_ENDPOINT,
+    standards.INPUTS_READ,
+)
 SERVED_MAPS = Rule(
-    "KH-CONFIG-SERVED-MAPS", "An endpoint returns attention maps", Level.HIGH,
-    "texts are read back from attention maps, those of the first layer in closed form", _LEAVE_OUT,
-    _AUDIT_ENDPOINT, standards.INPUTS_READ,
-)  # fmt: skip
+    "KH-CONFIG-SERVED-MAPS",
+    "An endpoint returns attention maps",
+    Level.HIGH,
+    "texts are read back from attention maps, those of the first layer in closed form",
+    _LEAVE_OUT,
+    _AUDIT_ENDPOINT,
+    standards.INPUTS_READ,
+)
 SERVED_CACHE = Rule(
-    "KH-CONFIG-SERVED-CACHE", "An endpoint returns keys and values", Level.HIGH,
+    "KH-CONFIG-SERVED-CACHE",
+    "An endpoint returns keys and values",
+    Level.HIGH,
     "texts are read back from keys and values, those of the first layer by a table",
     "keep the cache inside the server",
-    _AUDIT_ENDPOINT, standards.INPUTS_READ,
-)  # fmt: skip
+    _AUDIT_ENDPOINT,
+    standards.INPUTS_READ,
+)
 SERVED_VECTOR = Rule(
-    "KH-CONFIG-SERVED-EMBEDDING", "An endpoint returns a vector for a text", Level.MEDIUM,
+    "KH-CONFIG-SERVED-EMBEDDING",
+    "An endpoint returns a vector for a text",
+    Level.MEDIUM,
     "short texts are read back from their embeddings",
     "treat embeddings as the texts, wherever they are stored",
-    _AUDIT_ENDPOINT, standards.EMBEDDINGS_READ,
-)  # fmt: skip
+    _AUDIT_ENDPOINT,
+    standards.EMBEDDINGS_READ,
+)
 SERVED_LOGITS = Rule(
-    "KH-CONFIG-SERVED-LOGITS", "An endpoint returns logits", Level.LOW,
+    "KH-CONFIG-SERVED-LOGITS",
+    "An endpoint returns logits",
+    Level.LOW,
     "attacks on weights read them from scores of full precision",
     "return a score or a label; count queries per client",
-    _AUDIT_ENDPOINT, standards.WEIGHTS_COPIED,
-)  # fmt: skip
-# The names that exporters and the libraries themselves give; the first pattern that matches counts.
+    _AUDIT_ENDPOINT,
+    standards.WEIGHTS_COPIED,
+)
+# The names that exporters and the libraries themselves give; the first pattern that
+# matches counts.
 _OUTPUTS = (
-    (re.compile(r"(past|present)[._]?key|key_values|kv_?cache|^(past|present)\.\d"), SERVED_CACHE),
-    (re.compile(r"attentions?([._]\d+|_?(maps?|probs?|weights|scores))?$"), SERVED_MAPS),
-    (re.compile(r"hidden_?states?|token_?(embed|vector)|encoder_out(put)?s?$"), SERVED_STATES),
+    (
+        re.compile(r"(past|present)[._]?key|key_values|kv_?cache|^(past|present)\.\d"),
+        SERVED_CACHE,
+    ),
+    (
+        re.compile(r"attentions?([._]\d+|_?(maps?|probs?|weights|scores))?$"),
+        SERVED_MAPS,
+    ),
+    (
+        re.compile(r"hidden_?states?|token_?(embed|vector)|encoder_out(put)?s?$"),
+        SERVED_STATES,
+    ),
     (re.compile(r"embeddings?$|pooler_output|sentence_vector"), SERVED_VECTOR),
     (re.compile(r"logits|logprobs|log_probs"), SERVED_LOGITS),
 )
 _OUTPUT_WORDS = (
-    "hidden", "attention", "key", "past", "present", "cache", "embed", "pool", "vector",
-    "encoder_out", "logits", "prob", "feature-extraction", "implementation", "platform", "backend",
+    "hidden",
+    "attention",
+    "key",
+    "past",
+    "present",
+    "cache",
+    "embed",
+    "pool",
+    "vector",
+    "encoder_out",
+    "logits",
+    "prob",
+    "feature-extraction",
+    "implementation",
+    "platform",
+    "backend",
     "max_batch_size",
-)  # fmt: skip
+)
 
 
 def _mlserver_outputs(source: Source) -> Iterator[Finding]:
@@ -151,7 +215,8 @@ def _mlserver_outputs(source: Source) -> Iterator[Finding]:
 def _triton_outputs(source: Source) -> Iterator[Finding]:
     """Check config.pbtxt: the names inside `output` blocks."""
     text = re.sub(r"#[^\n]*", lambda comment: " " * len(comment[0]), source.text)
-    opening, at = re.compile(r"\boutput\s*:?\s*(?=[\[{])"), 0
+    opening = re.compile(r"\boutput\s*:?\s*(?=[\[{])")
+    at = 0
     while start := opening.search(text, at):
         block = _block(text, start.end())
         for match in re.finditer(r"\bname\s*:\s*[\"']([^\"'\n]*)[\"']", block):
@@ -162,7 +227,9 @@ def _triton_outputs(source: Source) -> Iterator[Finding]:
 
 
 def _rule_for(output: str) -> Rule | None:
-    return next((rule for pattern, rule in _OUTPUTS if pattern.search(output.lower())), None)
+    return next(
+        (rule for pattern, rule in _OUTPUTS if pattern.search(output.lower())), None
+    )
 
 
 def _block(text: str, at: int) -> str:
@@ -197,23 +264,37 @@ def _line(source: Source, text: str) -> int:
 
 # Saved leaks
 
-_KEEP = "remove it from the repository and its history, and keep it as secret as the text"
+_KEEP = (
+    "remove it from the repository and its history, and keep it as secret as the text"
+)
 
 SAVED_LEAK = Rule(
-    "KH-CONFIG-FILE-LEAK", "A leak of keyhole lab capture is kept here", Level.HIGH,
-    "the text it was made from can be read back with the model", _KEEP,
-    "keyhole recover MODEL FILE", standards.TEXTS_STORED,
-)  # fmt: skip
+    "KH-CONFIG-FILE-LEAK",
+    "A leak of keyhole lab capture is kept here",
+    Level.HIGH,
+    "the text it was made from can be read back with the model",
+    _KEEP,
+    "keyhole recover MODEL FILE",
+    standards.TEXTS_STORED,
+)
 SAVED_SLOT = Rule(
-    "KH-CONFIG-FILE-SLOT", "A saved slot of llama.cpp is kept here", Level.HIGH,
-    "it holds the prompt's token ids in plain form, and its keys and values", _KEEP,
-    "keyhole audit FILE --model MODEL.gguf", standards.TEXTS_STORED,
-)  # fmt: skip
+    "KH-CONFIG-FILE-SLOT",
+    "A saved slot of llama.cpp is kept here",
+    Level.HIGH,
+    "it holds the prompt's token ids in plain form, and its keys and values",
+    _KEEP,
+    "keyhole audit FILE --model MODEL.gguf",
+    standards.TEXTS_STORED,
+)
 SAVED_STATES = Rule(
-    "KH-CONFIG-FILE-STATES", "Saved hidden states are kept here", Level.HIGH,
-    "it holds a prompt's token ids in plain form, and its hidden states", _KEEP,
-    "keyhole recover MODEL FILE", standards.TEXTS_STORED,
-)  # fmt: skip
+    "KH-CONFIG-FILE-STATES",
+    "Saved hidden states are kept here",
+    Level.HIGH,
+    "it holds a prompt's token ids in plain form, and its hidden states",
+    _KEEP,
+    "keyhole recover MODEL FILE",
+    standards.TEXTS_STORED,
+)
 _MAX_HEADER = 2**20  # bytes; those of large models are about as long
 
 
@@ -237,7 +318,8 @@ def _tensors(header: bytes) -> Iterator[Finding]:
     except ValueError:  # not a .safetensors file, whatever its name
         return
     about = _at(tensors, "__metadata__")
-    leak, names = _at(about, "leak"), {"hidden_states", "token_ids"}
+    leak = _at(about, "leak")
+    names = {"hidden_states", "token_ids"}
     if leak is not None and _at(about, "keyhole") is not None:
         yield Finding(SAVED_LEAK, 1, f"a leak of kind {str(leak)[:40]}")
     elif isinstance(tensors, dict) and {*tensors} - {"__metadata__"} == names:
@@ -245,9 +327,18 @@ def _tensors(header: bytes) -> Iterator[Finding]:
 
 
 FILE_RULES = (
-    HIDDEN_STATES, ATTENTIONS, SCORES, SERVED_STATES, SERVED_MAPS, SERVED_CACHE, SERVED_VECTOR,
-    SERVED_LOGITS, SAVED_LEAK, SAVED_SLOT, SAVED_STATES,
-)  # fmt: skip
+    HIDDEN_STATES,
+    ATTENTIONS,
+    SCORES,
+    SERVED_STATES,
+    SERVED_MAPS,
+    SERVED_CACHE,
+    SERVED_VECTOR,
+    SERVED_LOGITS,
+    SAVED_LEAK,
+    SAVED_SLOT,
+    SAVED_STATES,
+)
 RULES: dict[str, Rule] = {
     rule.id: rule
     for rules in (FILE_RULES, *(program.rules for program in PROGRAMS))
@@ -278,7 +369,9 @@ def _script(source: Source) -> Iterator[Recognised]:
 def _yaml(source: Source) -> Iterator[Recognised]:
     try:
         roots = documents(source.text)
-    except ValueError:  # such as a template: its lines are read as those of a shell script
+    except (
+        ValueError
+    ):  # such as a template: its lines are read as those of a shell script
         bare = re.sub(r"^[ \t]*(?:- +|[\w-]+: +)+", "", source.text, flags=re.MULTILINE)
         yield from _script(Source(source.path, bare))
         return
@@ -313,9 +406,9 @@ _PROGRAM_WORDS = tuple(word for program in PROGRAMS for word in program.words)
 class Kind:
     """Files whose folder and name match a pattern, and what recognises something in them.
 
-    A file is parsed if it contains one of `words`. Without `words`, it is not read as text. Files
-    of a kind that mostly holds other things (`mostly_others`) are listed only if they are
-    recognised.
+    A file is parsed if it contains one of `words`. Without `words`, it is not read as
+    text. Files of a kind that mostly holds other things (`mostly_others`) are listed
+    only if they are recognised.
     """
 
     name: str
@@ -337,44 +430,75 @@ def _of_model(
 
 KINDS: tuple[Kind, ...] = (
     Kind(
-        "Hugging Face settings", r".*/(generation_)?config\.json",
-        _of_model("Hugging Face model", _model_settings), _MODEL_WORDS,
+        "Hugging Face settings",
+        r".*/(generation_)?config\.json",
+        _of_model("Hugging Face model", _model_settings),
+        _MODEL_WORDS,
     ),
     Kind(
-        "MLServer model settings", r".*/model-settings\.json",
-        _of_model("model of MLServer", _mlserver_outputs), _OUTPUT_WORDS,
+        "MLServer model settings",
+        r".*/model-settings\.json",
+        _of_model("model of MLServer", _mlserver_outputs),
+        _OUTPUT_WORDS,
     ),
     Kind(
-        "Triton model configuration", r".*\.pbtxt",
-        _of_model("model of Triton", _triton_outputs), _OUTPUT_WORDS,
+        "Triton model configuration",
+        r".*\.pbtxt",
+        _of_model("model of Triton", _triton_outputs),
+        _OUTPUT_WORDS,
     ),
-    Kind("Compose, Kubernetes, Helm, pipelines, settings of stores", r".*\.ya?ml", _yaml),
+    Kind(
+        "Compose, Kubernetes, Helm, pipelines, settings of stores", r".*\.ya?ml", _yaml
+    ),
     Kind("tasks and manifests in JSON", r".*\.json", _yaml, mostly_others=True),
     Kind("shell scripts", r".*\.(sh|bash)", _script),
     Kind(
-        "Dockerfiles", r".*/(.*\.)?(Dockerfile|Containerfile)(\..*)?",
+        "Dockerfiles",
+        r".*/(.*\.)?(Dockerfile|Containerfile)(\..*)?",
         lambda source: _started(in_dockerfile(source.text)),
     ),
-    Kind("units of systemd", r".*\.service|.*\.service\.d/.*\.conf|.*/override\.conf", _unit),
-    Kind("units of Podman", r".*\.container", lambda source: _started(in_quadlet(source.text))),
     Kind(
-        "variables", r".*/(.*\.)?env(\.(?!py|js|ts|go|rs|md)\w+)*",
+        "units of systemd",
+        r".*\.service|.*\.service\.d/.*\.conf|.*/override\.conf",
+        _unit,
+    ),
+    Kind(
+        "units of Podman",
+        r".*\.container",
+        lambda source: _started(in_quadlet(source.text)),
+    ),
+    Kind(
+        "variables",
+        r".*/(.*\.)?env(\.(?!py|js|ts|go|rs|md)\w+)*",
         lambda source: _configured(Command((), in_variables(source.text))),
     ),
     Kind(
-        "leaked files", r".*\.(safetensors|bin|slot)",
-        lambda file: (Recognised("saved file", hit.rule.name, 1, (hit,)) for hit in _saved(file)),
+        "leaked files",
+        r".*\.(safetensors|bin|slot)",
+        lambda file: (
+            Recognised("saved file", hit.rule.name, 1, (hit,)) for hit in _saved(file)
+        ),
         words=(),
     ),
     # Other files that configure something are searched for the names of programs alone.
     Kind(
-        "other configurations", r".*\.(toml|ini|cfg|conf|properties|tf|tfvars|hcl|nomad|tpl|xml|"
-        r"plist|jsonnet|ps1|bat)|.*/(Procfile|Makefile|Caddyfile|Justfile)", lambda _: (),
+        "other configurations",
+        r".*\.(toml|ini|cfg|conf|properties|tf|tfvars|hcl|nomad|tpl|xml|"
+        r"plist|jsonnet|ps1|bat)|.*/(Procfile|Makefile|Caddyfile|Justfile)",
+        lambda _: (),
     ),
-)  # fmt: skip
+)
 _NOT_ENTERED = {  # folders
-    ".git", ".hg", ".svn", "node_modules", ".venv", "venv", "__pycache__", ".tox", ".mypy_cache",
-}  # fmt: skip
+    ".git",
+    ".hg",
+    ".svn",
+    "node_modules",
+    ".venv",
+    "venv",
+    "__pycache__",
+    ".tox",
+    ".mypy_cache",
+}
 MAX_FILES = 100_000  # of a folder
 
 
@@ -390,11 +514,17 @@ def check(paths: Sequence[str | Path], ignore: Iterable[str] = ()) -> Checked:
     """
     ignored = set(ignore)
     if unknown := sorted(ignored - set(RULES)):
-        raise InputError(f"there is no rule {unknown[0][:80]}: choose among {', '.join(RULES)}")
+        raise InputError(
+            f"there is no rule {unknown[0][:80]}: choose among {', '.join(RULES)}"
+        )
     if not paths:
         raise InputError("name the files or folders to look at")
-    findings, unread, others = list[Finding](), list[Unread](), Counter[str]()
-    recognised, skipped, looked = list[Recognised](), list[Skipped](), 0
+    findings = list[Finding]()
+    unread = list[Unread]()
+    others = Counter[str]()
+    recognised = list[Recognised]()
+    skipped = list[Skipped]()
+    looked = 0
     for path, named in _files([Path(path) for path in paths], unread):
         kind = kind_of(path)
         if kind is None:
@@ -407,7 +537,8 @@ def check(paths: Sequence[str | Path], ignore: Iterable[str] = ()) -> Checked:
             known = kind.recognised(path)
             rest = None if known else _skipped(path, kind)
         except Unreadable as error:
-            known, rest = [], Unread(str(path), str(error))
+            known = []
+            rest = Unread(str(path), str(error))
         named_program = isinstance(rest, Skipped) and rest.mentions
         if kind.mostly_others and not (known or named or named_program):
             others[path.suffix] += 1
@@ -417,13 +548,24 @@ def check(paths: Sequence[str | Path], ignore: Iterable[str] = ()) -> Checked:
             unread.append(rest)
         elif rest is not None:
             skipped.append(rest)
-        recognised += _once(path, {(each.line, each.name, each.what): each for each in known})
-        hits = [hit for each in known for hit in each.findings if hit.rule.id not in ignored]
-        findings += _once(path, {(hit.line, hit.rule.id, hit.what): hit for hit in hits})
+        recognised += _once(
+            path, {(each.line, each.name, each.what): each for each in known}
+        )
+        hits = [
+            hit for each in known for hit in each.findings if hit.rule.id not in ignored
+        ]
+        findings += _once(
+            path, {(hit.line, hit.rule.id, hit.what): hit for hit in hits}
+        )
     return Checked(
-        tuple(findings), tuple(unread), looked, tuple(sorted(ignored)), tuple(recognised),
-        tuple(skipped), dict(sorted(others.items())),
-    )  # fmt: skip
+        tuple(findings),
+        tuple(unread),
+        looked,
+        tuple(sorted(ignored)),
+        tuple(recognised),
+        tuple(skipped),
+        dict(sorted(others.items())),
+    )
 
 
 def _once(path: Path, found: dict[tuple[int, str, str], T]) -> list[T]:
@@ -459,7 +601,10 @@ def _files(paths: list[Path], unread: list[Unread]) -> Iterator[tuple[Path, bool
     for path in paths:
         folder = is_folder(path)
         if not folder and not is_file(path):
-            reason = "it is a device or a pipe" if exists(path) else "there is no such file"
+            if exists(path):
+                reason = "it is a device or a pipe"
+            else:
+                reason = "there is no such file"
             shown = str(path).encode("utf-8", "replace").decode()
             raise InputError(f"cannot read {shown}: {reason}")
         for file in _inside(path, unread) if folder else [path]:

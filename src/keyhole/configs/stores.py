@@ -2,10 +2,10 @@
 
 Chroma, Qdrant, Weaviate and Milvus ask for no key unless they are configured to.
 
-LMCache keeps the caches of servers, as in its code (0.5.6). It is configured by a file of its own,
-by variables of the server that it serves, or as a server by itself, whose adapters are pieces of
-JSON. Only the latter can encrypt. Its rules say where caches are kept, how they get there and who
-opens them.
+LMCache keeps the caches of servers, as in its code (0.5.6). It is configured by a file
+of its own, by variables of the server that it serves, or as a server by itself, whose
+adapters are pieces of JSON. Only the latter can encrypt. Its rules say where caches are
+kept, how they get there and who opens them.
 """
 
 from __future__ import annotations
@@ -46,13 +46,18 @@ def _chroma_reset(options: Options) -> Iterator[Word]:
 
 
 def _may_have(options: Options, *variables: str) -> bool:
-    return any(may_be_on(options.command.env.get(f"{name}_ENABLED")) for name in variables)
+    return any(
+        may_be_on(options.command.env.get(f"{name}_ENABLED")) for name in variables
+    )
 
 
 _weaviate_without_login = unguarded(
     "no authentication",
     lambda options: _may_have(
-        options, "AUTHENTICATION_APIKEY", "AUTHENTICATION_OIDC", "AUTHENTICATION_DB_USERS"
+        options,
+        "AUTHENTICATION_APIKEY",
+        "AUTHENTICATION_OIDC",
+        "AUTHENTICATION_DB_USERS",
     ),
 )
 
@@ -71,81 +76,121 @@ def _weaviate_open(options: Options) -> Iterator[Word]:
 def _milvus_guarded(options: Options) -> bool:
     """Return whether authorization is on, or a mounted configuration file may turn it on.
 
-    Milvus takes common.security.authorizationEnabled in any case, with dots or underscores.
+    Milvus takes common.security.authorizationEnabled in any case, with dots or
+    underscores.
     """
-    env = {re.sub(r"[._]", "", name).lower(): word for name, word in options.command.env.items()}
+    env = {
+        re.sub(r"[._]", "", name).lower(): word
+        for name, word in options.command.env.items()
+    }
     required = may_be_on(env.get("commonsecurityauthorizationenabled"))
     return required or options.mounts("/milvus/configs")
 
 
 CHROMA_RESET = OptionRule(
-    "KH-CONFIG-CHROMA-RESET", "Clients can delete everything", Level.MEDIUM,
+    "KH-CONFIG-CHROMA-RESET",
+    "Clients can delete everything",
+    Level.MEDIUM,
     "POST /reset deletes all collections: clients that read a store should not be able to empty it",
     "set allow_reset to false (ALLOW_RESET), which is the default",
-    _CHROMA_AUDIT, standards.STORE_OPEN, _chroma_reset,
-)  # fmt: skip
+    _CHROMA_AUDIT,
+    standards.STORE_OPEN,
+    _chroma_reset,
+)
 QDRANT_OPEN = OptionRule(
-    "KH-CONFIG-QDRANT-OPEN", "A store without a key can be reached from other machines", Level.HIGH,
+    "KH-CONFIG-QDRANT-OPEN",
+    "A store without a key can be reached from other machines",
+    Level.HIGH,
     _EMBEDDINGS,
     "set service.api_key (QDRANT__SERVICE__API_KEY) and TLS, or listen at 127.0.0.1",
-    "keyhole audit qdrant:FOLDER --model ENCODER", standards.STORE_OPEN,
+    "keyhole audit qdrant:FOLDER --model ENCODER",
+    standards.STORE_OPEN,
     unguarded(
         "no QDRANT__SERVICE__API_KEY",
         # A configuration file may hold the key, and is checked by itself.
-        lambda options: options.key(env="QDRANT__SERVICE__API_KEY")
-        or options.mounts("/qdrant/config"),
-        host="", env="QDRANT__SERVICE__HOST",
+        lambda options: (
+            options.key(env="QDRANT__SERVICE__API_KEY")
+            or options.mounts("/qdrant/config")
+        ),
+        host="",
+        env="QDRANT__SERVICE__HOST",
     ),
-)  # fmt: skip
+)
 WEAVIATE_OPEN = OptionRule(
-    "KH-CONFIG-WEAVIATE-OPEN", "A store lets everybody in", Level.HIGH, _EMBEDDINGS,
+    "KH-CONFIG-WEAVIATE-OPEN",
+    "A store lets everybody in",
+    Level.HIGH,
+    _EMBEDDINGS,
     "set AUTHENTICATION_ANONYMOUS_ACCESS_ENABLED to false and AUTHENTICATION_APIKEY_ENABLED to "
     "true, or listen at 127.0.0.1",
-    "keyhole audit weaviate:http://HOST:8080 --model ENCODER", standards.STORE_OPEN, _weaviate_open,
-)  # fmt: skip
+    "keyhole audit weaviate:http://HOST:8080 --model ENCODER",
+    standards.STORE_OPEN,
+    _weaviate_open,
+)
 MILVUS_OPEN = OptionRule(
-    "KH-CONFIG-MILVUS-OPEN", "A store lets everybody in", Level.HIGH, _EMBEDDINGS,
+    "KH-CONFIG-MILVUS-OPEN",
+    "A store lets everybody in",
+    Level.HIGH,
+    _EMBEDDINGS,
     "set common.security.authorizationEnabled and change root's password, or listen at 127.0.0.1",
-    "keyhole audit milvus:http://HOST:19530 --model ENCODER", standards.STORE_OPEN,
+    "keyhole audit milvus:http://HOST:19530 --model ENCODER",
+    standards.STORE_OPEN,
     unguarded("authorization is not on", _milvus_guarded, host=""),
-)  # fmt: skip
+)
 CHROMA = Program(
-    "store", "Chroma", ("chroma", "allow_reset"),
+    "store",
+    "Chroma",
+    ("chroma", "allow_reset"),
     starts=("chroma run",),
     image=re.compile(r"chromadb/chroma|chroma-core/chroma"),
     rules=(
         OptionRule(
             "KH-CONFIG-CHROMA-OPEN",
-            "A store without authentication can be reached from other machines", Level.HIGH,
+            "A store without authentication can be reached from other machines",
+            Level.HIGH,
             _EMBEDDINGS,
             "listen at 127.0.0.1, or put a proxy in front that checks keys (Chroma has none of its "
             "own since 1.0)",
-            _CHROMA_AUDIT, standards.STORE_OPEN,
+            _CHROMA_AUDIT,
+            standards.STORE_OPEN,
             unguarded(
                 "no authentication",
                 lambda options: any(
                     name.startswith("CHROMA_SERVER_AUTH") and word.text
                     for name, word in options.command.env.items()
                 ),
-                default="localhost", in_own_image=ANYWHERE,
+                default="localhost",
+                in_own_image=ANYWHERE,
             ),
         ),
         CHROMA_RESET,
     ),
-)  # fmt: skip
+)
 QDRANT = Program(
-    "store", "Qdrant", ("qdrant", "storage_path"),
-    starts=("qdrant",), image=re.compile(r"qdrant/qdrant"), rules=(QDRANT_OPEN,),
-)  # fmt: skip
+    "store",
+    "Qdrant",
+    ("qdrant", "storage_path"),
+    starts=("qdrant",),
+    image=re.compile(r"qdrant/qdrant"),
+    rules=(QDRANT_OPEN,),
+)
 WEAVIATE = Program(
-    "store", "Weaviate", ("weaviate", _ANONYMOUS, "anonymous_access"),
-    starts=("weaviate",), image=re.compile(r"(^|/)weaviate(:|@|$)"), rules=(WEAVIATE_OPEN,),
+    "store",
+    "Weaviate",
+    ("weaviate", _ANONYMOUS, "anonymous_access"),
+    starts=("weaviate",),
+    image=re.compile(r"(^|/)weaviate(:|@|$)"),
+    rules=(WEAVIATE_OPEN,),
     variables=(_ANONYMOUS,),
-)  # fmt: skip
+)
 MILVUS = Program(
-    "store", "Milvus", ("milvus", "authorizationEnabled"),
-    starts=("milvus run",), image=re.compile(r"(^|/)milvus(:|@|$)"), rules=(MILVUS_OPEN,),
-)  # fmt: skip
+    "store",
+    "Milvus",
+    ("milvus", "authorizationEnabled"),
+    starts=("milvus run",),
+    image=re.compile(r"(^|/)milvus(:|@|$)"),
+    rules=(MILVUS_OPEN,),
+)
 STORES = (CHROMA, QDRANT, WEAVIATE, MILVUS)
 
 # LMCache
@@ -154,7 +199,12 @@ _READ = "keyhole recover MODEL FILE"
 _NOT_SET = ("", "null", "none", "false")
 _VARIABLES = ("LMCACHE_LOCAL_DISK", "LMCACHE_REMOTE_URL")
 _SETTINGS = ("local_disk", "remote_url")
-_OTHER_SETTINGS = ("local_cpu", "max_local_cpu_size", "max_local_disk_size", "remote_serde")
+_OTHER_SETTINGS = (
+    "local_cpu",
+    "max_local_cpu_size",
+    "max_local_disk_size",
+    "remote_serde",
+)
 _PLAIN_ADDRESS = re.compile(
     r"(?P<scheme>redis|redis-sentinel|resp|valkey|lm)://(?:[^@/]*@)?(?P<host>\[[^\]]*\]|[^:/,]*)"
 )
@@ -204,38 +254,52 @@ def _encrypts(adapter: Word) -> bool:
 
 
 PLAIN = OptionRule(
-    "KH-CONFIG-LMCACHE-PLAIN", "Caches are kept unencrypted", Level.MEDIUM,
+    "KH-CONFIG-LMCACHE-PLAIN",
+    "Caches are kept unencrypted",
+    Level.MEDIUM,
     "keys and values of prompts are stored unencrypted, and prompts are read back from them",
     "keep caches by LMCache's server, with an adapter whose serde is aesgcm, and the place as "
     "secret as prompts",
-    _READ, standards.TEXTS_STORED, _places(sent=False),
-)  # fmt: skip
+    _READ,
+    standards.TEXTS_STORED,
+    _places(sent=False),
+)
 REMOTE = OptionRule(
-    "KH-CONFIG-LMCACHE-REMOTE", "Caches are sent over the network unencrypted", Level.HIGH,
+    "KH-CONFIG-LMCACHE-REMOTE",
+    "Caches are sent over the network unencrypted",
+    Level.HIGH,
     "anyone who sees the traffic or reaches the other end reads prompts back from keys and values",
     "use rediss:// with a password, or a network that only the two ends are on",
-    _READ, standards.TEXTS_STORED, _places(sent=True),
-)  # fmt: skip
+    _READ,
+    standards.TEXTS_STORED,
+    _places(sent=True),
+)
 ONE_KEY = OptionRule(
-    "KH-CONFIG-LMCACHE-ONE-KEY", "One key opens the caches of all tenants", Level.LOW,
+    "KH-CONFIG-LMCACHE-ONE-KEY",
+    "One key opens the caches of all tenants",
+    Level.LOW,
     "every tenant's key is derived from one master key and a salt that is in the file's name; "
     "requests without cache_salt share one key; and the name has an unkeyed hash of the tokens, "
     "which confirms a guessed prompt",
     "set a cache_salt for each tenant in front of the server, keep the master key where no "
     "tenant's process reads it, and give tenants servers of their own where that is not enough",
-    _READ, standards.TEXTS_STORED,
+    _READ,
+    standards.TEXTS_STORED,
     lambda options: [
         Word("--l2-adapter with serde aesgcm", given.line)
-        for given in _adapters(options) if _encrypts(given)
+        for given in _adapters(options)
+        if _encrypts(given)
     ],
-)  # fmt: skip
+)
 LMCACHE = Program(
-    "server", "LMCache", ("lmcache", "max_local_cpu_size", "remote_serde", "max_local_disk_size"),
+    "server",
+    "LMCache",
+    ("lmcache", "max_local_cpu_size", "remote_serde", "max_local_disk_size"),
     starts=("lmcache server", "-m lmcache.v1.multiprocess.server"),
     image=re.compile(r"(^|/)lmcache/(standalone|lmcache)"),
     rules=(PLAIN, REMOTE, ONE_KEY),
     variables=_VARIABLES,
-)  # fmt: skip
+)
 
 
 # Configuration files, recognised by what they contain
@@ -268,10 +332,13 @@ def _qdrant_settings(root: Mapping) -> Iterator[Recognised]:
     service = root.mapping("service")
     if service is None or root.at("storage", "storage_path") is None:
         return
-    host, key = service.scalar("host"), service.scalar("api_key")
+    host = service.scalar("host")
+    key = service.scalar("api_key")
     hits = ()
     if reached_from_outside(host.text if host else ANYWHERE) and not (key and key.text):
-        hits = (Finding(QDRANT_OPEN, (host or service).line, "service without api_key"),)
+        hits = (
+            Finding(QDRANT_OPEN, (host or service).line, "service without api_key"),
+        )
     yield Recognised("store", "Qdrant", service.line, hits)
 
 
@@ -281,7 +348,9 @@ def _weaviate_settings(node: Mapping) -> Iterator[Recognised]:
         return
     enabled = anonymous.scalar("enabled")
     rights = ("admin_list", "rbac")
-    limited = any(may_be_on(node.scalar("authorization", name, "enabled")) for name in rights)
+    limited = any(
+        may_be_on(node.scalar("authorization", name, "enabled")) for name in rights
+    )
     hits = ()
     if enabled and is_on(enabled) and not limited and not in_cluster_only(node):
         hits = (Finding(WEAVIATE_OPEN, enabled.line, "anonymous_access.enabled: true"),)
@@ -291,7 +360,9 @@ def _weaviate_settings(node: Mapping) -> Iterator[Recognised]:
 def _milvus_settings(node: Mapping) -> Iterator[Recognised]:
     required = node.scalar("security", "authorizationEnabled")
     if required is not None:
-        off = Finding(MILVUS_OPEN, required.line, f"authorizationEnabled: {required.text}")
+        off = Finding(
+            MILVUS_OPEN, required.line, f"authorizationEnabled: {required.text}"
+        )
         on = may_be_on(required) or "{{" in required.text
         yield Recognised("store", "Milvus", required.line, () if on else (off,))
 

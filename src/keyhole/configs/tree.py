@@ -1,10 +1,11 @@
 """YAML and JSON as a tree of texts with line numbers.
 
-`documents` takes the text of a file and returns its nodes, in which rules look for settings.
+`documents` takes the text of a file and returns its nodes, in which rules look for
+settings.
 
-No Python object is constructed from the file, and the depth is bounded: PyYAML recurses without a
-limit, so a few thousand brackets would end the process. An alias leads to the node it names, never
-to a copy.
+No Python object is constructed from the file, and the depth is bounded: PyYAML recurses
+without a limit, so a few thousand brackets would end the process. An alias leads to the
+node it names, never to a copy.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _NULL = "tag:yaml.org,2002:null"
 class Scalar(Word):
     """A text that is not a collection; a block (`|` or `>`) has the line of its first content."""
 
-    folded: bool = False  # whether YAML joined the lines of the file, so that theirs are not known
+    folded: bool = (
+        False  # whether YAML joined the lines of the file, so that theirs are not known
+    )
     null: bool = False
 
 
@@ -69,7 +72,11 @@ class Mapping:
     def listed(self, key: str) -> list[Node]:
         """Return the items of a list, or a value that is no list as the only item."""
         node = self.pairs.get(key)
-        return node.items if isinstance(node, Items) else [] if node is None else [node]
+        if isinstance(node, Items):
+            return node.items
+        if node is None:
+            return []
+        return [node]
 
 
 Node = Scalar | Items | Mapping
@@ -110,10 +117,15 @@ def _node(source: Any, known: dict[int, Node]) -> Node:
     else:
         known[id(source)] = mapping = Mapping(line)
         for key, item in source.value:
-            name, value = getattr(key, "value", ""), _node(item, known)
+            name = getattr(key, "value", "")
+            value = _node(item, known)
             merged = value.items if isinstance(value, Items) else [value]
-            merged = [part for part in dict.fromkeys(merged) if isinstance(part, Mapping)]
-            if name == "<<" and merged:  # own keys take precedence, then those of the first
+            merged = [
+                part for part in dict.fromkeys(merged) if isinstance(part, Mapping)
+            ]
+            if (
+                name == "<<" and merged
+            ):  # own keys take precedence, then those of the first
                 for part in merged:
                     for inner, inherited in part.pairs.items():
                         mapping.pairs.setdefault(inner, inherited)
@@ -124,7 +136,8 @@ def _node(source: Any, known: dict[int, Node]) -> Node:
 
 def walk(node: Node) -> Iterator[Node]:
     """Yield a node and all nodes below it, each once."""
-    seen, waiting = set[int](), [node]
+    seen = set[int]()
+    waiting = [node]
     while waiting:
         node = waiting.pop()
         if id(node) in seen:
