@@ -17,7 +17,28 @@ from keyhole.core.result import FORMAT, Result, dump, environment, read
 from keyhole.core.status import OUTCOMES, Outcome, Status, Unsuccessful, exit_code
 
 __all__ = [
-    "FORMAT", "OUTCOMES", "RULES", "Audit", "Cut", "Estimate", "Exposure", "Family", "Finding",
-    "Fleet", "Outcome", "Piece", "Reading", "Readings", "Remedied", "Result", "Rule", "Skip",
-    "Status", "Unsuccessful", "dump", "environment", "exit_code", "read",
-]  # fmt: skip
+    "FORMAT",
+    "OUTCOMES",
+    "RULES",
+    "Audit",
+    "Cut",
+    "Estimate",
+    "Exposure",
+    "Family",
+    "Finding",
+    "Fleet",
+    "Outcome",
+    "Piece",
+    "Reading",
+    "Readings",
+    "Remedied",
+    "Result",
+    "Rule",
+    "Skip",
+    "Status",
+    "Unsuccessful",
+    "dump",
+    "environment",
+    "exit_code",
+    "read",
+]

@@ -24,7 +24,9 @@ class MissingExtra(InputError):
     """A package is not installed that only some of Keyhole needs; `extra` installs it."""
 
     def __init__(self, message: str, extra: str) -> None:
-        super().__init__(message, extra)  # both, because unpickling passes args to __init__
+        super().__init__(
+            message, extra
+        )  # both, because unpickling passes args to __init__
         self.extra = extra
 
     def __str__(self) -> str:
@@ -43,8 +45,15 @@ def optional(module: str, message: str, extra: str) -> Any:
 
 
 _IN_EXTRA_MODELS = {
-    "accelerate", "gguf", "httpcore", "httpx", "numpy", "scipy", "torch", "transformers",
-}  # fmt: skip
+    "accelerate",
+    "gguf",
+    "httpcore",
+    "httpx",
+    "numpy",
+    "scipy",
+    "torch",
+    "transformers",
+}
 
 
 def missing_extra(error: BaseException) -> MissingExtra | None:
@@ -55,7 +64,9 @@ def missing_extra(error: BaseException) -> MissingExtra | None:
     return MissingExtra(f"this needs {package}, which is not installed", "models")
 
 
-SEEDS = 2**32  # so that numbers computed from a seed, such as one per epoch, fit into 64 bits
+SEEDS = (
+    2**32
+)  # so that numbers computed from a seed, such as one per epoch, fit into 64 bits
 MOST = 2**63 - 1  # the largest whole number of 64 bits
 
 
@@ -64,7 +75,9 @@ def expect_seed(seed: int) -> None:
         raise InputError(f"a seed must be from 0 to {SEEDS - 1:,}, not {seed}")
 
 
-def expect_count(name: str, value: int | None, least: int = 1, most: int = MOST) -> None:
+def expect_count(
+    name: str, value: int | None, least: int = 1, most: int = MOST
+) -> None:
     """Raise if a whole number is out of range; None means that it was not given."""
     if value is None or least <= value <= most:
         return
@@ -74,9 +87,14 @@ def expect_count(name: str, value: int | None, least: int = 1, most: int = MOST)
 
 
 def expect_number(
-    name: str, value: float | None, *, least: float | None = None, above: float | None = None,
-    most: float | None = None, below: float | None = None,
-) -> None:  # fmt: skip
+    name: str,
+    value: float | None,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> None:
     """Raise unless a number is finite and in range; None means that it was not given."""
     if value is None:
         return
@@ -104,7 +122,10 @@ def expect_keys(given: Iterable[str], keys: Collection[str], where: str) -> None
     for key in given:
         if key not in keys:
             near = get_close_matches(key, keys, 1, 0.5)
-            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(keys))}"
+            if near:
+                hint = f"did you mean {near[0]}?"
+            else:
+                hint = f"it takes {', '.join(sorted(keys))}"
             raise InputError(f"{key[:40]} has no meaning in {where}: {hint}")
 
 

@@ -1,9 +1,10 @@
 """Exposures, as values, and the rules that they fall under.
 
-The rule, the layer and the part of the target are fields of an exposure, so nobody has to parse a
-sentence for them. Words for people are made from the fields at the very end (report/words.py), and
-a change of words changes no id, gate or baseline. Pipelines, policies and baselines hold ids of
-rules: a published id is never used for anything else.
+The rule, the layer and the part of the target are fields of an exposure, so nobody has
+to parse a sentence for them. Words for people are made from the fields at the very end
+(report/words.py), and a change of words changes no id, gate or baseline. Pipelines,
+policies and baselines hold ids of rules: a published id is never used for anything
+else.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ _QUESTIONS = {
 class Rule:
     """A kind of exposure, with its name, a sentence about it, and the guide to read.
 
-    `standards` are the entries of public frameworks about it. `counted` says what a finding's
-    `queries` count, in singular and plural; if None, see `_UNITS`. `needs` is what a service has to
-    return for it (a key of RETURNS); None if it does not depend on what is returned.
+    `standards` are the entries of public frameworks about it. `counted` says what a
+    finding's `queries` count, in singular and plural; if None, see `_UNITS`. `needs` is
+    what a service has to return for it (a key of RETURNS); None if it does not depend
+    on what is returned.
     """
 
     id: str
@@ -69,122 +71,202 @@ _UNITS = {
     Family.TEXT: ("text", "texts"),
     Family.PREDICTIONS: ("pass of the model", "passes of the model"),
 }
-_W, _I, _T, _P = Family.WEIGHTS, Family.INPUTS, Family.TEXT, Family.PREDICTIONS
+_W = Family.WEIGHTS
+_I = Family.INPUTS
+_T = Family.TEXT
+_P = Family.PREDICTIONS
 
 RULES = (
     Rule(
-        "KH-WEIGHTS-LAST-LAYER", _W, "Last layer from log-probabilities",
+        "KH-WEIGHTS-LAST-LAYER",
+        _W,
+        "Last layer from log-probabilities",
         "Log-probabilities of next tokens are linear in the last layer: enough of them give its "
         "width and its weights up to a change of basis.",
-        "docs/servers.md", standards.WEIGHTS_COPIED, needs="log-probabilities",
+        "docs/servers.md",
+        standards.WEIGHTS_COPIED,
+        needs="log-probabilities",
     ),
     Rule(
-        "KH-WEIGHTS-VECTOR-PROMPTS", _W, "Vectors accepted as prompts",
+        "KH-WEIGHTS-VECTOR-PROMPTS",
+        _W,
+        "Vectors accepted as prompts",
         "A server that takes vectors in place of tokens can be asked anything, which is what "
         "extraction needs.",
-        "docs/servers.md", standards.WEIGHTS_COPIED, needs="log-probabilities",
+        "docs/servers.md",
+        standards.WEIGHTS_COPIED,
+        needs="log-probabilities",
     ),
     Rule(
-        "KH-WEIGHTS-ROUNDED-SCORES", _W, "Weights from rounded or noisy scores",
+        "KH-WEIGHTS-ROUNDED-SCORES",
+        _W,
+        "Weights from rounded or noisy scores",
         "Scores that are rounded, clipped or noisy still determine the weights, to the accuracy "
         "that is left, at a few more queries.",
-        "docs/defences.md", standards.WEIGHTS_COPIED, needs="scores",
+        "docs/defences.md",
+        standards.WEIGHTS_COPIED,
+        needs="scores",
     ),
     Rule(
-        "KH-WEIGHTS-SIGNS", _W, "Weights from labels alone",
+        "KH-WEIGHTS-SIGNS",
+        _W,
+        "Weights from labels alone",
         "The sign of a score, or the label, locates the decision boundary; bisection along many "
         "lines gives the weights up to their scale.",
-        "docs/extraction.md", standards.WEIGHTS_COPIED, needs="labels",
+        "docs/extraction.md",
+        standards.WEIGHTS_COPIED,
+        needs="labels",
     ),
     Rule(
-        "KH-WEIGHTS-SCORES", _W, "Weights from scores",
+        "KH-WEIGHTS-SCORES",
+        _W,
+        "Weights from scores",
         "A score is one equation in the weights: about as many chosen queries as there are "
         "unknowns give all of them.",
-        "docs/extraction.md", standards.WEIGHTS_COPIED, needs="scores",
+        "docs/extraction.md",
+        standards.WEIGHTS_COPIED,
+        needs="scores",
     ),
     Rule(
-        "KH-WEIGHTS-VECTORS", _W, "Weights from vectors",
+        "KH-WEIGHTS-VECTORS",
+        _W,
+        "Weights from vectors",
         "An endpoint that returns vectors gives many equations with every answer, and so its "
         "weights in very few queries.",
-        "docs/extraction.md", standards.WEIGHTS_COPIED, needs="embeddings",
+        "docs/extraction.md",
+        standards.WEIGHTS_COPIED,
+        needs="embeddings",
     ),
     Rule(
-        "KH-INPUTS-ATTENTION-MAPS", _I, "Input from a layer's output and attention maps",
+        "KH-INPUTS-ATTENTION-MAPS",
+        _I,
+        "Input from a layer's output and attention maps",
         "With its attention maps, what goes into a layer is the solution of linear equations.",
-        "docs/inversion.md", standards.INPUTS_READ, needs="attention-maps",
+        "docs/inversion.md",
+        standards.INPUTS_READ,
+        needs="attention-maps",
     ),
     Rule(
-        "KH-INPUTS-LAYER-OUTPUT", _I, "Input from a layer's output",
+        "KH-INPUTS-LAYER-OUTPUT",
+        _I,
+        "Input from a layer's output",
         "Whoever has the weights and the output of an attention layer can search for the input "
         "by Newton's method, and prove that it is the one.",
-        "docs/inversion.md", standards.INPUTS_READ, needs="hidden-states",
+        "docs/inversion.md",
+        standards.INPUTS_READ,
+        needs="hidden-states",
     ),
     Rule(
-        "KH-TEXT-TOKEN-IDS", _T, "Token ids stored as they are",
+        "KH-TEXT-TOKEN-IDS",
+        _T,
+        "Token ids stored as they are",
         "A saved state holds the ids of the tokens: no attack is needed to read the text.",
-        "docs/servers.md", standards.TEXTS_STORED, needs="caches",
+        "docs/servers.md",
+        standards.TEXTS_STORED,
+        needs="caches",
     ),
     Rule(
-        "KH-TEXT-GRADIENT", _T, "Text from a gradient",
+        "KH-TEXT-GRADIENT",
+        _T,
+        "Text from a gradient",
         "The gradient of a batch spans the states of its tokens: the texts of a client's update "
         "can be read from it.",
-        "docs/gradients.md", standards.GRADIENTS_READ, ("update", "updates"), needs="gradients",
+        "docs/gradients.md",
+        standards.GRADIENTS_READ,
+        ("update", "updates"),
+        needs="gradients",
     ),
     Rule(
-        "KH-TEXT-KEYS-AND-VALUES", _T, "Text from cached keys and values",
+        "KH-TEXT-KEYS-AND-VALUES",
+        _T,
+        "Text from cached keys and values",
         "Keys and values are a linear image of the states before them: a cache is as good as the "
         "text.",
-        "docs/text.md", standards.INPUTS_READ, needs="caches",
+        "docs/text.md",
+        standards.INPUTS_READ,
+        needs="caches",
     ),
     Rule(
-        "KH-TEXT-ATTENTION-MAPS", _T, "Text from attention maps",
+        "KH-TEXT-ATTENTION-MAPS",
+        _T,
+        "Text from attention maps",
         "Which token looks at which depends on what the tokens are: maps of early layers give the "
         "text.",
-        "docs/text.md", standards.INPUTS_READ, needs="attention-maps",
+        "docs/text.md",
+        standards.INPUTS_READ,
+        needs="attention-maps",
     ),
     Rule(
-        "KH-TEXT-ATTENTION-OUTPUT", _T, "Text from an attention block's output",
+        "KH-TEXT-ATTENTION-OUTPUT",
+        _T,
+        "Text from an attention block's output",
         "What an attention block adds to the states, before the residual.",
-        "docs/text.md", standards.INPUTS_READ, needs="hidden-states",
+        "docs/text.md",
+        standards.INPUTS_READ,
+        needs="hidden-states",
     ),
     Rule(
-        "KH-TEXT-LOG-PROBABILITIES", _T, "Text from next-token scores",
+        "KH-TEXT-LOG-PROBABILITIES",
+        _T,
+        "Text from next-token scores",
         "A whole vector of next-token logits or log-probabilities determines the last hidden "
         "state, and that the prompt.",
-        "docs/text.md", standards.INPUTS_READ, needs="log-probabilities",
+        "docs/text.md",
+        standards.INPUTS_READ,
+        needs="log-probabilities",
     ),
     Rule(
-        "KH-TEXT-EMBEDDING", _T, "Text from embeddings",
+        "KH-TEXT-EMBEDDING",
+        _T,
+        "Text from embeddings",
         "One vector for a text: short texts, and long ones of a known kind, are read back from it "
         "and verified by encoding them again.",
-        "docs/embeddings.md", standards.EMBEDDINGS_READ, needs="embeddings",
+        "docs/embeddings.md",
+        standards.EMBEDDINGS_READ,
+        needs="embeddings",
     ),
     Rule(
-        "KH-TEXT-HIDDEN-STATES", _T, "Text from hidden states",
+        "KH-TEXT-HIDDEN-STATES",
+        _T,
+        "Text from hidden states",
         "A state for every token: with public weights each token is found by comparing its state "
         "with those of all candidates.",
-        "docs/text.md", standards.INPUTS_READ, needs="hidden-states",
+        "docs/text.md",
+        standards.INPUTS_READ,
+        needs="hidden-states",
     ),
     Rule(
-        "KH-TEXT-ANSWERS", _T, "Answers of an endpoint of texts",
+        "KH-TEXT-ANSWERS",
+        _T,
+        "Answers of an endpoint of texts",
         "What a deployed model answers, and whether it is more than a label.",
-        "docs/servers.md", standards.INPUTS_READ,
+        "docs/servers.md",
+        standards.INPUTS_READ,
     ),
     Rule(
-        "KH-PREDICTIONS-CUTS", _P, "Predictions flipped by cutting attention",
+        "KH-PREDICTIONS-CUTS",
+        _P,
+        "Predictions flipped by cutting attention",
         "Whoever can mask a small share of the attention changes what a classifier says, without "
         "touching the text.",
-        "docs/disrupt.md", standards.PREDICTIONS_FLIPPED, needs="labels",
+        "docs/disrupt.md",
+        standards.PREDICTIONS_FLIPPED,
+        needs="labels",
     ),
     *(
         Rule(
-            f"KH-{family.upper()}-OTHER", family, f"Another exposure of {family}", family.question,
+            f"KH-{family.upper()}-OTHER",
+            family,
+            f"Another exposure of {family}",
+            family.question,
             "docs/extraction.md",
         )
         for family in Family
     ),
-)  # fmt: skip
-NOT_CHECKED = "KH-NOT-CHECKED"  # in place of a rule, for skips of a whole target or its routes
+)
+NOT_CHECKED = (
+    "KH-NOT-CHECKED"  # in place of a rule, for skips of a whole target or its routes
+)
 _BY_ID = {rule.id: rule for rule in RULES}
 
 
@@ -220,7 +302,9 @@ class Exposure:
         """Its fields as a word for URLs, the same in every audit: `text-hidden-states-layer-3`."""
         family, _, kind = self.rule.removeprefix("KH-").partition("-")
         layer = "" if self.layer is None else f"layer-{self.layer}"
-        return slug(family, self.part, kind, self.variant, self.name, layer, *self.defences)
+        return slug(
+            family, self.part, kind, self.variant, self.name, layer, *self.defences
+        )
 
     def __str__(self) -> str:
         return self.id
@@ -237,10 +321,15 @@ def rule_of(exposure: Exposure) -> Rule:
 
 
 RETURNS = {  # what a service may return, and what else follows from each
-    "labels": (), "scores": ("labels",), "log-probabilities": ("scores", "labels"),
-    "embeddings": (), "hidden-states": ("embeddings",), "attention-maps": (), "caches": (),
+    "labels": (),
+    "scores": ("labels",),
+    "log-probabilities": ("scores", "labels"),
+    "embeddings": (),
+    "hidden-states": ("embeddings",),
+    "attention-maps": (),
+    "caches": (),
     "gradients": (),
-}  # fmt: skip
+}
 
 
 def needs(exposure: Exposure) -> str | None:
@@ -272,7 +361,9 @@ def slug(*parts: str) -> str:
 def expect_exposures(names: Sequence[str], where: str) -> tuple[str, ...]:
     """Return names of families, or ids of rules with * as a wildcard; raise if one is neither."""
     for name in names:
-        if name not in list(Family) and not any(fnmatchcase(rule, name) for rule in _BY_ID):
+        if name not in list(Family) and not any(
+            fnmatchcase(rule, name) for rule in _BY_ID
+        ):
             raise InputError(
                 f"{where} takes families ({', '.join(Family)}) and ids of rules (such as "
                 f"{RULES[0].id} or KH-TEXT-*), got {name[:60]}"
@@ -283,5 +374,6 @@ def expect_exposures(names: Sequence[str], where: str) -> tuple[str, ...]:
 def is_chosen(exposure: Exposure, only: Sequence[str]) -> bool:
     """Return whether an exposure is of these families or rules; without any, all are chosen."""
     return not only or any(
-        name == exposure.family.value or fnmatchcase(exposure.rule, name) for name in only
+        name == exposure.family.value or fnmatchcase(exposure.rule, name)
+        for name in only
     )

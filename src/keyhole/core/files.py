@@ -1,8 +1,9 @@
 """Reading and writing of whole files, with errors that say in one line what is wrong.
 
-Every file is written under another name first and then renamed, so that nobody ever finds half a
-file, not even after a crash. Only the owner may read it (mode 0600), because it holds what a target
-gave away. Devices and pipes are written to directly and never replaced.
+Every file is written under another name first and then renamed, so that nobody ever
+finds half a file, not even after a crash. Only the owner may read it (mode 0600),
+because it holds what a target gave away. Devices and pipes are written to directly and
+never replaced.
 
 Only plain files are read: a device may have no end, and a pipe no writer.
 """
@@ -31,11 +32,22 @@ if TYPE_CHECKING:
 
 SLOT_MAGIC = b"qsgg"  # the first bytes of a slot that llama.cpp saved
 
-# Errors that are the machine's fault; all others are taken for a wrong name from the caller.
-_FAULTS_OF_THE_MACHINE = frozenset({
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS,
-    errno.EMFILE, errno.ENFILE, errno.ENOMEM,
-})  # fmt: skip
+# Errors that are the machine's fault; all others are taken for a wrong name from the
+# caller.
+_FAULTS_OF_THE_MACHINE = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EFBIG,
+        errno.EIO,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+    }
+)
 _MEMORY_PER_BYTE = 8  # approximate bytes of memory to read and parse one byte of text
 
 
@@ -46,7 +58,9 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_tensors(
-    path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+    path: str | Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write a whole .safetensors file or leave the old one."""
     from safetensors.torch import save_file
@@ -154,7 +168,9 @@ def _failure(message: str, error: BaseException) -> KeyholeError:
     """Return an InputError for a wrong name, a KeyholeError for a full disk and the like."""
     number = getattr(error, "errno", None)
     why = getattr(error, "strerror", None) or first_line(error)
-    if number is None:  # safetensors, which is written in Rust, has the number in its message
+    if (
+        number is None
+    ):  # safetensors, which is written in Rust, has the number in its message
         found = re.search(r"\(os error (\d+)\)", str(error))
         number = int(found[1]) if found else None
     kind = KeyholeError if number in _FAULTS_OF_THE_MACHINE else InputError
@@ -207,18 +223,24 @@ def _remove_abandoned(path: Path) -> None:
 
     for partial in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
         number = partial.name.removeprefix(f"{path.name}.").removesuffix(".partial")
-        if number.isdecimal() and len(number) < 10 and not psutil.pid_exists(int(number)):
+        if (
+            number.isdecimal()
+            and len(number) < 10
+            and not psutil.pid_exists(int(number))
+        ):
             partial.unlink(missing_ok=True)
 
 
 def parse(text: str) -> Any:
     """Parse strict JSON from an untrusted file, or raise a ValueError that says what is wrong.
 
-    Python's own parser accepts NaN, infinity and repeated keys, and deep nesting makes it raise a
-    RecursionError.
+    Python's own parser accepts NaN, infinity and repeated keys, and deep nesting makes
+    it raise a RecursionError.
     """
     try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=unique_keys)
+        return json.loads(
+            text, parse_constant=_refuse_constant, object_pairs_hook=unique_keys
+        )
     except RecursionError:
         raise ValueError("nesting without end") from None
 

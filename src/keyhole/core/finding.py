@@ -14,7 +14,13 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar, Self
 
 from keyhole.core.errors import InputError
-from keyhole.core.exposure import NOT_CHECKED, Exposure, expect_returns, is_returned, rule_of
+from keyhole.core.exposure import (
+    NOT_CHECKED,
+    Exposure,
+    expect_returns,
+    is_returned,
+    rule_of,
+)
 from keyhole.core.result import Result, environment, restored
 from keyhole.core.status import OUTCOMES, Outcome, Status, exit_code, joint_exit_code
 from keyhole.core.text import percent
@@ -36,12 +42,14 @@ class Remedied:
 class Finding:
     """One exposure of a target, and the result of one attack on it.
 
-    There are two kinds of findings. Either an attack was run, and a judge compared what it gave
-    with the target. Or a route or a setting is open: the reason says what it gives and `command`
-    tries it, but nothing was read, so it has no exactness and is never proved.
+    There are two kinds of findings. Either an attack was run, and a judge compared what
+    it gave with the target. Or a route or a setting is open: the reason says what it
+    gives and `command` tries it, but nothing was read, so it has no exactness and is
+    never proved.
 
     - `error`: the largest error. `known`: the share of the secret that is known. `trace`: the error
-      after so many queries, while the attack ran. `lower_bound`: the queries that any attack needs.
+      after so many queries, while the attack ran. `lower_bound`: the queries that any
+      attack needs.
     - `sought`: what the attacker is after.
     - `texts`: originals and recovered texts in each precision, if text is sought.
     - `cuts`: where attention was cut, if a prediction is sought. `tried`: of how many predictions
@@ -76,7 +84,9 @@ class Finding:
     command: str = ""
     observed: bool = False
 
-    def __post_init__(self) -> None:  # checked because findings are read from files, too
+    def __post_init__(
+        self,
+    ) -> None:  # checked because findings are read from files, too
         if self.exposure.rule == NOT_CHECKED:
             raise InputError(f"a finding falls under a rule, not under {NOT_CHECKED}")
 
@@ -91,7 +101,9 @@ class Finding:
     @property
     def exposed(self) -> bool:
         """The attacker has the secret, exactly or nearly, or a way to it is open."""
-        return self.outcome in (Outcome.GIVEN_AWAY, Outcome.EXPOSED) and not self.control
+        return (
+            self.outcome in (Outcome.GIVEN_AWAY, Outcome.EXPOSED) and not self.control
+        )
 
     @property
     def open(self) -> bool:
@@ -129,8 +141,9 @@ _MAX_HEADS = 4096  # of a model in all; a picture has a square for each of them
 class Cut:
     """A prediction that flipped: the tokens, the answer before and after, and what was cut.
 
-    A unit is (layer, head, query, key), where query and key are positions in `tokens`. `share` is
-    the share of all units on this input. `layers` and `heads` say how many the model has.
+    A unit is (layer, head, query, key), where query and key are positions in `tokens`.
+    `share` is the share of all units on this input. `layers` and `heads` say how many
+    the model has.
     """
 
     tokens: tuple[str, ...]
@@ -149,10 +162,14 @@ class Cut:
                 raise InputError(f"a cut has 0 to {_MAX_HEADS:,} {name}, not {count}")
         heads = self.layers * self.heads
         if heads > _MAX_HEADS:
-            raise InputError(f"a cut has at most {_MAX_HEADS:,} heads in all layers, not {heads}")
+            raise InputError(
+                f"a cut has at most {_MAX_HEADS:,} heads in all layers, not {heads}"
+            )
         sizes = (self.layers, self.heads, len(self.tokens), len(self.tokens))
         for unit in self.units:
-            if not all(0 <= place < size for place, size in zip(unit, sizes, strict=True)):
+            if not all(
+                0 <= place < size for place, size in zip(unit, sizes, strict=True)
+            ):
                 raise InputError(
                     f"the unit {unit} of a cut is outside of its {self.layers} layers, "
                     f"{self.heads} heads and {len(self.tokens)} tokens"
@@ -163,7 +180,8 @@ class Cut:
 class Estimate:
     """An estimate from a sample of how many texts of a store can be read.
 
-    `exact` of `sample` texts were read; of all `population` texts, `least` to `most` can be.
+    `exact` of `sample` texts were read; of all `population` texts, `least` to `most`
+    can be.
     """
 
     exact: int
@@ -174,7 +192,9 @@ class Estimate:
 
     def __post_init__(self) -> None:
         ordered = 0 <= self.exact <= self.least <= self.most <= self.population
-        if not (ordered and self.exact <= self.sample <= self.population and self.sample):
+        if not (
+            ordered and self.exact <= self.sample <= self.population and self.sample
+        ):
             raise InputError(
                 f"no sample gives this estimate: {self.exact} of {self.sample} texts read, "
                 f"{self.least} to {self.most} of {self.population}"
@@ -187,7 +207,9 @@ class Estimate:
     @property
     def share(self) -> str:
         """The interval as 84–93%, or as one figure if both ends are rounded to the same."""
-        low, high = (percent(count / self.population) for count in (self.least, self.most))
+        low, high = (
+            percent(count / self.population) for count in (self.least, self.most)
+        )
         return low if low == high else f"{low.removesuffix('%')}–{high}"
 
     def __str__(self) -> str:
@@ -204,8 +226,8 @@ class Estimate:
 class Piece:
     """One token of a recovered text: how certain it is, and whether it is right.
 
-    `mark` is `verified`, `likely` or `unknown`. `right` is None if nobody knows the original; then
-    a verified token counts as right.
+    `mark` is `verified`, `likely` or `unknown`. `right` is None if nobody knows the
+    original; then a verified token counts as right.
     """
 
     text: str
@@ -221,13 +243,15 @@ class Piece:
 class Reading:
     """A text and what was recovered of it; `original` is empty if the store no longer has it.
 
-    `exact` means that every character was recovered, up to what the tokenizer's own normaliser
-    changes. `note` says what could not be: characters without a token, or an end that was cut off.
+    `exact` means that every character was recovered, up to what the tokenizer's own
+    normaliser changes. `note` says what could not be: characters without a token, or an
+    end that was cut off.
 
-    For stored embeddings, three figures say how near an inexact text is. `tokens` is the length of
-    the original without special tokens (of the recovered text if the original is not known).
-    `overlap` is the F1 of its tokens, in any order, if the original is known. `similarity` is the
-    cosine of the stored vector and the vector of the recovered text.
+    For stored embeddings, three figures say how near an inexact text is. `tokens` is
+    the length of the original without special tokens (of the recovered text if the
+    original is not known). `overlap` is the F1 of its tokens, in any order, if the
+    original is known. `similarity` is the cosine of the stored vector and the vector of
+    the recovered text.
     """
 
     original: str
@@ -249,7 +273,8 @@ class Reading:
 class Readings:
     """The texts read from one exposure in one precision: a cell of the exposure matrix.
 
-    `chance` is the share of tokens that guesses without the leak would have right, if measured.
+    `chance` is the share of tokens that guesses without the leak would have right, if
+    measured.
     """
 
     kind: str
@@ -261,7 +286,9 @@ class Readings:
     @property
     def known(self) -> float:
         """The share of all tokens that are right."""
-        return _share_right([piece for reading in self.readings for piece in reading.pieces])
+        return _share_right(
+            [piece for reading in self.readings for piece in reading.pieces]
+        )
 
     @property
     def exact(self) -> int:
@@ -273,13 +300,16 @@ def _share_right(pieces: Sequence[Piece]) -> float:
     return sum(piece.counts for piece in pieces) / max(1, len(pieces))
 
 
-# A confidence interval for the number K of hits in a population of N, of which n are drawn without
-# replacement and k are hits. It holds every K for which P(k or fewer hits) and P(k or more hits)
-# both exceed (1 − c)/2. This is the interval of Clopper and Pearson (1934) with the hypergeometric
-# distribution in place of the binomial, its limit for large N. If all are drawn it is k alone.
+# A confidence interval for the number K of hits in a population of N, of which n are
+# drawn without replacement and k are hits. It holds every K for which P(k or fewer
+# hits) and P(k or more hits) both exceed (1 − c)/2. This is the interval of Clopper and
+# Pearson (1934) with the hypergeometric distribution in place of the binomial, its
+# limit for large N. If all are drawn it is k alone.
 
 CONFIDENCE = 0.95
-_ROUNDING = 1e-9  # relative: a probability at the limit may be computed a little above it
+_ROUNDING = (
+    1e-9  # relative: a probability at the limit may be computed a little above it
+)
 
 
 def hits_in_all(
@@ -300,7 +330,9 @@ def _least(hits: int, drawn: int, population: int, tail: float) -> int:
 
     That probability grows with K, so a bisection finds it.
     """
-    from scipy.stats import hypergeom  # not installed without models, when no store is sampled
+    from scipy.stats import (
+        hypergeom,
+    )  # not installed without models, when no store is sampled
 
     def is_likely(K: int) -> bool:
         return bool(hypergeom.sf(hits - 1, population, K, drawn) > tail)
@@ -317,8 +349,9 @@ _FOLDERS = re.compile(r"(\b\w+://[^\s,;()]*)|[^\s,:;()]*/(?=\S)")
 class Audit(Result):
     """Findings about a target and checks that were not made, with where and when that was.
 
-    `target` describes the target, and may hold a path; `name` is a name that somebody gave it.
-    `returns` is what its service returns (core/exposure.py: RETURNS), if somebody said so.
+    `target` describes the target, and may hold a path; `name` is a name that somebody
+    gave it. `returns` is what its service returns (core/exposure.py: RETURNS), if
+    somebody said so.
     """
 
     target: str
@@ -327,7 +360,9 @@ class Audit(Result):
     skips: tuple[Skip, ...] = ()
     seed: int = 0
     seconds: float = 0.0
-    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    created: str = field(
+        default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds")
+    )
     environment: dict[str, str] = field(default_factory=environment)
     name: str = ""
     returns: tuple[str, ...] = ()
@@ -340,11 +375,13 @@ class Audit(Result):
     def is_of(self, other: Audit) -> bool:
         """Return whether both audits are of one target.
 
-        They are if weights, vectors or address are the same, or the names are. A file that was
-        moved to another folder keeps its name.
+        They are if weights, vectors or address are the same, or the names are. A file
+        that was moved to another folder keeps its name.
         """
         same = bool(self.identity) and self.identity == other.identity
-        return same or (bool(self._plain_name) and self._plain_name == other._plain_name)
+        return same or (
+            bool(self._plain_name) and self._plain_name == other._plain_name
+        )
 
     @property
     def _plain_name(self) -> str:
@@ -357,7 +394,9 @@ class Audit(Result):
     @property
     def attacks(self) -> tuple[Finding, ...]:
         """The findings that count: not controls, and nothing that the service does not return."""
-        return tuple(each for each in self.findings if not each.control and self.counts(each))
+        return tuple(
+            each for each in self.findings if not each.control and self.counts(each)
+        )
 
     @property
     def unchecked_skips(self) -> tuple[Skip, ...]:
@@ -382,14 +421,23 @@ class Audit(Result):
     def exit_code(self) -> int:
         """0 nothing was given away, 1 something was, 3 something could not be checked."""
         outcomes = [finding.outcome for finding in self.attacks]
-        return exit_code([*outcomes, *(Outcome.UNCHECKED for _ in self.unchecked_skips)])
+        return exit_code(
+            [*outcomes, *(Outcome.UNCHECKED for _ in self.unchecked_skips)]
+        )
 
     def summary(self) -> str:
-        lines = [f"{self.target}: {self.exposed} of {len(self.attacks)} exposures gave something"]
+        lines = [
+            f"{self.target}: {self.exposed} of {len(self.attacks)} exposures gave something"
+        ]
         for sought in dict.fromkeys(finding.sought for finding in self.attacks):
             group = [finding for finding in self.attacks if finding.sought == sought]
-            exposed = [rule_of(finding.exposure).name for finding in group if finding.exposed]
-            names = f" ({exposed[0]}{', …' if len(exposed) > 1 else ''})" if exposed else ""
+            exposed = [
+                rule_of(finding.exposure).name for finding in group if finding.exposed
+            ]
+            if exposed:
+                names = f" ({exposed[0]}{', …' if len(exposed) > 1 else ''})"
+            else:
+                names = ""
             lines.append(f"  {sought}: {len(exposed)} of {len(group)}{names}")
         if self.unchecked:
             lines.append(f"  could not check: {self.unchecked}")

@@ -1,12 +1,14 @@
 """Journals, from which stopped runs resume, and the identity of a run.
 
-A run is identified by a small dictionary of what determines it: the model, the data, the method and
-its settings. Ledgers, journals and checkpoints all begin with it. A file of another run is refused
-with a line that says what differs, so that results of two runs are never mixed.
+A run is identified by a small dictionary of what determines it: the model, the data,
+the method and its settings. Ledgers, journals and checkpoints all begin with it. A file
+of another run is refused with a line that says what differs, so that results of two
+runs are never mixed.
 
-A `Journal` is a JSONL file: a first line with that identity, then one record for each finished
-piece of work, which is on disk before the run goes on. A line that a crash cut off is dropped. The
-key of a piece comes from its content, not its number, so a longer list can continue a shorter one.
+A `Journal` is a JSONL file: a first line with that identity, then one record for each
+finished piece of work, which is on disk before the run goes on. A line that a crash cut
+off is dropped. The key of a piece comes from its content, not its number, so a longer
+list can continue a shorter one.
 """
 
 from __future__ import annotations
@@ -40,11 +42,17 @@ def digest(*parts: Any) -> str:
     """Return sixteen hexadecimal digits that identify bytes, or anything that JSON can write."""
     sha = hashlib.sha256()
     for part in parts:
-        sha.update(part if isinstance(part, bytes) else json.dumps(part, sort_keys=True).encode())
+        sha.update(
+            part
+            if isinstance(part, bytes)
+            else json.dumps(part, sort_keys=True).encode()
+        )
     return sha.hexdigest()[:16]
 
 
-def expect_same_run(path: str | Path, mine: Run, theirs: object, fix: str = _FIX) -> None:
+def expect_same_run(
+    path: str | Path, mine: Run, theirs: object, fix: str = _FIX
+) -> None:
     """Raise if a file belongs to another run; the message says what differs and what to do."""
     # JSON turns tuples into lists, which must not count as a difference.
     own = cast("dict[str, Any]", json.loads(json.dumps(dict(mine))))
@@ -60,7 +68,8 @@ def expect_same_run(path: str | Path, mine: Run, theirs: object, fix: str = _FIX
 def _difference(name: str, own: Any, saved: Any) -> tuple[str, Any, Any]:
     """Return the innermost setting that differs: its name and its two values."""
     if isinstance(own, dict) and isinstance(saved, dict):
-        ours, others = cast("dict[str, Any]", own), cast("dict[str, Any]", saved)
+        ours = cast("dict[str, Any]", own)
+        others = cast("dict[str, Any]", saved)
         for key in ours | others:
             if ours.get(key) != others.get(key):
                 return _difference(f"{name} {key}", ours.get(key), others.get(key))
@@ -71,8 +80,8 @@ def _difference(name: str, own: Any, saved: Any) -> tuple[str, Any, Any]:
 def stopping_on_ctrl_c() -> Generator[None]:
     """Raise KeyboardInterrupt at the end if Ctrl-C was pressed, even if a solver caught it.
 
-    A solver that is interrupted returns the best it has found so far. That result must not be kept,
-    because another run would not give the same.
+    A solver that is interrupted returns the best it has found so far. That result must
+    not be kept, because another run would not give the same.
     """
     usual = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(usual):
@@ -105,13 +114,16 @@ def records_in(path: Path) -> int:
 class Journal:
     """The finished work of a run, by key; without a `path` it is kept only in memory.
 
-    A file of another run is refused, or replaced if `force` is set. `force` is None if the caller
-    offers no such option. A file without records is deleted at the end.
+    A file of another run is refused, or replaced if `force` is set. `force` is None if
+    the caller offers no such option. A file without records is deleted at the end.
     """
 
-    def __init__(self, path: str | Path | None, run: Run, *, force: bool | None = None) -> None:
+    def __init__(
+        self, path: str | Path | None, run: Run, *, force: bool | None = None
+    ) -> None:
         self.path = None if path is None else Path(path)
-        self._force, self._fix = force, _FIX if force is None else _FORCE
+        self._force = force
+        self._fix = _FIX if force is None else _FORCE
         self.records: dict[str, dict[str, Any]] = {}
         self._file = None if self.path is None else self._open(self.path, run)
 
@@ -135,7 +147,10 @@ class Journal:
         self.records |= records
         if self._file is None:
             return
-        lines = [json.dumps({"key": k, **record}, allow_nan=False) for k, record in records.items()]
+        lines = [
+            json.dumps({"key": k, **record}, allow_nan=False)
+            for k, record in records.items()
+        ]
         try:
             self._file.write("".join(f"{line}\n" for line in lines))
             self._file.flush()
@@ -147,7 +162,13 @@ class Journal:
         """Return what `read` makes of the record under a key."""
         try:
             return read(self.records[key])
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            OverflowError,
+        ) as error:
             raise InputError(
                 f"{self.path} does not hold what a run wrote under {key} ({error}): {_REPEAT}"
             ) from error
@@ -174,7 +195,9 @@ class Journal:
 
     def _read_records(self, path: Path, whole: str, run: Run) -> bool:
         """Read the records; return False if the file is another run's and may be replaced."""
-        lines = whole.rstrip("\n").split("\n")  # not splitlines: texts may hold other line ends
+        lines = whole.rstrip("\n").split(
+            "\n"
+        )  # not splitlines: texts may hold other line ends
         try:
             expect_same_run(path, run, self._line(1, lines[0]), self._fix)
         except AnotherRun:

@@ -1,7 +1,7 @@
 """Limits of this machine: free memory, devices, and how many threads to compute with.
 
-Work that cannot fit into memory is refused before it begins: a machine that runs out of memory
-kills programs, and not always the one that asked for it.
+Work that cannot fit into memory is refused before it begins: a machine that runs out of
+memory kills programs, and not always the one that asked for it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ if TYPE_CHECKING:  # torch and psutil load on demand: `keyhole --help` needs nei
     import torch
     from torch import nn
 
-_USABLE = 0.8  # share of the free memory that may be asked for: work takes more than its estimate
+# share of the free memory that may be asked for: work takes more than its estimate
+_USABLE = 0.8
 _PASS = 0.25  # share of the free memory that one pass of a model may take
 _PASS_PER_WEIGHTS = 0.1  # bytes that one pass may take, for each byte of weights
-_PASS_OF_SMALL_MODEL = 2**30  # bytes that one pass may take even if the weights are small
+_PASS_OF_SMALL_MODEL = (
+    2**30
+)  # bytes that one pass may take even if the weights are small
 
 
 def available(device: str | torch.device = "cpu") -> int:
@@ -44,15 +47,17 @@ def expect_memory(
     """Raise if `what` needs more bytes than are free; `instead` says what people can do then."""
     free = int(_USABLE * available(device))
     if needed > free:
-        words = f"{what} needs {decimal(needed)} of memory, and {decimal(free)} are free"
+        words = (
+            f"{what} needs {decimal(needed)} of memory, and {decimal(free)} are free"
+        )
         raise InputError(f"{words}: {instead}" if instead else words)
 
 
 def memory_of_a_pass(device: str | torch.device, weights: int) -> int:
     """Return how many bytes one pass of a model may take besides its `weights` (in bytes).
 
-    A pass may take a small share of what the weights take; of a small model, enough for a useful
-    number of texts; and never more than a share of the free memory.
+    A pass may take a small share of what the weights take; of a small model, enough for
+    a useful number of texts; and never more than a share of the free memory.
     """
     wanted = max(_PASS_OF_SMALL_MODEL, int(_PASS_PER_WEIGHTS * weights))
     return min(int(_PASS * available(device)), wanted)
@@ -68,7 +73,8 @@ def expect_device(name: str | torch.device) -> None:
         device = torch.device(name)
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError) as error:
-        # No such device, a full one, or "meta"; a torch without CUDA raises an AssertionError.
+        # No such device, a full one, or "meta"; a torch without CUDA raises an
+        # AssertionError.
         raise refusal from error
     if device.type == "cpu" and device.index:  # torch accepts cpu:99 as the CPU
         raise refusal
@@ -77,7 +83,8 @@ def expect_device(name: str | torch.device) -> None:
 def device_of(asked: str, worker: int, gpus: int | None = None) -> str:
     """Return the device for the worker of this number on its machine.
 
-    If there are several GPUs, `cuda` spreads workers over them; any other name stays as it is.
+    If there are several GPUs, `cuda` spreads workers over them; any other name stays as
+    it is.
     """
     import torch
 
@@ -85,14 +92,19 @@ def device_of(asked: str, worker: int, gpus: int | None = None) -> str:
     return f"cuda:{worker % gpus}" if asked == "cuda" and gpus > 1 else asked
 
 
-# The threads of one operation wait for each other at its end. On a small matrix, waiting costs most
-# of the gain, and on a busy machine one delayed thread holds up all others. So small models run on
-# one thread, and large ones on as many as torch chooses, unless people chose a number themselves.
+# The threads of one operation wait for each other at its end. On a small matrix,
+# waiting costs most of the gain, and on a busy machine one delayed thread holds up all
+# others. So small models run on one thread, and large ones on as many as torch chooses,
+# unless people chose a number themselves.
 
-# Several threads are used from a largest matrix of so many numbers on: 512 by 512. The classifier
-# that ships with Keyhole has a quarter of that, all-MiniLM-L6-v2 more than twice as much.
+# Several threads are used from a largest matrix of so many numbers on: 512 by 512. The
+# classifier that ships with Keyhole has a quarter of that, all-MiniLM-L6-v2 more than
+# twice as much.
 LARGE = 2**18
-_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # by which people choose for all programs
+_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+)  # by which people choose for all programs
 
 
 @contextmanager
@@ -120,7 +132,8 @@ def is_chosen(threads: int) -> bool:
         return True
     import torch
 
-    # By itself, torch takes a thread for each core of the machine, or of those of this process.
+    # By itself, torch takes a thread for each core of the machine, or of those of this
+    # process.
     cores = {torch.get_num_interop_threads()}
     if hasattr(os, "sched_getaffinity"):  # not on every system
         cores.add(len(os.sched_getaffinity(0)))
@@ -131,7 +144,9 @@ def largest_matrix(model: nn.Module) -> int:
     """Return the size of the largest matrix that a model multiplies by; embeddings do not count."""
     from torch import nn
 
-    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    tables = {
+        module.weight for module in model.modules() if isinstance(module, nn.Embedding)
+    }
     sizes = (
         parameter.shape[-2:].numel()
         for parameter in model.parameters()

@@ -1,9 +1,10 @@
 """Least squares with the same digits in every run, and L-BFGS for batches of problems.
 
-An attack whose queries follow from a solve must ask the same ones when it is run again, or a ledger
-pays twice. The default driver of `torch.linalg.lstsq` returns different last digits from call to
-call. A QR factorisation does not, and is enough for most systems. Those near rank deficiency go to
-a driver that is just as deterministic, but ten times slower, and that crashes on NaN.
+An attack whose queries follow from a solve must ask the same ones when it is run again,
+or a ledger pays twice. The default driver of `torch.linalg.lstsq` returns different
+last digits from call to call. A QR factorisation does not, and is enough for most
+systems. Those near rank deficiency go to a driver that is just as deterministic, but
+ten times slower, and that crashes on NaN.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ _DEPENDENT = 1e-10
 def with_ridge(square: Tensor, share: float = 1e-5) -> Tensor:
     """Return a Gram matrix with `share` of its mean diagonal added to its diagonal.
 
-    If the matrix is zero, 1 is added, so that the solution is 0. That happens if nothing differs
-    from its mean, as in a model whose tokens all have the same embedding.
+    If the matrix is zero, 1 is added, so that the solution is 0. That happens if
+    nothing differs from its mean, as in a model whose tokens all have the same
+    embedding.
     """
     size = share * square.diagonal().mean()
-    return square + torch.where(size == 0, 1.0, size) * torch.eye(len(square)).to(square)
+    return square + torch.where(size == 0, 1.0, size) * torch.eye(len(square)).to(
+        square
+    )
 
 
 def least_squares(A: Tensor, B: Tensor, rcond: float | None = None) -> Tensor:
@@ -37,19 +41,24 @@ def least_squares(A: Tensor, B: Tensor, rcond: float | None = None) -> Tensor:
         Q, R = torch.linalg.qr(A)
         pivots = R.diagonal().abs()
         if bool(pivots.min() > _DEPENDENT * pivots.max()):
-            return torch.linalg.solve_triangular(R, Q.mT @ B.reshape(len(A), -1), upper=True)
-    found = torch.linalg.lstsq(A.to("cpu"), B.to("cpu"), rcond=rcond, driver="gelsd").solution
+            return torch.linalg.solve_triangular(
+                R, Q.mT @ B.reshape(len(A), -1), upper=True
+            )
+    found = torch.linalg.lstsq(
+        A.to("cpu"), B.to("cpu"), rcond=rcond, driver="gelsd"
+    ).solution
     return found.to(A.device)  # solved on the CPU because GPUs do not have this driver
 
 
 # The two-loop recursion of L-BFGS (Nocedal 1980), batched over independent problems.
 #
-# It computes H ∇, where the pairs s = Δx, y = Δ∇, oldest first, build the estimate H of the inverse
-# Hessian from H₀ = scale·I:
+# It computes H ∇, where the pairs s = Δx, y = Δ∇, oldest first, build the estimate H of
+# the inverse Hessian from H₀ = scale·I:
 #
 #     H ← (I − ρ s yᵀ) H (I − ρ y sᵀ) + ρ s sᵀ,   ρ = 1 / sᵀy.
 #
-# A pair of weight ρ = 0 changes nothing, so a problem can skip a pair that others of its batch use.
+# A pair of weight ρ = 0 changes nothing, so a problem can skip a pair that others of
+# its batch use.
 
 Pair = tuple[Tensor, Tensor, Tensor]  # s (b, m), y (b, m), ρ (b,)
 
@@ -74,9 +83,10 @@ Objective = Callable[[Tensor], tuple[Tensor, Tensor]]
 class BatchedLBFGS:
     """Minimise `objective(z) -> (losses (b,), gradients like z)` from z (b, m).
 
-    The problems of a batch are independent, and each has its own pairs. A step costs one evaluation
-    of the whole batch. If it makes a problem worse, it is undone for that problem, whose next step
-    goes a quarter of the way. Problems can leave the batch between steps.
+    The problems of a batch are independent, and each has its own pairs. A step costs
+    one evaluation of the whole batch. If it makes a problem worse, it is undone for
+    that problem, whose next step goes a quarter of the way. Problems can leave the
+    batch between steps.
     """
 
     z: Tensor
@@ -95,7 +105,10 @@ class BatchedLBFGS:
             self._reach = torch.ones_like(self.loss)
             self._started = True
             return
-        move = -two_loops(self._gradient, self._pairs, self._scale()) * self._reach[:, None]
+        move = (
+            -two_loops(self._gradient, self._pairs, self._scale())
+            * self._reach[:, None]
+        )
         loss, gradient = objective(self.z + move)
         better = (loss < self.loss) & loss.isfinite()
         self._remember(move, gradient - self._gradient, loss.isfinite())
@@ -108,7 +121,8 @@ class BatchedLBFGS:
         """Keep only the problems that are `chosen` (b,)."""
         self.z = self.z[chosen]
         if self._started:
-            self.loss, self._gradient = self.loss[chosen], self._gradient[chosen]
+            self.loss = self.loss[chosen]
+            self._gradient = self._gradient[chosen]
             self._reach = self._reach[chosen]
             self._pairs = [(s[chosen], y[chosen], r[chosen]) for s, y, r in self._pairs]
 
@@ -125,5 +139,7 @@ class BatchedLBFGS:
         scale = self.first / self._gradient.norm(dim=-1).clamp(min=1e-30)
         for _, y, inverse in self._pairs:
             square = y.square().sum(-1)
-            scale = torch.where(inverse > 0, 1 / (inverse * square).clamp(min=1e-30), scale)
+            scale = torch.where(
+                inverse > 0, 1 / (inverse * square).clamp(min=1e-30), scale
+            )
         return scale

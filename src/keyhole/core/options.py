@@ -2,9 +2,10 @@
 
     flips: int = option(12, "How many of a classifier's answers to try to flip.", DATA)
 
-Options are fields of a frozen dataclass, from which the command line, fleet files, Python and the
-journal derive. The hyperparameters of a method are the fields of its own dataclass; `settings`
-reads them from words of the form `name=value`, each by the type of its field.
+Options are fields of a frozen dataclass, from which the command line, fleet files,
+Python and the journal derive. The hyperparameters of a method are the fields of its own
+dataclass; `settings` reads them from words of the form `name=value`, each by the type
+of its field.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from keyhole.core.errors import InputError
 
-TARGET, DATA, CHECKS = "Target", "Data", "What to check"
-OUTPUT, ENDPOINT, SCALE = "Output and gate", "Endpoint", "Scale"
+TARGET = "Target"
+DATA = "Data"
+CHECKS = "What to check"
+OUTPUT = "Output and gate"
+ENDPOINT = "Endpoint"
+SCALE = "Scale"
 
 T = TypeVar("T")
 
@@ -29,8 +34,8 @@ T = TypeVar("T")
 class Option:
     """An option: its help, how it is read, and the name, type and default of its field.
 
-    `file` marks the name of a file, which a fleet file gives relative to its own folder. `parse`
-    reads the value where the field's type does not say how.
+    `file` marks the name of a file, which a fleet file gives relative to its own
+    folder. `parse` reads the value where the field's type does not say how.
     """
 
     help: str
@@ -53,7 +58,9 @@ def option(
     parse: Callable[[str], Any] | None = None,
 ) -> T:
     """Declare a field of a dataclass as an option."""
-    about = Option(help, group, "FILE" if file and metavar is None else metavar, file, parse)
+    about = Option(
+        help, group, "FILE" if file and metavar is None else metavar, file, parse
+    )
     return dataclasses.field(default=default, metadata={"option": about})
 
 
@@ -66,18 +73,24 @@ def declared(field: dataclasses.Field[Any], name: str, type_: Any) -> Option | N
 def options_of(options: type[Any]) -> dict[str, Option]:
     """Return the options that a dataclass declares, by name."""
     hints = get_type_hints(options)
-    found = (declared(field, field.name, hints[field.name]) for field in fields(options))
+    found = (
+        declared(field, field.name, hints[field.name]) for field in fields(options)
+    )
     return {option.name: option for option in found if option}
 
 
-def settings(words: Sequence[str] | None, types_: Mapping[str, Any], owner: str) -> dict[str, Any]:
+def settings(
+    words: Sequence[str] | None, types_: Mapping[str, Any], owner: str
+) -> dict[str, Any]:
     """Read words `name=value`; `types_` are the types by name, and `owner` is what has them."""
     values: dict[str, Any] = {}
     for word in words or ():
         name, mark, value = word.partition("=")
         name = name.strip().replace("-", "_")
         if not mark:
-            raise InputError(f"options are given as NAME=VALUE; {word[:80]!r} has no value")
+            raise InputError(
+                f"options are given as NAME=VALUE; {word[:80]!r} has no value"
+            )
         if name not in types_:
             known = f"it has {', '.join(types_)}" if types_ else "it has none"
             raise InputError(f"{owner} has no option {name[:40]!r}: {known}")
@@ -89,7 +102,9 @@ def settings(words: Sequence[str] | None, types_: Mapping[str, Any], owner: str)
 
 def types_of(takes: Callable[..., Any], hidden: Sequence[str] = ()) -> dict[str, Any]:
     """Return the parameters of a function or class that a word can set, with their types."""
-    hints = get_type_hints(getattr(takes, "func", takes))  # of a partial, those of its function
+    hints = get_type_hints(
+        getattr(takes, "func", takes)
+    )  # of a partial, those of its function
     return {
         name: hints[name]
         for name in inspect.signature(takes).parameters
@@ -100,7 +115,11 @@ def types_of(takes: Callable[..., Any], hidden: Sequence[str] = ()) -> dict[str,
 def _alternatives(type_: Any) -> list[Any]:
     """Return the types in a union, except None; any other type is its own alternative."""
     union = get_origin(type_) in (Union, types.UnionType)
-    return [kind for kind in (get_args(type_) if union else (type_,)) if kind is not type(None)]
+    return [
+        kind
+        for kind in (get_args(type_) if union else (type_,))
+        if kind is not type(None)
+    ]
 
 
 def _simple(type_: Any) -> bool:
@@ -125,7 +144,9 @@ def _value(word: str, type_: Any, name: str) -> Any:
                 return known[word]
             expected.append(" or ".join(known))
         elif get_origin(kind) is tuple:
-            return tuple(_value(part, get_args(kind)[0], name) for part in word.split(","))
+            return tuple(
+                _value(part, get_args(kind)[0], name) for part in word.split(",")
+            )
         elif kind is bool:
             if word.lower() in ("true", "false"):
                 return word.lower() == "true"

@@ -1,9 +1,10 @@
 """Reports of progress, of one form for all attacks, searches, sweeps and trainings.
 
-A function that works for long takes a `progress` and calls it with the count done, the total and a
-note. A function whose work has several parts takes a `track` and asks it for a `progress` for each
-part. The defaults ignore all reports. The track of a command's own name counts its parts, as its
-overall bar. Where a run resumes, its first report says how much an earlier run had done.
+A function that works for long takes a `progress` and calls it with the count done, the
+total and a note. A function whose work has several parts takes a `track` and asks it
+for a `progress` for each part. The defaults ignore all reports. The track of a
+command's own name counts its parts, as its overall bar. Where a run resumes, its first
+report says how much an earlier run had done.
 
 `ProgressState` adds such reports up; cli/bars.py shows it as a bar or as lines.
 """
@@ -47,9 +48,10 @@ def untracked(name: str, total: int | None = None) -> Progress:  # noqa: ARG001
 class ProgressState:
     """The progress of one piece of work, which never decreases and ends at 100%.
 
-    It is called as a `Progress`, and also takes the seconds left. After each report it calls
-    `changed` with whether the count rose. The time left follows from the rate since the first
-    report, because whatever was done before that may come from an earlier run.
+    It is called as a `Progress`, and also takes the seconds left. After each report it
+    calls `changed` with whether the count rose. The time left follows from the rate
+    since the first report, because whatever was done before that may come from an
+    earlier run.
     """
 
     def __init__(
@@ -59,11 +61,17 @@ class ProgressState:
         unit: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name, self.total, self.unit = name, total, unit
-        self.done, self.note, self.ended = 0, "", False
+        self.name = name
+        self.total = total
+        self.unit = unit
+        self.done = 0
+        self.note = ""
+        self.ended = False
         self._clock, self._began, self._share = clock, clock(), 0.0
         self._first: tuple[float, int] | None = None
-        self._left: tuple[float, float] | None = None  # when it was reported, and the seconds
+        self._left: tuple[float, float] | None = (
+            None  # when it was reported, and the seconds
+        )
         self.changed: Callable[[bool], object] = bool
 
     def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
@@ -77,10 +85,13 @@ class ProgressState:
     def report(self, done: int, total: int | None = None, note: str = "") -> bool:
         """Take in a report; return whether more is done than before."""
         rose = done > self.done
-        self.done, self.note = max(done, self.done), note or self.note
+        self.done = max(done, self.done)
+        self.note = note or self.note
         self.total = self.total if total is None else total
         if self.total is not None:
-            self.total = max(self.total, self.done)  # an attack may need more than was expected
+            self.total = max(
+                self.total, self.done
+            )  # an attack may need more than was expected
             self._share = max(self._share, self.done / max(1, self.total))
         if self._first is None:
             self._first = self._clock(), self.done
@@ -88,7 +99,9 @@ class ProgressState:
 
     def end(self) -> None:
         """Mark the work as complete, even if less of it was needed than expected."""
-        self.total, self.ended, self._share = self.done, True, 1.0
+        self.total = self.done
+        self.ended = True
+        self._share = 1.0
 
     @property
     def share(self) -> float | None:
@@ -125,8 +138,13 @@ class ProgressState:
     def words(self, now: str = "", *, timed: bool = True) -> str:
         """Return everything in one line; `now` describes the part that is running."""
         # A count without a unit takes it from the note: 12 of 256 starts.
-        counted = [self.count, self.note] if self.unit else [f"{self.count} {self.note}".strip()]
-        parts = ", ".join(part for part in (*counted, now, self.time if timed else "") if part)
+        if self.unit:
+            counted = [self.count, self.note]
+        else:
+            counted = [f"{self.count} {self.note}".strip()]
+        parts = ", ".join(
+            part for part in (*counted, now, self.time if timed else "") if part
+        )
         return f"{self.name}: {parts}" if parts else self.name
 
 

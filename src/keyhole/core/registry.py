@@ -1,12 +1,14 @@
 """A list of methods for each package, from which commands, audit and documents derive.
 
-To add a method, write one file that holds it and one entry in its package's `registry.py`:
+To add a method, write one file that holds it and one entry in its package's
+`registry.py`:
 
-    Entry("low-rank", LowRank, rows=(Row(Exposure("KH-WEIGHTS-SCORES", "low-rank"), …),)),
+    Entry("low-rank", LowRank, rows=(Row(Exposure("KH-WEIGHTS-SCORES", "low-rank"),
+    …),)),
 
-`make` is the method's class, or a function that returns one. Its parameters are the options that
-people may set; an unknown option is refused, not ignored. `rows` say what the audit tries the
-method on, in a form that each package chooses.
+`make` is the method's class, or a function that returns one. Its parameters are the
+options that people may set; an unknown option is refused, not ignored. `rows` say what
+the audit tries the method on, in a form that each package chooses.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class Entry(Generic[Method, Row]):
     name: str
     make: Callable[..., Method]
     rows: tuple[Row, ...] = ()
-    method: type[Method] | None = None  # the class that `make` returns if it is a function
+    method: type[Method] | None = (
+        None  # the class that `make` returns if it is a function
+    )
     note: str = ""  # describes the method if its module holds several
 
     @property
@@ -58,22 +62,30 @@ class Registry(dict[str, Entry[Method, Row]]):
         super().__init__({entry.name: entry for entry in entries})
 
     def __missing__(self, name: str) -> Entry[Method, Row]:
-        raise InputError(f"there is no method {name[:40]!r}: choose among {', '.join(self)}")
+        raise InputError(
+            f"there is no method {name[:40]!r}: choose among {', '.join(self)}"
+        )
 
     def add(self, entry: Entry[Method, Row]) -> None:
         """Add a method, for example from another package."""
         if entry.name in self:
-            raise InputError(f"there is already a method {entry.name}: choose another name")
+            raise InputError(
+                f"there is already a method {entry.name}: choose another name"
+            )
         self[entry.name] = entry
 
-    def resolve(self, method: str | Method, seed: int | None = None, **options: Any) -> Method:
+    def resolve(
+        self, method: str | Method, seed: int | None = None, **options: Any
+    ) -> Method:
         """Return the method of this name, or a method that is already made, without options."""
         if isinstance(method, str):
             return self.make(method, seed=seed, **options)
         for option, value in options.items():
             if value is not None:
                 name = type(method).__name__
-                raise InputError(f"{option} must be set on the {name} given, not next to it")
+                raise InputError(
+                    f"{option} must be set on the {name} given, not next to it"
+                )
         return method
 
     def make(self, name: str, **options: Any) -> Method:
@@ -81,10 +93,14 @@ class Registry(dict[str, Entry[Method, Row]]):
         entry = self[name]
         if options.get("seed") is not None:
             expect_seed(options["seed"])
-        given = {option: value for option, value in options.items() if value is not None}
+        given = {
+            option: value for option, value in options.items() if value is not None
+        }
         for option in given:
             if option not in entry.options:
-                takers = [other.name for other in self.values() if option in other.options]
+                takers = [
+                    other.name for other in self.values() if option in other.options
+                ]
                 others = f": it belongs to {', '.join(takers)}" if takers else ""
                 raise InputError(f"{name} has no option {option}{others}")
         for option, parameter in inspect.signature(entry.make).parameters.items():

@@ -1,7 +1,7 @@
 """The base of all results: a summary for people, and a JSON file that can be loaded again.
 
-`Result.save` writes it and `load` reads it back. Files are not trusted: `restored` makes a
-dataclass of JSON data and checks the type of every field.
+`Result.save` writes it and `load` reads it back. Files are not trusted: `restored`
+makes a dataclass of JSON data and checks the type of every field.
 """
 
 from __future__ import annotations
@@ -41,12 +41,14 @@ if TYPE_CHECKING:
 class Result(ABC):
     """The result of an attack, a training or an audit.
 
-    A result is a frozen dataclass with a `summary`. One that holds tensors also overrides
-    `contents`, `tensors` and `restore`.
+    A result is a frozen dataclass with a `summary`. One that holds tensors also
+    overrides `contents`, `tensors` and `restore`.
     """
 
     kind: ClassVar[str]
-    tensors_key: ClassVar[str] = "tensors"  # the JSON key of the name of the file with the tensors
+    tensors_key: ClassVar[str] = (
+        "tensors"  # the JSON key of the name of the file with the tensors
+    )
 
     def contents(self) -> dict[str, Any]:
         """Return everything but tensors, as plain data for JSON."""
@@ -73,11 +75,15 @@ class Result(ABC):
         return {"format": FORMAT, "kind": self.kind, **self.contents()}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any], tensors: Mapping[str, Tensor] | None = None) -> Self:
+    def from_dict(
+        cls, data: dict[str, Any], tensors: Mapping[str, Tensor] | None = None
+    ) -> Self:
         """Read what `to_dict` wrote, or raise an InputError."""
         expect_format(data.get("format"))
         if data.get("kind") != cls.kind:
-            raise InputError(f"expected a saved {cls.kind}, got {str(data.get('kind'))[:40]}")
+            raise InputError(
+                f"expected a saved {cls.kind}, got {str(data.get('kind'))[:40]}"
+            )
         try:
             return cls.restore(data, tensors or {})
         except InputError as error:
@@ -87,7 +93,9 @@ class Result(ABC):
 
     def save(self, path: str | Path) -> None:
         """Write `path` (JSON) and, if there are tensors, a .safetensors file next to it."""
-        path, data, tensors = Path(path), self.to_dict(), self.tensors()
+        path = Path(path)
+        data = self.to_dict()
+        tensors = self.tensors()
         if tensors:
             file = path.with_suffix(".safetensors")
             write_tensors(file, tensors, self.metadata())
@@ -105,7 +113,8 @@ class Result(ABC):
         tensors: dict[str, Tensor] = {}
         if isinstance(data.get(cls.tensors_key), str):
             about, tensors = read_tensors(
-                path.parent / str(data[cls.tensors_key]), f"the {cls.tensors_key} next to {path}"
+                path.parent / str(data[cls.tensors_key]),
+                f"the {cls.tensors_key} next to {path}",
             )
             data["metadata"] = about
         try:
@@ -119,7 +128,8 @@ FORMAT = 1  # of the JSON files
 
 def environment() -> dict[str, str]:
     """Return what somebody needs to know to reproduce the figures."""
-    import torch  # on demand, because it takes seconds to load and loaded results do not need it
+    # on demand, because it takes seconds to load and loaded results do not need it
+    import torch
 
     return {
         "keyhole": __version__,
@@ -151,7 +161,9 @@ def read(path: str | Path) -> dict[str, Any]:
 
 def expect_format(version: object, where: str = "") -> None:
     if version != FORMAT or isinstance(version, bool):
-        raise InputError(f"this Keyhole reads format {FORMAT}, not {str(version)[:40]}{where}")
+        raise InputError(
+            f"this Keyhole reads format {FORMAT}, not {str(version)[:40]}{where}"
+        )
 
 
 T = TypeVar("T")
@@ -162,9 +174,10 @@ def restored(
 ) -> T:
     """Make a dataclass from untrusted JSON data, with a check of every field's type.
 
-    Lists become tuples and strings become members of enumerations where a field's type asks for
-    that. An integer is accepted as a float, but not the other way round. `more` allows keys that
-    are no fields. `made` are values of fields that are used as they are.
+    Lists become tuples and strings become members of enumerations where a field's type
+    asks for that. An integer is accepted as a float, but not the other way round.
+    `more` allows keys that are no fields. `made` are values of fields that are used as
+    they are.
     """
     if not isinstance(data, Mapping):
         raise _wrong_type(where or kind.__name__, "an object", data)
@@ -175,7 +188,8 @@ def restored(
         raise InputError(
             f"{where or kind.__name__} has no field {unknown[0]}: it has {', '.join(known)}"
         )
-    hints, values = get_type_hints(kind), dict[str, Any](made)
+    hints = get_type_hints(kind)
+    values = dict[str, Any](made)
     for name, field in known.items():
         place = f"{where}.{name}" if where else name
         if name in made:
@@ -189,7 +203,8 @@ def restored(
 
 def typed(kind: Any, value: Any, where: str) -> Any:
     """Return `value` as a field of type `kind` holds it, or raise an InputError."""
-    origin, inner = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    inner = get_args(kind)
     if kind is Any:
         return value
     if origin in (Union, UnionType):
@@ -205,11 +220,17 @@ def typed(kind: Any, value: Any, where: str) -> Any:
         if not isinstance(value, dict):
             raise _wrong_type(where, "an object", value)
         items = cast("dict[str, Any]", value)
-        return {key: typed(inner[1], part, f"{where}.{key}") for key, part in items.items()}
+        return {
+            key: typed(inner[1], part, f"{where}.{key}") for key, part in items.items()
+        }
     if is_dataclass(kind):
-        inside = cast("type[Any]", kind)  # a result also writes figures that are no fields
+        inside = cast(
+            "type[Any]", kind
+        )  # a result also writes figures that are no fields
         return restored(inside, value, where, more=issubclass(inside, Result))
-    if isinstance(kind, type) and issubclass(kind, tuple):  # a NamedTuple, which is a list in JSON
+    if isinstance(kind, type) and issubclass(
+        kind, tuple
+    ):  # a NamedTuple, which is a list in JSON
         named = cast("Any", kind)
         return named(*_tuple(tuple(get_type_hints(named).values()), value, where))
     if origin is Literal:
@@ -230,15 +251,24 @@ def _tuple(inner: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
         raise _wrong_type(where, "a list", value)
     items = cast("list[Any]", value)
     if len(inner) == 2 and inner[1] is ...:
-        return tuple(typed(inner[0], item, f"{where}[{n}]") for n, item in enumerate(items))
+        return tuple(
+            typed(inner[0], item, f"{where}[{n}]") for n, item in enumerate(items)
+        )
     if len(items) != len(inner):
         raise _wrong_type(where, f"a list of {len(inner)}", value)
     pairs = zip(inner, items, strict=True)
-    return tuple(typed(part, item, f"{where}[{n}]") for n, (part, item) in enumerate(pairs))
+    return tuple(
+        typed(part, item, f"{where}[{n}]") for n, (part, item) in enumerate(pairs)
+    )
 
 
 def _plain(kind: Any, value: Any, where: str) -> Any:
-    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    names = {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+    }
     if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
         try:
             number = float(value)

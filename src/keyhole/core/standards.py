@@ -1,9 +1,9 @@
 """Entries of public security frameworks that rules refer to, with the edition of each framework.
 
-All are taken from the frameworks' own sources: the OWASP Top 10 for LLM Applications (2025, and
-2026, which renumbers most entries), OWASP AISVS 1.0 (which froze the identifiers that its drafts
-still changed), MITRE ATLAS 5.6.0 and CWE 4.20. A rule refers to an entry only if both are about the
-same thing.
+All are taken from the frameworks' own sources: the OWASP Top 10 for LLM Applications
+(2025, and 2026, which renumbers most entries), OWASP AISVS 1.0 (which froze the
+identifiers that its drafts still changed), MITRE ATLAS 5.6.0 and CWE 4.20. A rule
+refers to an entry only if both are about the same thing.
 """
 
 from __future__ import annotations
@@ -26,15 +26,25 @@ class Framework:
 
 
 OWASP_2026 = Framework(
-    "owasp", "OWASP Top 10 for LLM Applications 2026", "2026", "OWASP",
+    "owasp",
+    "OWASP Top 10 for LLM Applications 2026",
+    "2026",
+    "OWASP",
     "https://github.com/GenAI-Security-Project/GenAI-LLM-Top10/tree/main/2026/final",
-)  # fmt: skip
+)
 OWASP_2025 = Framework(
-    "owasp", "OWASP Top 10 for LLM Applications 2025", "2025", "OWASP",
+    "owasp",
+    "OWASP Top 10 for LLM Applications 2025",
+    "2025",
+    "OWASP",
     "https://genai.owasp.org/llm-top-10/",
-)  # fmt: skip
+)
 AISVS = Framework(
-    "aisvs", "OWASP AISVS", "1.0", "OWASP", "https://github.com/OWASP/AISVS/tree/main/1.0/en"
+    "aisvs",
+    "OWASP AISVS",
+    "1.0",
+    "OWASP",
+    "https://github.com/OWASP/AISVS/tree/main/1.0/en",
 )
 ATLAS = Framework("atlas", "MITRE ATLAS", "5.6.0", "MITRE", "https://atlas.mitre.org")
 CWE = Framework("cwe", "CWE", "4.20", "MITRE", "https://cwe.mitre.org")
@@ -63,22 +73,35 @@ VECTORS = (
     Standard(OWASP_2026, "LLM09:2026", "Vector and Embedding Weaknesses"),
     Standard(OWASP_2025, "LLM08:2025", "Vector and Embedding Weaknesses"),
 )
-CONSUMPTION = (  # its examples include model extraction through an API and log-probabilities
+# its examples include model extraction through an API and log-probabilities
+CONSUMPTION = (
     Standard(OWASP_2026, "LLM06:2026", "Unbounded Consumption"),
     Standard(OWASP_2025, "LLM10:2025", "Unbounded Consumption"),
 )
-ACCESS_CONTROLS = Standard(AISVS, "v1.0-C5.2.1", "Access controls on AI resources, default-deny")
-MASKED_FIELDS = Standard(AISVS, "v1.0-C8.2.1", "Sensitive fields are masked before embedding")
+ACCESS_CONTROLS = Standard(
+    AISVS, "v1.0-C5.2.1", "Access controls on AI resources, default-deny"
+)
+MASKED_FIELDS = Standard(
+    AISVS, "v1.0-C8.2.1", "Sensitive fields are masked before embedding"
+)
 TESTED = Standard(AISVS, "v1.0-C11.1.3", "Evaluation against known adversarial attacks")
 HARDENED = Standard(AISVS, "v1.0-C11.1.4", "Hardening against adversarial inputs")
-RATES = Standard(AISVS, "v1.0-C11.2.2", "Rate limits sized to the extraction threat model")
+RATES = Standard(
+    AISVS, "v1.0-C11.2.2", "Rate limits sized to the extraction threat model"
+)
 RAW_OUTPUTS = Standard(AISVS, "v1.0-C11.3.2", "Raw model outputs are not exposed")
 EXFILTRATION = Standard(
     ATLAS, "AML.T0024", "Exfiltration via AI Inference API", "/techniques/AML.T0024"
 )
-INVERT = Standard(ATLAS, "AML.T0024.001", "Invert AI Model", "/techniques/AML.T0024.001")
-EXTRACT = Standard(ATLAS, "AML.T0024.002", "Extract AI Model", "/techniques/AML.T0024.002")
-FILES = Standard(ATLAS, "AML.T0025", "Exfiltration via Cyber Means", "/techniques/AML.T0025")
+INVERT = Standard(
+    ATLAS, "AML.T0024.001", "Invert AI Model", "/techniques/AML.T0024.001"
+)
+EXTRACT = Standard(
+    ATLAS, "AML.T0024.002", "Extract AI Model", "/techniques/AML.T0024.002"
+)
+FILES = Standard(
+    ATLAS, "AML.T0025", "Exfiltration via Cyber Means", "/techniques/AML.T0025"
+)
 
 
 def _cwe(number: int, name: str) -> Standard:
@@ -89,7 +112,9 @@ EXPOSED = _cwe(200, "Exposure of Sensitive Information to an Unauthorized Actor"
 NO_LOGIN = _cwe(306, "Missing Authentication for Critical Function")
 CLEARTEXT = _cwe(312, "Cleartext Storage of Sensitive Information")
 LOGGED = _cwe(532, "Insertion of Sensitive Information into Log File")
-CROSS_DOMAIN = _cwe(942, "Permissive Cross-domain Security Policy with Untrusted Domains")
+CROSS_DOMAIN = _cwe(
+    942, "Permissive Cross-domain Security Policy with Untrusted Domains"
+)
 PERTURBED = _cwe(
     1039,
     "Inadequate Detection or Handling of Adversarial Input Perturbations in Automated Recognition "
@@ -110,7 +135,9 @@ ANY_ORIGIN = (*LLM02, CROSS_DOMAIN)
 COUNTS_SHOWN = (EXPOSED,)
 
 
-def frameworks(rules: Iterable[tuple[Standard, ...]]) -> dict[Framework, list[Standard]]:
+def frameworks(
+    rules: Iterable[tuple[Standard, ...]],
+) -> dict[Framework, list[Standard]]:
     """Return the entries that rules refer to, by framework, sorted by id."""
     named = {standard for standards in rules for standard in standards}
     ordered = sorted(named, key=lambda standard: standard.id)
@@ -120,17 +147,28 @@ def frameworks(rules: Iterable[tuple[Standard, ...]]) -> dict[Framework, list[St
     }
 
 
-def expect_standard(key: str, word: str, known: Mapping[str, tuple[Standard, ...]]) -> set[str]:
+def expect_standard(
+    key: str, word: str, known: Mapping[str, tuple[Standard, ...]]
+) -> set[str]:
     """Return the rules under an entry of a framework; `known` are the standards of each rule.
 
     An id may leave out the edition if all editions have it.
     """
     editions = [framework.version for framework in FRAMEWORKS if framework.key == key]
-    ids = {s.id for standards in known.values() for s in standards if s.framework.key == key}
+    ids = {
+        s.id
+        for standards in known.values()
+        for s in standards
+        if s.framework.key == key
+    }
     in_all_editions = {f"{word}:{edition}" for edition in editions}
     wanted = {word} if word in ids else in_all_editions
     if not wanted <= ids:
         raise InputError(
             f"no rule is about {key} {word[:40]}: choose among {', '.join(sorted(ids))}"
         )
-    return {rule for rule, standards in known.items() if any(s.id in wanted for s in standards)}
+    return {
+        rule
+        for rule, standards in known.items()
+        if any(s.id in wanted for s in standards)
+    }

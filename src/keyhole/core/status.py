@@ -57,9 +57,10 @@ class Unsuccessful(Exception):
 class Outcome(StrEnum):
     """What a status means for whoever has to decide.
 
-    `KEPT` means that an attack ran to its end without the secret: it was not found (unsolved), or
-    cannot be found (not identifiable). It is no proof of safety. A search for the text behind one
-    vector only ever ends at its budget, so one that found nothing counts as `UNCHECKED`.
+    `KEPT` means that an attack ran to its end without the secret: it was not found
+    (unsolved), or cannot be found (not identifiable). It is no proof of safety. A
+    search for the text behind one vector only ever ends at its budget, so one that
+    found nothing counts as `UNCHECKED`.
     """
 
     GIVEN_AWAY = "given away"
@@ -88,10 +89,14 @@ OUTCOMES = {
 def exit_code(statuses: Iterable[Status | Outcome]) -> int:
     """Return the exit code of a command that checked all of these.
 
-    1 if anything was given away or a way to it is open; otherwise 3 if anything could not be
-    checked or nothing was checked; otherwise 0. (2 is for wrong input, which has no status.)
+    1 if anything was given away or a way to it is open; otherwise 3 if anything could
+    not be checked or nothing was checked; otherwise 0. (2 is for wrong input, which has
+    no status.)
     """
-    outcomes = [OUTCOMES[status] if isinstance(status, Status) else status for status in statuses]
+    outcomes = [
+        OUTCOMES[status] if isinstance(status, Status) else status
+        for status in statuses
+    ]
     if Outcome.GIVEN_AWAY in outcomes or Outcome.EXPOSED in outcomes:
         return 1
     return 3 if not outcomes or Outcome.UNCHECKED in outcomes else 0

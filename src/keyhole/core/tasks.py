@@ -1,12 +1,14 @@
 """A runner for tasks, in this process, in processes of our own, or on a Dask cluster.
 
-`Runner.add` takes tasks, and `run` yields each as `Done` with its value or its exception.
+`Runner.add` takes tasks, and `run` yields each as `Done` with its value or its
+exception.
 
-A worker is a process, or a worker of a Dask cluster, which may come and go. It runs one task at a
-time. Tasks start in order, and may be added while others run.
+A worker is a process, or a worker of a Dask cluster, which may come and go. It runs one
+task at a time. Tasks start in order, and may be added while others run.
 
-If a worker dies, only the task that it was running is run again, at most `attempts` times in all.
-If a task raises an exception, that is the outcome of the task, and the run goes on.
+If a worker dies, only the task that it was running is run again, at most `attempts`
+times in all. If a task raises an exception, that is the outcome of the task, and the
+run goes on.
 """
 
 from __future__ import annotations
@@ -84,7 +86,9 @@ class Runner:
             self._workers = [Worker(0, workers, slots=MOST_PROCESSES)]
         elif not isinstance(workers, str):
             executor = InProcess() if workers == 0 else None
-            self._workers = [Worker(number, executor) for number in range(max(1, workers))]
+            self._workers = [
+                Worker(number, executor) for number in range(max(1, workers))
+            ]
         self._cluster: Cluster | None = None
         self._resources = ExitStack()
         self._waiting: deque[Task] = deque()
@@ -159,7 +163,9 @@ class Runner:
         if self._cluster is None or (self._workers and now - self._polled < _POLL):
             return
         self._polled = now
-        present = self._cluster.workers({worker.name: worker.number for worker in self._workers})
+        present = self._cluster.workers(
+            {worker.name: worker.number for worker in self._workers}
+        )
         kept = [worker for worker in self._workers if worker.name in present]
         for future, (worker, task) in list(self._running.items()):
             if worker not in kept:
@@ -180,13 +186,20 @@ class Runner:
 class Worker:
     """A worker with its number on its machine, and the executor that runs its tasks.
 
-    Without an executor it starts a process of its own on demand, and again after that died.
+    Without an executor it starts a process of its own on demand, and again after that
+    died.
     """
 
     def __init__(
-        self, number: int, executor: Executor | None = None, name: str = "", slots: int = 1
+        self,
+        number: int,
+        executor: Executor | None = None,
+        name: str = "",
+        slots: int = 1,
     ) -> None:
-        self.number, self.name, self.slots = number, name, slots
+        self.number = number
+        self.name = name
+        self.slots = slots
         self.running = 0
         self._given = executor
         self._own: ProcessPoolExecutor | None = None
@@ -228,7 +241,9 @@ class Worker:
 class InProcess(Executor):
     """An executor that runs tasks at once, in this process."""
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(
+        self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any]:
         future: Future[Any] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
@@ -245,8 +260,9 @@ def _timed(work: Work, number: int) -> tuple[Any, float]:
 def _start_process() -> ProcessPoolExecutor:
     """Start a pool of one process, spawned because torch's threads do not survive a fork.
 
-    The environment limits the process to one thread before it loads torch. A later setting of
-    torch would not reach all libraries below it, whose threads then slow other processes down.
+    The environment limits the process to one thread before it loads torch. A later
+    setting of torch would not reach all libraries below it, whose threads then slow
+    other processes down.
     """
     before = os.environ.get(_THREADS)
     os.environ[_THREADS] = "1"
@@ -283,8 +299,14 @@ def cluster_at(address: str) -> Generator[Cluster]:
     try:
         client: Any = library.Client(address, timeout="10s")
     except (OSError, ValueError, TypeError) as error:
-        kind = KeyholeError if isinstance(error, OSError) else InputError  # a malformed address
-        raise kind(f"no Dask scheduler answers at {address}: {first_line(error)}") from error
+        # a malformed address
+        if isinstance(error, OSError):
+            kind = KeyholeError
+        else:
+            kind = InputError
+        raise kind(
+            f"no Dask scheduler answers at {address}: {first_line(error)}"
+        ) from error
     with client:
         yield Cluster(address, client)
 
@@ -293,27 +315,38 @@ class Cluster:
     """The workers of a Dask cluster, which may come and go."""
 
     def __init__(self, address: str, client: Any) -> None:
-        self.address, self._client = address, client
+        self.address = address
+        self._client = client
         self._devices: dict[str, str] = {}  # the GPUs that each worker may use
 
     def workers(self, numbered: Mapping[str, int]) -> dict[str, int]:
         """Return each worker's number on its machine; those in `numbered` keep their number.
 
-        Workers that share their GPUs count from 0, so that each can take one of them. A worker that
-        has GPUs of its own, as dask-cuda arranges it, has the number 0.
+        Workers that share their GPUs count from 0, so that each can take one of them. A
+        worker that has GPUs of its own, as dask-cuda arranges it, has the number 0.
         """
         try:
             present = sorted(self._client.nthreads())
             unknown = [name for name in present if name not in self._devices]
             if unknown:
-                self._devices |= self._client.run(_visible_gpus, workers=unknown, on_error="ignore")
+                self._devices |= self._client.run(
+                    _visible_gpus, workers=unknown, on_error="ignore"
+                )
         except OSError as error:
-            raise KeyholeError(f"no Dask scheduler answers at {self.address} any more") from error
+            raise KeyholeError(
+                f"no Dask scheduler answers at {self.address} any more"
+            ) from error
         made = {name: number for name, number in numbered.items() if name in present}
         for name in present:
             if name not in made:
-                taken = [made[other] for other in made if self._gpus(other) == self._gpus(name)]
-                made[name] = next(number for number in range(len(taken) + 1) if number not in taken)
+                taken = [
+                    made[other]
+                    for other in made
+                    if self._gpus(other) == self._gpus(name)
+                ]
+                made[name] = next(
+                    number for number in range(len(taken) + 1) if number not in taken
+                )
         return made
 
     def _gpus(self, name: str) -> tuple[str, str]:
