@@ -25,12 +25,15 @@ def removal_effect(a, g):
 
 def mask_gradient(scores, g):
     """Return minus the gradient of Σ g·softmax(scores + M) by M at 0, by central differences."""
-    small, slope = 1e-6, np.zeros_like(scores)
+    small = 1e-6
+    slope = np.zeros_like(scores)
     for i, row in enumerate(scores):
         for j in range(len(row)):
             ends = []
             for step in (small, -small):
-                moved = np.exp([score + step * (key == j) for key, score in enumerate(row)])
+                moved = np.exp(
+                    [score + step * (key == j) for key, score in enumerate(row)]
+                )
                 ends.append((g[i] * moved / moved.sum()).sum())
             slope[i, j] = (ends[1] - ends[0]) / (2 * small)
     return slope
@@ -39,15 +42,19 @@ def mask_gradient(scores, g):
 def bert_logits(model, ids, mask, cut, silent=(), bumps=None):
     """A BERT classifier written out; `cut` holds (layer, head, query, key), `mask` tokens (1, n).
 
-    Heads `silent`, (layer, head), give nothing; `bumps` are added to a layer's probabilities.
+    Heads `silent`, (layer, head), give nothing; `bumps` are added to a layer's
+    probabilities.
     """
-    config, n = model.config, ids.shape[1]
+    config = model.config
+    n = ids.shape[1]
     shape = (1, config.num_attention_heads, n, n)
     opened = [mask[:, None, None, :].expand(shape).double() for _ in bert_layers(model)]
     for layer, head, query, key in cut:
         opened[layer] = opened[layer].clone()
         opened[layer][0, head, query, key] = 0
-    return bert_under(model, ids, opened, {(layer, 0, head) for layer, head in silent}, bumps)
+    return bert_under(
+        model, ids, opened, {(layer, 0, head) for layer, head in silent}, bumps
+    )
 
 
 def bert_layers(model):
@@ -57,9 +64,9 @@ def bert_layers(model):
 def bert_under(model, ids, opened, silent=(), bumps=None, seen=None):
     """The head's numbers of sequences `ids`, under each layer's mask of zeros and ones.
 
-    Masks are (sequences, heads, n, n), a zero adds the least number to a score. Heads `silent`,
-    (layer, sequence, head), give nothing; `bumps` are added to a layer's probabilities, which
-    are put into the list `seen`.
+    Masks are (sequences, heads, n, n), a zero adds the least number to a score. Heads
+    `silent`, (layer, sequence, head), give nothing; `bumps` are added to a layer's
+    probabilities, which are put into the list `seen`.
     """
     x = model.bert.embeddings(input_ids=ids)
     size, n = ids.shape
@@ -81,7 +88,11 @@ def bert_under(model, ids, opened, silent=(), bumps=None, seen=None):
         for at, row, head in silent:
             if at == number:
                 keep[row, head] = 0
-        out = ((weights * keep[:, :, None, None]) @ v).transpose(1, 2).reshape(size, n, -1)
+        out = (
+            ((weights * keep[:, :, None, None]) @ v)
+            .transpose(1, 2)
+            .reshape(size, n, -1)
+        )
         x = layer.attention.output(out, x)
         x = layer.output(layer.intermediate(x), x)
     return model.classifier(model.bert.pooler(x))
@@ -90,11 +101,13 @@ def bert_under(model, ids, opened, silent=(), bumps=None, seen=None):
 def as_released(model, ids, label, share, ranking="gradient"):
     """HackAttend on one sentence, as its code does it: the units cut at the first flip, or all.
 
-    Any position but the first may be cut, as query and as key, k = int(share·(n−1)²) of them in
-    each head, at least 1. Layers, and heads inside a layer, in the order of the confidence in the
-    label without them, the lowest first.
+    Any position but the first may be cut, as query and as key, k = int(share·(n−1)²) of
+    them in each head, at least 1. Layers, and heads inside a layer, in the order of the
+    confidence in the label without them, the lowest first.
     """
-    layers, heads, n = model.config.num_hidden_layers, model.config.num_attention_heads, len(ids[0])
+    layers = model.config.num_hidden_layers
+    heads = model.config.num_attention_heads
+    n = len(ids[0])
     real = torch.ones_like(ids)
     zeros = [torch.zeros(1, heads, n, n, dtype=torch.float64) for _ in range(layers)]
     bumps = [zero.requires_grad_() for zero in zeros]
@@ -105,7 +118,9 @@ def as_released(model, ids, label, share, ranking="gradient"):
 
     def sure(silent):
         with torch.no_grad():
-            return float(bert_logits(model, ids, real, [], silent).softmax(-1)[0, label])
+            return float(
+                bert_logits(model, ids, real, [], silent).softmax(-1)[0, label]
+            )
 
     def cost_of_layer(layer):
         return sure({(layer, head) for head in range(heads)})
@@ -113,7 +128,9 @@ def as_released(model, ids, label, share, ranking="gradient"):
     k = max(1, int(share * (n - 1) ** 2 + 1e-9))
     cut = []
     for layer in sorted(range(layers), key=cost_of_layer):
-        for head in sorted(range(heads), key=lambda head, layer=layer: sure({(layer, head)})):
+        for head in sorted(
+            range(heads), key=lambda head, layer=layer: sure({(layer, head)})
+        ):
             scored = []
             for query in range(1, n):
                 for key in range(1, n):
@@ -130,20 +147,25 @@ def as_released(model, ids, label, share, ranking="gradient"):
 def released_program(model, ids, real, label, share, cutting=True):
     """HackAttend's released program on a text, or on a question with several choices.
 
-    `ids` (choices, positions) are padded, the first `real[c]` of choice c are tokens. Written from
-    github.com/liongkj/HackAttend, commit 98a1d52: query_model, get_confidence_score,
-    get_filter_strategy, generate_pertubed_attention_mask, greedy_attack, and the modified BERT.
-    Returns each layer's last mask (choices, heads, positions, positions), the number of its
-    queries, and whether the answer flipped.
+    `ids` (choices, positions) are padded, the first `real[c]` of choice c are tokens.
+    Written from github.com/liongkj/HackAttend, commit 98a1d52: query_model,
+    get_confidence_score, get_filter_strategy, generate_pertubed_attention_mask,
+    greedy_attack, and the modified BERT. Returns each layer's last mask (choices,
+    heads, positions, positions), the number of its queries, and whether the answer
+    flipped.
     """
     choices, size = ids.shape
-    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
-    choice, total = choices > 1, sum(real)
+    layers = model.config.num_hidden_layers
+    heads = model.config.num_attention_heads
+    choice = choices > 1
+    total = sum(real)
     every = range(choices), range(heads), range(size), range(size)
 
     def masks(is_open):
         made = [is_open(*unit) for unit in itertools.product(range(layers), *every)]
-        return list(torch.tensor(made).view(layers, choices, heads, size, size).double())
+        return list(
+            torch.tensor(made).view(layers, choices, heads, size, size).double()
+        )
 
     padding = masks(lambda layer, c, h, q, k: k < real[c])
 
@@ -156,8 +178,11 @@ def released_program(model, ids, real, label, share, cutting=True):
     def token(c, position):  # one that is not [CLS]
         return 0 < position < real[c]
 
-    # The gradient by zeros added to the probabilities, and the probabilities themselves.
-    zeros = [torch.zeros(choices, heads, size, size, dtype=torch.float64) for _ in padding]
+    # The gradient by zeros added to the probabilities, and the probabilities
+    # themselves.
+    zeros = [
+        torch.zeros(choices, heads, size, size, dtype=torch.float64) for _ in padding
+    ]
     bumps = [zero.requires_grad_() for zero in zeros]
     maps = []
     logits = bert_under(model, ids, padding, bumps=bumps, seen=maps).view(-1)
@@ -195,7 +220,8 @@ def released_program(model, ids, real, label, share, cutting=True):
         silent = {(layer, c, row % heads) for c, row in enumerate(rows)}
         return answer(padding, silent)[1]
 
-    attacked, queries = {}, 0
+    attacked = {}
+    queries = 0
 
     def is_open(layer, c, h, q, k):
         inside = q < real[c] and (choice or k < real[c])
@@ -214,7 +240,9 @@ def released_program(model, ids, real, label, share, cutting=True):
         return inside
 
     for layer in sorted(range(layers), key=layer_cost):
-        for head in sorted(range(heads), key=lambda head, layer=layer: head_cost(layer, head)):
+        for head in sorted(
+            range(heads), key=lambda head, layer=layer: head_cost(layer, head)
+        ):
             attacked[layer, head] = chosen(layer, head)
             queries += 1
             opened = masks(is_open)

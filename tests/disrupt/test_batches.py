@@ -50,13 +50,16 @@ def test_batches_have_similar_lengths_unless_the_order_is_fixed(words):
     )
     sizes = [len(example.text) for part in made for example in part]
     assert sizes == sorted(sizes)
-    kept = [part for part, _, _ in Batches(classifier(), words, examples, 4, alike=False)]
+    kept = [
+        part for part, _, _ in Batches(classifier(), words, examples, 4, alike=False)
+    ]
     assert kept == [examples[:4], examples[4:8], examples[8:]]
 
 
 @pytest.mark.parametrize("kind", ["classes", "choices"])
 def test_accuracy_equals_that_of_single_examples(words, kind):
-    model, examples = classifier(kind), mixed(choices=kind == "choices")
+    model = classifier(kind)
+    examples = mixed(choices=kind == "choices")
     right = 0
     for example in examples:
         batch, labels = encode(words, [example])
@@ -86,7 +89,9 @@ def test_examples_with_two_and_three_choices_are_attacked_in_one_run(words):
 
 def test_progress_is_reported_after_each_batch(words):
     steps = []
-    batches = Batches(classifier(), words, mixed(), 4, progress=lambda *step: steps.append(step))
+    batches = Batches(
+        classifier(), words, mixed(), 4, progress=lambda *step: steps.append(step)
+    )
     batches.accuracy()
     assert steps == [(4, 10), (8, 10), (10, 10)]
     replace(batches, examples=batches.examples[:3]).attack(LIGHT)

@@ -43,10 +43,16 @@ def test_the_units_are_those_of_the_naive_attack(classifier, ranking, share, num
     batch, _ = encode(tokenizer, [texts[number] for number in numbers])
     labels = tiny_heads.own_labels(model, batch)
     found = HackAttend.as_released(share, ranking=ranking)(model, batch, labels)
-    assert len({outcome.flipped for outcome in found.outcomes}) == 2  # with and without a flip
+    assert (
+        len({outcome.flipped for outcome in found.outcomes}) == 2
+    )  # with and without a flip
     for row, outcome in enumerate(found.outcomes):
-        ids = batch["input_ids"][row : row + 1, : int(batch["attention_mask"][row].sum())]
-        cut, flipped = reference.as_released(model, ids, int(labels[row]), share, ranking)
+        ids = batch["input_ids"][
+            row : row + 1, : int(batch["attention_mask"][row].sum())
+        ]
+        cut, flipped = reference.as_released(
+            model, ids, int(labels[row]), share, ranking
+        )
         units = [(unit.layer, unit.head, unit.query, unit.key) for unit in outcome.cut]
         assert sorted(units) == sorted(cut)
         assert outcome.flipped == flipped

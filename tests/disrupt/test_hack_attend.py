@@ -26,7 +26,9 @@ class Cut(Untouched):
     """Cuts one example's units, as listed in the result."""
 
     def __init__(self, cut, sequences=1):
-        self.units, self.sequences, self.zeros = cut, sequences, []
+        self.units = cut
+        self.sequences = sequences
+        self.zeros = []
 
     def cut(self, site, shape):
         mask = torch.zeros(shape, dtype=torch.bool)
@@ -40,8 +42,11 @@ class Cut(Untouched):
 
 
 def plain(batch, row):
-    return {name: value[row : row + 1] for name, value in batch.items()
-            if name != "special_tokens_mask"}  # fmt: skip
+    return {
+        name: value[row : row + 1]
+        for name, value in batch.items()
+        if name != "special_tokens_mask"
+    }
 
 
 def attacked(family="bert", task="classes", count=4, seed=0, method=None, **options):
@@ -59,7 +64,9 @@ def test_every_flip_is_confirmed_by_a_naive_bert():
     for row, outcome in enumerate(found.outcomes):
         inputs = plain(batch, row)
         cut = [(unit.layer, unit.head, unit.query, unit.key) for unit in outcome.cut]
-        logits = reference.bert_logits(model, inputs["input_ids"], inputs["attention_mask"], cut)
+        logits = reference.bert_logits(
+            model, inputs["input_ids"], inputs["attention_mask"], cut
+        )
         assert (int(logits.argmax()),) == outcome.after
         assert outcome.flipped == (int(logits.argmax()) != int(labels[row]))
         sure = float(logits.softmax(-1)[0, labels[row]])
@@ -92,12 +99,18 @@ def test_counts_are_those_of_zero_probabilities(scope):
 
 
 @given(
-    share=st.floats(0, 0.3), seed=st.integers(0, 5), scope=st.sampled_from(["head", "model"]),
+    share=st.floats(0, 0.3),
+    seed=st.integers(0, 5),
+    scope=st.sampled_from(["head", "model"]),
     ranking=st.sampled_from(list(RANKINGS)),
-    schedule=st.sampled_from([Rerank(rounds=2, prefixes=3, refine=1, restarts=1), Greedy()]),
-)  # fmt: skip
+    schedule=st.sampled_from(
+        [Rerank(rounds=2, prefixes=3, refine=1, restarts=1), Greedy()]
+    ),
+)
 @settings(max_examples=6, deadline=None)
-def test_budgets_hold_and_spared_units_are_not_cut(share, seed, scope, ranking, schedule):
+def test_budgets_hold_and_spared_units_are_not_cut(
+    share, seed, scope, ranking, schedule
+):
     method = HackAttend(share=share, scope=scope, ranking=ranking, schedule=schedule)
     _, batch, _, found = attacked(method=method, seed=seed, count=2)
     for row, outcome in enumerate(found.outcomes):
@@ -119,16 +132,24 @@ def test_special_tokens_are_guessed_without_the_tokenizers_mask():
     labels = tiny_heads.own_labels(model, batch)
     method = HackAttend(share=0.3, **QUICK)
     labelled = method(model, batch, labels)
-    guessed = method(model, {k: v for k, v in batch.items() if "special" not in k}, labels)
+    guessed = method(
+        model, {k: v for k, v in batch.items() if "special" not in k}, labels
+    )
     assert labelled.outcomes == guessed.outcomes
 
 
 def test_spare_chooses_the_units_that_are_not_cut():
     for spare, expected in (("special keys", (True, False)), ("padding", (True, True))):
-        method = HackAttend(share=0.6, spare=spare, ranking="attention", loss="margin", **QUICK)
+        method = HackAttend(
+            share=0.6, spare=spare, ranking="attention", loss="margin", **QUICK
+        )
         _, batch, _, found = attacked(method=method)
         special = batch["special_tokens_mask"].bool()
-        units = [(row, unit) for row, outcome in enumerate(found.outcomes) for unit in outcome.cut]
+        units = [
+            (row, unit)
+            for row, outcome in enumerate(found.outcomes)
+            for unit in outcome.cut
+        ]
         queries = any(bool(special[row, unit.query]) for row, unit in units)
         keys = any(bool(special[row, unit.key]) for row, unit in units)
         assert (queries, keys) == expected
@@ -187,7 +208,11 @@ def test_a_batch_gives_the_results_of_single_examples():
     model, batch, labels, batched = attacked(count=5, seed=5)
     method = HackAttend(share=0.2, **QUICK)
     alone = [
-        method(model, {k: v[row : row + 1] for k, v in batch.items()}, labels[row : row + 1])
+        method(
+            model,
+            {k: v[row : row + 1] for k, v in batch.items()},
+            labels[row : row + 1],
+        )
         for row in range(5)
     ]
     for single, outcome in zip(alone, batched.outcomes, strict=True):
@@ -197,14 +222,20 @@ def test_a_batch_gives_the_results_of_single_examples():
 
 @pytest.mark.parametrize(
     ("order", "scale"),
-    [("importance", "full"), ("random layer", "half"), ("random head", "full"),
-     ("random", "half")],
-)  # fmt: skip
+    [
+        ("importance", "full"),
+        ("random layer", "half"),
+        ("random head", "full"),
+        ("random", "half"),
+    ],
+)
 def test_as_released_one_at_a_time_and_in_batches(order, scale):
     """The paper's loop over single queries gives the same masks as batches."""
     results = [
         attacked(
-            method=HackAttend.as_released(0.05, scale, order=order, batch=size), seed=6, count=2
+            method=HackAttend.as_released(0.05, scale, order=order, batch=size),
+            seed=6,
+            count=2,
         )[3]
         for size in (1, 64)
     ]
@@ -223,7 +254,8 @@ def test_the_released_order_is_by_the_confidence_without_a_head():
 
     class Gate(Untouched):
         def __init__(self, layer, heads):
-            self.layer, self.heads = layer, heads
+            self.layer = layer
+            self.heads = heads
 
         def gate(self, site, shape):
             gate = torch.ones(shape)
@@ -241,7 +273,9 @@ def test_the_released_order_is_by_the_confidence_without_a_head():
         for layer in layers:
             cost = [sure(row, layer, [head]) for head in range(4)]
             order += [(layer, head) for head in sorted(range(4), key=cost.__getitem__)]
-        assert {(unit.layer, unit.head) for unit in outcome.cut} == set(order[: outcome.steps])
+        assert {(unit.layer, unit.head) for unit in outcome.cut} == set(
+            order[: outcome.steps]
+        )
 
 
 def test_multiple_choice_counts_the_matrix_of_each_choice():
@@ -264,7 +298,9 @@ def test_multiple_choice_counts_the_matrix_of_each_choice():
         for unit in outcome.cut:
             key = (unit.sequence, unit.layer, unit.head)
             heads[key] = heads.get(key, 0) + 1
-        assert all(count <= 0.2 * (int(real[key[0]]) - 1) ** 2 for key, count in heads.items())
+        assert all(
+            count <= 0.2 * (int(real[key[0]]) - 1) ** 2 for key, count in heads.items()
+        )
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2"])
@@ -282,8 +318,15 @@ def test_next_tokens_flip_below_the_diagonal(family, left):
         ids = batch["input_ids"][row, real][None]
         with torch.no_grad():
             assert outcome.before == (int(model(ids).logits[0, -1].argmax()),)
-        shifted = [unit.__class__(unit.layer, unit.head, unit.query - int(real[0]),
-                                  unit.key - int(real[0])) for unit in outcome.cut]  # fmt: skip
+        shifted = [
+            unit.__class__(
+                unit.layer,
+                unit.head,
+                unit.query - int(real[0]),
+                unit.key - int(real[0]),
+            )
+            for unit in outcome.cut
+        ]
         with torch.no_grad(), rewriting(model, Cut(shifted)):
             assert outcome.after == (int(model(ids).logits[0, -1].argmax()),)
 
@@ -334,7 +377,9 @@ def test_images(family):
     assert any(outcome.masked for outcome in found.outcomes)
 
 
-@pytest.mark.parametrize("family", ["albert", "modernbert", "distilbert", "roberta", "electra"])
+@pytest.mark.parametrize(
+    "family", ["albert", "modernbert", "distilbert", "roberta", "electra"]
+)
 def test_other_encoders(family):
     method = HackAttend(share=0.2, schedule=Rerank(rounds=2, prefixes=2, refine=1))
     _, batch, _, found = attacked(family, method=method, count=2)
@@ -367,10 +412,15 @@ def test_results_round_trip_through_json(tmp_path):
 
 @pytest.mark.parametrize(
     "method",
-    [HackAttend(0.3, **QUICK), HackAttend.as_released(0.05, "half", order="random head"),
-     HackAttend.strongest(scope="model", spare="padding", target=1, rounds=2, refine=1),
-     HackAttend.random(seed=3)],
-)  # fmt: skip
+    [
+        HackAttend(0.3, **QUICK),
+        HackAttend.as_released(0.05, "half", order="random head"),
+        HackAttend.strongest(
+            scope="model", spare="padding", target=1, rounds=2, refine=1
+        ),
+        HackAttend.random(seed=3),
+    ],
+)
 def test_the_method_of_a_result_makes_the_same_attack(method):
     *_, found = attacked(method=method, count=1)
     saved = json.loads(json.dumps(found.method))
@@ -383,9 +433,13 @@ def test_words_describe_what_is_cut():
     released = HackAttend.as_released
     assert released(0.005).words == "0.5% of each head's attention cut, as released"
     magnitude = released(ranking="magnitude", scale="half", order="random head").words
-    assert magnitude.endswith("as released, ranked by magnitude, random head order, half scale")
+    assert magnitude.endswith(
+        "as released, ranked by magnitude, random head order, half scale"
+    )
     assert HackAttend().words == "1% of each head's attention cut"
-    assert HackAttend(spare="padding").words.endswith("attention cut, only padding spared")
+    assert HackAttend(spare="padding").words.endswith(
+        "attention cut, only padding spared"
+    )
     by_chance = HackAttend(ranking="random", scope="model")
     assert by_chance.words == "1% of all attention cut at random"
     assert by_chance.control
@@ -396,15 +450,17 @@ def test_words_describe_what_is_cut():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"spare": "special", "order": "random", "scale": "half"},
-         "each head's attention cut, released schedule, random order, half scale, "
-         "special tokens spared"),
+        (
+            {"spare": "special", "order": "random", "scale": "half"},
+            "each head's attention cut, released schedule, random order, half scale, "
+            "special tokens spared",
+        ),
         ({"scope": "model"}, "all attention cut, released schedule"),
         ({"loss": "margin"}, "each head's attention cut, released schedule"),
         ({"target": 1}, "each head's attention cut, released schedule"),
         ({"least": 0}, "each head's attention cut, released schedule"),
     ],
-)  # fmt: skip
+)
 def test_only_the_released_settings_are_called_as_released(changes, words):
     assert HackAttend.as_released(**changes).words == f"1% of {words}"
     assert "as released" not in HackAttend(schedule=Greedy()).words
@@ -414,12 +470,21 @@ def test_only_the_released_settings_are_called_as_released(changes, words):
     ("make", "words"),
     [
         (lambda: HackAttend(share=2), "share must be at most 1, not 2"),
-        (lambda: HackAttend(ranking="best"), "ranking must be one of removal, .*not best"),
-        (lambda: HackAttend(scope="layer"), "scope must be one of head, model, not layer"),
+        (
+            lambda: HackAttend(ranking="best"),
+            "ranking must be one of removal, .*not best",
+        ),
+        (
+            lambda: HackAttend(scope="layer"),
+            "scope must be one of head, model, not layer",
+        ),
         (lambda: HackAttend(spare="none"), "spare must be one of special, .*not none"),
         (lambda: HackAttend(batch=0), "batch must be 1 or more, not 0"),
         (lambda: HackAttend(continuation=0), "continuation must be 1 or more, not 0"),
-        (lambda: HackAttend(schedule="greedy"), "expected a schedule Greedy.. or Rerank.., got"),
+        (
+            lambda: HackAttend(schedule="greedy"),
+            "expected a schedule Greedy.. or Rerank.., got",
+        ),
         (lambda: Rerank(rounds=0), "rounds must be 1 or more, not 0"),
         (lambda: Rerank(restarts=-1), "restarts must be 0 or more, not -1"),
         (lambda: Greedy(order="best"), "order must be one of importance, .*not best"),
@@ -465,7 +530,9 @@ def test_search_and_judge_agree_on_flips(monkeypatch):
 
     monkeypatch.setattr(Rerank, "__call__", listening)
     for prefixes in (1, 3, 50):
-        method = HackAttend(share=0.1, schedule=Rerank(rounds=2, prefixes=prefixes, refine=2))
+        method = HackAttend(
+            share=0.1, schedule=Rerank(rounds=2, prefixes=prefixes, refine=2)
+        )
         claims.clear()
         *_, found = attacked(method=method, classes=5, seed=4, count=8)
         assert claims == [outcome.flipped for outcome in found.outcomes]
@@ -497,7 +564,8 @@ def test_the_judge_rejects_masks_that_break_the_rules():
 
 
 def test_what_answers_nan_only_under_a_cut_has_kept_nothing(monkeypatch):
-    model, batch = tiny_heads.model("bert", "classes"), tiny_heads.texts(2)
+    model = tiny_heads.model("bert", "classes")
+    batch = tiny_heads.texts(2)
     labels = tiny_heads.own_labels(model, batch)
     softmax = torch.softmax
 
@@ -506,7 +574,9 @@ def test_what_answers_nan_only_under_a_cut_has_kept_nothing(monkeypatch):
         return softmax(scores, *args, **options) * (torch.nan if cut else 1)
 
     monkeypatch.setattr(torch, "softmax", breaking)
-    batch = {name: value[:1] for name, value in batch.items()}  # the longest text: no padding
+    batch = {
+        name: value[:1] for name, value in batch.items()
+    }  # the longest text: no padding
     with pytest.raises(InputError, match="NaN or infinity: its numbers overflow"):
         HackAttend(share=0.2, **QUICK)(model, batch, labels[:1])
 
@@ -527,7 +597,8 @@ def test_flips_mean_nothing_if_rewriting_alone_changes_answers():
         return (weights @ -value * 9).transpose(1, 2).contiguous(), weights
 
     transformers.AttentionInterface.register("backwards", backwards)
-    model, batch = tiny_heads.model("bert", "classes", seed=1), tiny_heads.texts(8, seed=1)
+    model = tiny_heads.model("bert", "classes", seed=1)
+    batch = tiny_heads.texts(8, seed=1)
     model.set_attn_implementation("backwards")
     labels = tiny_heads.own_labels(model, batch)
     found = HackAttend(share=0.2, **QUICK)(model, batch, labels)
@@ -535,5 +606,7 @@ def test_flips_mean_nothing_if_rewriting_alone_changes_answers():
     assert found.attacked
     assert found.status is Status.NOT_APPLICABLE
     first = found.summary().splitlines()[0]
-    assert first.startswith("could not check: the attack's own attention function changes")
+    assert first.startswith(
+        "could not check: the attack's own attention function changes"
+    )
     assert "of all units" not in first

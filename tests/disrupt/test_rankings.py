@@ -16,19 +16,27 @@ from keyhole.disrupt.units import survey
 
 def rows(seed=0, size=6):
     stream = torch.Generator().manual_seed(seed)
-    a = torch.randn(size, size, generator=stream, dtype=torch.float64).mul(2).softmax(-1)
+    a = (
+        torch.randn(size, size, generator=stream, dtype=torch.float64)
+        .mul(2)
+        .softmax(-1)
+    )
     return a, torch.randn(size, size, generator=stream, dtype=torch.float64)
 
 
 def test_removal_is_the_effect_of_removing_on_a_linear_loss():
     a, g = rows()
-    assert np.allclose(removal(a, g), reference.removal_effect(a.numpy(), g.numpy()), atol=1e-12)
+    assert np.allclose(
+        removal(a, g), reference.removal_effect(a.numpy(), g.numpy()), atol=1e-12
+    )
 
 
 def test_removal_is_the_first_order_effect_of_removing():
     """The error decreases faster than the step, for a smooth loss of one row."""
     a, g = rows(1)
-    curved = torch.randn(6, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    curved = torch.randn(
+        6, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
 
     def loss(row):
         return g[0] @ row + row @ curved @ row
@@ -39,7 +47,9 @@ def test_removal_is_the_first_order_effect_of_removing():
         end = torch.tensor(reference.removed(a[0].numpy(), j))
         small = 1e-6
         moved = (loss(a[0] + small * (end - a[0])) - loss(a[0])) / small
-        assert float(removal(a[:1], slope[None])[0, j]) == pytest.approx(float(moved), abs=1e-4)
+        assert float(removal(a[:1], slope[None])[0, j]) == pytest.approx(
+            float(moved), abs=1e-4
+        )
 
 
 def test_the_gradient_of_a_mask_before_the_softmax():
@@ -60,10 +70,16 @@ def test_the_worth_of_a_cut_unit_is_the_effect_of_its_return():
 def test_the_simple_rankings():
     a, g = rows(4)
     noise = torch.rand_like(a)
-    expected = {"gradient": -g, "magnitude": g.abs(), "attention": a, "random": noise,
-                "gradient*attention": -g * a, "removal": removal(a, g),
-                "mask-gradient": mask_gradient(a, g),
-                "mask-magnitude": mask_gradient(a, g).abs()}  # fmt: skip
+    expected = {
+        "gradient": -g,
+        "magnitude": g.abs(),
+        "attention": a,
+        "random": noise,
+        "gradient*attention": -g * a,
+        "removal": removal(a, g),
+        "mask-gradient": mask_gradient(a, g),
+        "mask-magnitude": mask_gradient(a, g).abs(),
+    }
     assert set(expected) == set(RANKINGS)
     for name, value in expected.items():
         assert torch.equal(RANKINGS[name](a, g, noise), value)
@@ -95,7 +111,9 @@ def test_the_gradient_is_that_of_a_summand_to_the_probabilities():
             after = question.surprise(question.logits(model))
     slope = float(units.at(g, units.places[0])[0, 0, 1, 4, 5])
     assert slope == pytest.approx(float((after - before)[0]) / small, rel=1e-4)
-    assert torch.allclose(units.at(a, units.places[0]).sum(-1), torch.ones((), dtype=torch.float64))
+    assert torch.allclose(
+        units.at(a, units.places[0]).sum(-1), torch.ones((), dtype=torch.float64)
+    )
 
 
 def test_a_new_ranking_is_one_function_and_one_entry(monkeypatch):

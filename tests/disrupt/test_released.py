@@ -46,9 +46,13 @@ def test_masks_and_queries_are_those_of_the_naive_program(share):
         model = tiny_heads.model("bert", "classes", seed=seed).double()
         batch = tiny_heads.texts(3, seed=seed)
         outcomes += compared(model, batch, ReleasedProgram(share, positions=POSITIONS))
-    assert all((0, 0) in {(unit.query, unit.key) for unit in each.cut} for each in outcomes)
+    assert all(
+        (0, 0) in {(unit.query, unit.key) for unit in each.cut} for each in outcomes
+    )
     if share > 0.1:
-        assert len({outcome.flipped for outcome in outcomes}) == 2  # with and without a flip
+        assert (
+            len({outcome.flipped for outcome in outcomes}) == 2
+        )  # with and without a flip
 
 
 @pytest.mark.parametrize("cutting", [True, False])
@@ -73,7 +77,8 @@ def test_tasks_that_the_program_cannot_attack_are_refused():
 
 
 def test_ids_name_every_example():
-    model, batch = tiny_heads.model("bert", "classes"), tiny_heads.texts(2)
+    model = tiny_heads.model("bert", "classes")
+    batch = tiny_heads.texts(2)
     labels = tiny_heads.own_labels(model, batch)
     with pytest.raises(InputError, match="ids must name 2 examples: 1 were given"):
         ReleasedProgram(positions=POSITIONS)(model, batch, labels, ids=["a"])

@@ -32,14 +32,19 @@ def folder(tmp_path_factory):
 
 def examples(count=6):
     return [
-        Example(str(i), i % 2, " ".join(f"w{(7 * i + 3 * j) % 50}" for j in range(5 + i % 4)))
+        Example(
+            str(i),
+            i % 2,
+            " ".join(f"w{(7 * i + 3 * j) % 50}" for j in range(5 + i % 4)),
+        )
         for i in range(count)
     ]
 
 
 def facts(found):
     return [
-        (outcome.id, outcome.right, outcome.flipped, outcome.after) for outcome in found.outcomes
+        (outcome.id, outcome.right, outcome.flipped, outcome.after)
+        for outcome in found.outcomes
     ]
 
 
@@ -48,13 +53,19 @@ def test_this_process_and_threads_give_the_same_outcomes_in_order(folder):
     assert [outcome.id for outcome in in_process.outcomes] == list("012345")
     assert in_process.attacked
     with ThreadPoolExecutor(1) as pool:
-        assert facts(sweep(METHOD, folder, examples(), pool, batch_size=2)) == facts(in_process)
+        assert facts(sweep(METHOD, folder, examples(), pool, batch_size=2)) == facts(
+            in_process
+        )
 
 
 def test_a_finished_run_is_read_and_a_longer_one_continues_it(folder, tmp_path):
     path = tmp_path / "run.jsonl"
     seen = []
-    options = {"workers": 0, "resume": path, "progress": lambda *step: seen.append(step)}
+    options = {
+        "workers": 0,
+        "resume": path,
+        "progress": lambda *step: seen.append(step),
+    }
     first = sweep(METHOD, folder, examples(4), **options)
     assert seen[-1] == (4, 4)
     seen.clear()
@@ -73,8 +84,15 @@ def test_a_torn_record_is_asked_again_and_other_files_are_refused(folder, tmp_pa
     text = path.read_text()
     path.write_text(text[:-20])
     seen = []
-    again = sweep(METHOD, folder, examples(3), workers=0, resume=path, batch_size=1,
-                  progress=lambda *a: seen.append(a))  # fmt: skip
+    again = sweep(
+        METHOD,
+        folder,
+        examples(3),
+        workers=0,
+        resume=path,
+        batch_size=1,
+        progress=lambda *a: seen.append(a),
+    )
     assert seen == [(2, 3), (3, 3)]
     assert facts(again) == facts(whole)
     header = path.read_text().splitlines()[0]
@@ -82,7 +100,9 @@ def test_a_torn_record_is_asked_again_and_other_files_are_refused(folder, tmp_pa
     with pytest.raises(InputError, match=r"expected JSON in .*run.jsonl:2, got 'no'"):
         sweep(METHOD, folder, examples(3), workers=0, resume=path)
     path.write_text(f'{header}\n{{"key": "a"}}\n')
-    with pytest.raises(InputError, match=r"run.jsonl does not hold what a run wrote under a"):
+    with pytest.raises(
+        InputError, match=r"run.jsonl does not hold what a run wrote under a"
+    ):
         sweep(METHOD, folder, examples(3), workers=0, resume=path)
     with pytest.raises(InputError, match="cannot write"):
         sweep(METHOD, folder, examples(3), workers=0, resume=tmp_path / "no" / "where")
@@ -90,7 +110,8 @@ def test_a_torn_record_is_asked_again_and_other_files_are_refused(folder, tmp_pa
 
 def test_a_journal_of_another_run_is_refused_with_the_difference(folder, tmp_path):
     """Another option, another max_length, another model in the same folder."""
-    place, path = tmp_path / "model", tmp_path / "run.jsonl"
+    place = tmp_path / "model"
+    path = tmp_path / "run.jsonl"
     shutil.copytree(folder, place)
     options = {"workers": 0, "resume": path}
     first = sweep(METHOD, str(place), examples(2), **options)
@@ -100,12 +121,16 @@ def test_a_journal_of_another_run_is_refused_with_the_difference(folder, tmp_pat
     seeds = r"this run has method seed 1, that of .* has method seed 0: choose another"
     with pytest.raises(InputError, match=seeds):
         sweep(replace(METHOD, seed=1), str(place), examples(2), **options)
-    with pytest.raises(InputError, match=r"has max_length 8, that of .* has max_length None"):
+    with pytest.raises(
+        InputError, match=r"has max_length 8, that of .* has max_length None"
+    ):
         sweep(METHOD, ModelSource(str(place), max_length=8), examples(2), **options)
     (place / "README.md").write_text("a card changes nothing")
     assert sweep(METHOD, str(place), examples(2), **options).outcomes == first.outcomes
     tiny_heads.model("bert", "classes", seed=2).save_pretrained(place)
-    with pytest.raises(InputError, match=f"has model .*, that of .* has model {first.identity}"):
+    with pytest.raises(
+        InputError, match=f"has model .*, that of .* has model {first.identity}"
+    ):
         sweep(METHOD, str(place), examples(2), **options)
     other = sweep(METHOD, str(place), examples(2), workers=0)
     assert other.identity != first.identity
@@ -128,7 +153,8 @@ class Deadly(ModelSource):
         return ModelSource(name).load()
 
 
-@pytest.mark.release  # tests/test_tasks.py kills a worker of the same runner in every run
+# tests/test_tasks.py kills a worker of the same runner in every run
+@pytest.mark.release
 def test_workers_start_with_one_thread_and_a_killed_worker_loses_nothing(
     folder, tmp_path, monkeypatch
 ):
@@ -145,7 +171,9 @@ class Breaking(Executor):
     """An executor whose first `breaks` futures fail; later ones run in this process."""
 
     def __init__(self, breaks, error=BrokenExecutor):
-        self.breaks, self.error, self.asked = breaks, error, 0
+        self.breaks = breaks
+        self.error = error
+        self.asked = 0
 
     def submit(self, function, /, *arguments, **options):
         future = Future()
@@ -160,7 +188,9 @@ class Breaking(Executor):
 def test_lost_batches_are_retried_by_example(folder):
     found = sweep(METHOD, folder, examples(4), Breaking(1, RuntimeError), batch_size=2)
     assert found.failed == ()
-    assert facts(found) == facts(sweep(METHOD, folder, examples(4), workers=0, batch_size=2))
+    assert facts(found) == facts(
+        sweep(METHOD, folder, examples(4), workers=0, batch_size=2)
+    )
 
 
 def test_an_example_that_always_fails_is_reported_with_the_reason(folder):

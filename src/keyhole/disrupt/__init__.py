@@ -12,6 +12,18 @@ from keyhole.disrupt.sweep import ModelSource, sweep
 from keyhole.disrupt.units import Unit
 
 __all__ = [
-    "ATTACKERS", "RANKINGS", "Attacker", "Control", "Disruption", "Greedy", "HackAttend",
-    "ModelSource", "Outcome", "ReleasedProgram", "Rerank", "Unit", "run", "sweep",
-]  # fmt: skip
+    "ATTACKERS",
+    "RANKINGS",
+    "Attacker",
+    "Control",
+    "Disruption",
+    "Greedy",
+    "HackAttend",
+    "ModelSource",
+    "Outcome",
+    "ReleasedProgram",
+    "Rerank",
+    "Unit",
+    "run",
+    "sweep",
+]

@@ -1,7 +1,7 @@
 """Batches of labelled examples for a model, grouped by length to avoid padding.
 
-This module attacks many examples in one process, with a model that is already loaded. For several
-workers and a journal, see sweep.py.
+This module attacks many examples in one process, with a model that is already loaded.
+For several workers and a journal, see sweep.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ def grouped(examples: Iterable[Example], batch_size: int) -> list[list[Example]]
     groups: list[list[Example]] = []
     for example in examples:
         last = groups[-1] if groups else []
-        if last and len(last) < batch_size and len(last[0].choices) == len(example.choices):
+        if (
+            last
+            and len(last) < batch_size
+            and len(last[0].choices) == len(example.choices)
+        ):
             last.append(example)
         else:
             groups.append([example])
@@ -37,9 +41,10 @@ def grouped(examples: Iterable[Example], batch_size: int) -> list[list[Example]]
 class Batches:
     """A model with its tokenizer, and examples in batches on the model's device.
 
-    Texts are cut off at `max_length` tokens. With `alike`, examples are sorted by length. Set it to
-    False if the order must not change, because random draws depend on the width of a batch.
-    `progress` is called after each batch with the number of examples done.
+    Texts are cut off at `max_length` tokens. With `alike`, examples are sorted by
+    length. Set it to False if the order must not change, because random draws depend on
+    the width of a batch. `progress` is called after each batch with the number of
+    examples done.
     """
 
     model: Any
@@ -51,9 +56,12 @@ class Batches:
     progress: Progress = silent
 
     def __iter__(self) -> Iterator[tuple[list[Example], Batch, Tensor]]:
-        device, done = next(self.model.parameters()).device, 0
+        device = next(self.model.parameters()).device
+        done = 0
         max_length = fitting(self.model, self.tokenizer, self.max_length)
-        for part in grouped((self.examples[number] for number in self._order()), self.batch_size):
+        for part in grouped(
+            (self.examples[number] for number in self._order()), self.batch_size
+        ):
             batch, labels = encode(self.tokenizer, part, max_length=max_length)
             moved = {name: value.to(device) for name, value in batch.items()}
             yield part, moved, labels.to(device)
@@ -61,14 +69,20 @@ class Batches:
             self.progress(done, len(self.examples))
 
     def predicted(self, batch: Batch) -> Tensor:
-        inputs = {name: value for name, value in batch.items() if name != "special_tokens_mask"}
+        inputs = {
+            name: value
+            for name, value in batch.items()
+            if name != "special_tokens_mask"
+        }
         with torch.no_grad():
             logits = self.model(**inputs).logits
         expect_numbers(self.model, [logits])
         return logits.argmax(-1)
 
     def accuracy(self) -> float:
-        right = sum(int((self.predicted(batch) == labels).sum()) for _, batch, labels in self)
+        right = sum(
+            int((self.predicted(batch) == labels).sum()) for _, batch, labels in self
+        )
         return right / max(1, len(self.examples))
 
     def attack(self, attacker: Attacker) -> Disruption:
@@ -77,24 +91,30 @@ class Batches:
         generates = head_of(self.model) in GENERATES
         parts = [
             attacker(
-                self.model, batch, None if generates else labels,
+                self.model,
+                batch,
+                None if generates else labels,
                 ids=[example.id for example in examples],
             )
             for examples, batch, labels in self
-        ]  # fmt: skip
+        ]
         result = joined(parts)
         place = dict(zip(self._order(), result.outcomes, strict=True))
         return replace(
-            result, method=described(attacker), examples=tuple(self.examples),
+            result,
+            method=described(attacker),
+            examples=tuple(self.examples),
             outcomes=tuple(place[number] for number in range(len(place))),
-        )  # fmt: skip
+        )
 
     def _order(self) -> list[int]:
         """The indices of the examples in the order of the batches."""
 
         def size(number: int) -> tuple[int, int]:
             example = self.examples[number]
-            return len(example.choices), len(example.text) + sum(map(len, example.choices))
+            return len(example.choices), len(example.text) + sum(
+                map(len, example.choices)
+            )
 
         numbers = range(len(self.examples))
         return sorted(numbers, key=size) if self.alike else list(numbers)

@@ -5,8 +5,9 @@ Two limits hold for every example:
   "model" (ours) the model loses at most `⌊share · all its units⌋`.
 - Each row of the softmax keeps at least one key.
 
-The paper cuts at least one unit in each head, which exceeds the stated share for inputs of up to
-ten tokens. `least` is the number that may be cut in any case; with 0 the share is never exceeded.
+The paper cuts at least one unit in each head, which exceeds the stated share for inputs
+of up to ten tokens. `least` is the number that may be cut in any case; with 0 the share
+is never exceeded.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ class Budget:
     def left(self, units: Units, cut: Tensor) -> Budget:
         """Return what remains of the budget after `cut`."""
         return Budget(
-            self.heads - units.per_head(cut), self.rows - units.per_row(cut),
+            self.heads - units.per_head(cut),
+            self.rows - units.per_row(cut),
             self.total - cut.sum(1),
-        )  # fmt: skip
+        )
 
 
 def _up(limit: Tensor, share: float) -> Tensor:
@@ -64,11 +66,16 @@ def _down(count: Tensor, share: float) -> Tensor:
 
 
 def choose(
-    units: Units, scores: Tensor, allowed: Tensor, limits: Budget, above: float = -torch.inf
+    units: Units,
+    scores: Tensor,
+    allowed: Tensor,
+    limits: Budget,
+    above: float = -torch.inf,
 ) -> Tensor:
     """Return the order (b, units), int32, in which to cut: 0 for the best unit, NEVER for none.
 
-    Only `allowed` units with scores above `above` are cut, and no more than the limits admit.
+    Only `allowed` units with scores above `above` are cut, and no more than the limits
+    admit.
     """
     values, index = _candidates(units, scores.masked_fill(~allowed, -torch.inf), limits)
     values, by = values.sort(dim=1, descending=True, stable=True)
@@ -92,12 +99,18 @@ def _candidates(units: Units, scores: Tensor, limits: Budget) -> tuple[Tensor, T
     for place in units.places:
         heads = place.shape[0] * place.shape[1]
         each = scores[:, place.start : place.stop].unflatten(1, (heads, -1))
-        limit = torch.minimum(limits.heads[:, seen : seen + heads], limits.total.unsqueeze(1))
-        # More than the limit, because a row that may lose no more units hides those of other rows.
+        limit = torch.minimum(
+            limits.heads[:, seen : seen + heads], limits.total.unsqueeze(1)
+        )
+        # More than the limit, because a row that may lose no more units hides those of
+        # other rows.
         most = min(each.shape[2], max(0, int(limit.max())) + place.shape[3])
-        # Layers without an effect score exactly 0. Ties go to the first units, on every device and
-        # in every batch; 1e-300 is below any difference of float32 scores.
-        ties = torch.arange(each.shape[2], device=scores.device, dtype=torch.float64) * 1e-300
+        # Layers without an effect score exactly 0. Ties go to the first units, on every
+        # device and in every batch; 1e-300 is below any difference of float32 scores.
+        ties = (
+            torch.arange(each.shape[2], device=scores.device, dtype=torch.float64)
+            * 1e-300
+        )
         best, where = (each.double() - ties).topk(most, dim=2)
         offset = torch.arange(heads, device=scores.device).unsqueeze(1) * each.shape[2]
         values.append(best.flatten(1))

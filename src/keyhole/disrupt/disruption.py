@@ -1,8 +1,9 @@
 """The result of an attack on attention: an outcome with the cut units for each example, and totals.
 
-All counts are of units that the judge saw at probability zero. `share` is relative to all units of
-the model on that input, `worst_head` to the units of the head that lost the largest share, and
-`perturbation` (the paper's figure) to the units of the attacked heads.
+All counts are of units that the judge saw at probability zero. `share` is relative to
+all units of the model on that input, `worst_head` to the units of the head that lost
+the largest share, and `perturbation` (the paper's figure) to the units of the attacked
+heads.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from keyhole.disrupt.units import Unit
 class Outcome:
     """The outcome of one example: the answers before and after, the cost, and the cut units.
 
-    `before` and `after` hold one class, one choice, or the m tokens of a continuation. `queries`
-    counts masked forward passes and gradients. `steps` counts the heads or units that were cut when
-    the answer flipped. If `right` is False the model got the example wrong, and it was not
-    attacked.
+    `before` and `after` hold one class, one choice, or the m tokens of a continuation.
+    `queries` counts masked forward passes and gradients. `steps` counts the heads or
+    units that were cut when the answer flipped. If `right` is False the model got the
+    example wrong, and it was not attacked.
     """
 
     id: str
@@ -56,9 +57,9 @@ class Outcome:
 class Control:
     """The control, which cuts no unit and must change nothing.
 
-    `change` is the largest difference of a logit from the same attention function without a mask,
-    and `own` from the model as loaded, which may round differently. `flips` counts the answers that
-    differ from those of the model as loaded.
+    `change` is the largest difference of a logit from the same attention function
+    without a mask, and `own` from the model as loaded, which may round differently.
+    `flips` counts the answers that differ from those of the model as loaded.
     """
 
     change: float
@@ -67,9 +68,10 @@ class Control:
 
     def joined(self, other: Control) -> Control:
         return Control(
-            _largest(self.change, other.change), _largest(self.own, other.own),
+            _largest(self.change, other.change),
+            _largest(self.own, other.own),
             self.flips + other.flips,
-        )  # fmt: skip
+        )
 
 
 def _largest(*numbers: float) -> float:
@@ -81,9 +83,9 @@ def _largest(*numbers: float) -> float:
 class Disruption(Result):
     """All outcomes, in the order of the examples, with the method and the control.
 
-    `method` is the attacker's description (`described`). `model` and `data` are where the model and
-    the examples come from. `identity` is equal for models that give the same answers. `examples`
-    are kept for pictures and not saved.
+    `method` is the attacker's description (`described`). `model` and `data` are where
+    the model and the examples come from. `identity` is equal for models that give the
+    same answers. `examples` are kept for pictures and not saved.
     """
 
     method: dict[str, Any]
@@ -93,12 +95,16 @@ class Disruption(Result):
     model: str = ""
     device: str = "cpu"
     dtype: str = "float32"
-    failed: tuple[tuple[str, str], ...] = ()  # ids of examples without an outcome, with the reason
+    failed: tuple[
+        tuple[str, str], ...
+    ] = ()  # ids of examples without an outcome, with the reason
     identity: str = ""
     task: str = "classification"
     data: str = ""
     environment: dict[str, str] = field(default_factory=environment)
-    own_answers: bool = False  # some examples had no label: the model's own answers count as right
+    own_answers: bool = (
+        False  # some examples had no label: the model's own answers count as right
+    )
     examples: tuple[Example, ...] = field(default=(), compare=False)
 
     kind: ClassVar[str] = "disruption"
@@ -137,13 +143,18 @@ class Disruption(Result):
         if self.status is not Status.NOT_APPLICABLE:
             return ""
         if self.control.flips:
-            what = "an answer" if self.control.flips == 1 else f"{self.control.flips} answers"
+            if self.control.flips == 1:
+                what = "an answer"
+            else:
+                what = f"{self.control.flips} answers"
             return f"the attack's own attention function changes {what}, though nothing is cut"
         if not self.outcomes:
             return "no example has an outcome"
         if not self.attacked:
             return f"the model gets none of {len(self.outcomes)} right"
-        return "the texts are too short: the share allowed is less than one unit of a head"
+        return (
+            "the texts are too short: the share allowed is less than one unit of a head"
+        )
 
     @property
     def success(self) -> float:
@@ -163,11 +174,15 @@ class Disruption(Result):
     @property
     def queries(self) -> float:
         """Mean queries of an attacked example."""
-        return sum(outcome.queries for outcome in self.attacked) / max(1, len(self.attacked))
+        return sum(outcome.queries for outcome in self.attacked) / max(
+            1, len(self.attacked)
+        )
 
     def summary(self) -> str:
         right = len(self.attacked)
-        lines = [f"{self.flips} of {right} right answers flipped ({percent(self.success, 1)})"]
+        lines = [
+            f"{self.flips} of {right} right answers flipped ({percent(self.success, 1)})"
+        ]
         if self.obstacle:
             lines = [f"could not check: {self.obstacle}"]
         elif self.flips:
@@ -178,7 +193,9 @@ class Disruption(Result):
         )
         if self.own_answers:
             before = "without labels, the model's own answers count as right"
-        lines.append(f"{before}; {self.queries:.0f} queries an example, {self.seconds:.1f} s")
+        lines.append(
+            f"{before}; {self.queries:.0f} queries an example, {self.seconds:.1f} s"
+        )
         lines.append(f"control, nothing cut: logits changed by {self.control.change:g}")
         lines += [f"no outcome for {name}: {reason}" for name, reason in self.failed]
         return "\n".join(lines)
@@ -187,19 +204,34 @@ class Disruption(Result):
         data = asdict(replace(self, examples=()))
         del data["examples"]
         accuracy = None if self.own_answers else self.accuracy
-        return {**data, "success": self.success, "accuracy": accuracy, "share": self.share}
+        return {
+            **data,
+            "success": self.success,
+            "accuracy": accuracy,
+            "share": self.share,
+        }
 
 
 def disrupted(
-    attacker: Attacker, model: Any, task: str, outcomes: Sequence[Outcome], control: Control,
+    attacker: Attacker,
+    model: Any,
+    task: str,
+    outcomes: Sequence[Outcome],
+    control: Control,
     seconds: float,
-) -> Disruption:  # fmt: skip
+) -> Disruption:
     """Return the result of an attack on one batch, by a model in this process."""
     parameter = next(model.parameters())
     return Disruption(
-        described(attacker), tuple(outcomes), control, seconds, type(model).__name__,
-        str(parameter.device), str(parameter.dtype).removeprefix("torch."), task=task,
-    )  # fmt: skip
+        described(attacker),
+        tuple(outcomes),
+        control,
+        seconds,
+        type(model).__name__,
+        str(parameter.device),
+        str(parameter.dtype).removeprefix("torch."),
+        task=task,
+    )
 
 
 def joined(parts: list[Disruption]) -> Disruption:
@@ -208,17 +240,19 @@ def joined(parts: list[Disruption]) -> Disruption:
     for part in parts[1:]:
         control = control.joined(part.control)
     return replace(
-        parts[0], control=control, seconds=sum(part.seconds for part in parts),
+        parts[0],
+        control=control,
+        seconds=sum(part.seconds for part in parts),
         outcomes=tuple(outcome for part in parts for outcome in part.outcomes),
         failed=tuple(failure for part in parts for failure in part.failed),
-    )  # fmt: skip
+    )
 
 
 class Attacker(Protocol):
     """A way to cut attention; a frozen dataclass of hyperparameters.
 
-    `words` describes it for people. `control` is True if the cuts are random, so that flips do not
-    depend on the choice of units.
+    `words` describes it for people. `control` is True if the cuts are random, so that
+    flips do not depend on the choice of units.
     """
 
     @property
@@ -229,7 +263,12 @@ class Attacker(Protocol):
     def seed(self) -> int: ...
 
     def __call__(
-        self, model: Any, batch: Batch, labels: Tensor | None = None, *, ids: Sequence[str] = ()
+        self,
+        model: Any,
+        batch: Batch,
+        labels: Tensor | None = None,
+        *,
+        ids: Sequence[str] = (),
     ) -> Disruption:
         """Attack a batch. `ids` name its examples in the result."""
         ...

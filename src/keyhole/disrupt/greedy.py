@@ -7,19 +7,22 @@
 2. Layers are ranked by how far the confidence falls without the layer, and the heads of a layer by
    how far it falls without the head.
 3. Heads are attacked cumulatively, layer by layer. In each, the top `k = max(1, ⌊share·(n−1)²⌋)`
-   units are cut before the softmax. The model is asked after each head, up to the first flip.
+   units are cut before the softmax. The model is asked after each head, up to the first
+   flip.
 
-All positions may be cut, as query and as key, except the first token ([CLS]) and padding.
+All positions may be cut, as query and as key, except the first token ([CLS]) and
+padding.
 
 Departures (released.py has none of them, for the models that the code supports):
 - All masks are prefixes of one ordering, so they are asked in batches. The first flip is the same.
-  `queries` counts the queries asked; `steps` counts the heads attacked at the flip, which is the
-  number of queries of the paper's loop.
+  `queries` counts the queries asked; `steps` counts the heads attacked at the flip,
+  which is the number of queries of the paper's loop.
 - To remove a layer, its probabilities are set to zero, as the code does for heads; the code masks
   all its keys instead. The confidence is that in the label, not in the predicted class.
 - Exactly k units of each head are cut, by the gradient. [CLS] may always attend to [CLS].
 - Random units are drawn from the real tokens. The code draws from all 128² positions, with
-  replacement. A sentence of 25 tokens fills 4% of them, so its control mostly cuts padding.
+  replacement. A sentence of 25 tokens fills 4% of them, so its control mostly cuts
+  padding.
 - In multiple choice, the matrix of each choice loses ⌊share·(n−1)²⌋ of its own units.
 """
 
@@ -34,7 +37,13 @@ from torch import Tensor
 
 from keyhole.core.errors import expect_among
 from keyhole.disrupt.budget import choose
-from keyhole.disrupt.masked_queries import MaskedQueries, Ordering, Proposal, Search, first_flip
+from keyhole.disrupt.masked_queries import (
+    MaskedQueries,
+    Ordering,
+    Proposal,
+    Search,
+    first_flip,
+)
 from keyhole.disrupt.units import NEVER
 
 Order = Literal["importance", "random layer", "random head", "random"]
@@ -54,7 +63,8 @@ class Greedy:
         expect_among("scale", self.scale, Scale)
 
     def __call__(self, search: Search) -> Proposal:
-        queries, noise = search.queries, search.noise
+        queries = search.queries
+        noise = search.noise
         units = queries.units
         everyone = torch.arange(queries.question.size, device=noise.device)
         a, g = queries.slopes(torch.zeros_like(units.free), everyone, search.loss)
@@ -76,12 +86,16 @@ def _head_order(schedule: Greedy, queries: MaskedQueries, noise: Tensor) -> Tens
     position = _positions(layers)
     turns = torch.full((size, len(places), heads.shape[2]), NEVER, device=noise.device)
     for index, place in enumerate(places):
-        count = place.shape[1] if schedule.scale == "full" else math.ceil(place.shape[1] / 2)
+        if schedule.scale == "full":
+            count = place.shape[1]
+        else:
+            count = math.ceil(place.shape[1] / 2)
         rank = _positions(heads[:, index, : place.shape[1]])
         turn = position[:, index : index + 1] * heads.shape[2] + rank
         out = (position[:, index : index + 1] >= kept) | (rank >= count)
         turns[:, index, : place.shape[1]] = turn.masked_fill(out, NEVER)
-    # Close the gaps where layers have fewer heads than others, so that every step adds a head.
+    # Close the gaps where layers have fewer heads than others, so that every step adds
+    # a head.
     flat = turns.flatten(1)
     dense = _positions(-flat.double()).masked_fill(flat == NEVER, NEVER).view_as(turns)
     spread = [
@@ -122,7 +136,8 @@ def _head_drops(schedule: Greedy, queries: MaskedQueries, noise: Tensor) -> Tens
 
 def _drops(queries: MaskedQueries, sites: Tensor, heads: Tensor) -> Tensor:
     """Minus the confidence in the labels without each of these heads, (b, len(sites))."""
-    size, count = queries.question.size, len(sites)
+    size = queries.question.size
+    count = len(sites)
     indices = torch.arange(size, device=sites.device).repeat_interleave(count)
     logits = queries.silenced(indices, sites.repeat(size), heads.repeat(size))
     return -queries.question.part(indices).confidence(logits).view(size, count)

@@ -1,11 +1,12 @@
 """HackAttend: flip a prediction by cutting a small share of the attention; the text is unchanged.
 
-*Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470). A unit is one entry of an attention
-map: a layer, a head, a query and a key (units.py). The attack has three parts: a ranking of the
-units (rankings.py), a budget of how many may be cut (budget.py), and a schedule that tries masks.
-The schedule is `Greedy`, as released (greedy.py), or `Rerank`, which is stronger at the same budget
-(rerank.py). Examples that the model gets wrong are skipped and counted. The judge decides what is a
-flip (judge.py).
+*Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470). A unit is one entry of
+an attention map: a layer, a head, a query and a key (units.py). The attack has three
+parts: a ranking of the units (rankings.py), a budget of how many may be cut
+(budget.py), and a schedule that tries masks. The schedule is `Greedy`, as released
+(greedy.py), or `Rerank`, which is stronger at the same budget (rerank.py). Examples
+that the model gets wrong are skipped and counted. The judge decides what is a flip
+(judge.py).
 """
 
 from __future__ import annotations
@@ -33,20 +34,25 @@ from keyhole.disrupt.units import Units, survey
 Scope = Literal["head", "model"]
 Loss = Literal["margin", "cross-entropy"]
 Spare = Literal["special", "special keys", "first token", "padding"]
-_SPARED = {"special": "special tokens", "special keys": "special keys",
-           "first token": "the first token", "padding": "only padding"}  # fmt: skip
+_SPARED = {
+    "special": "special tokens",
+    "special keys": "special keys",
+    "first token": "the first token",
+    "padding": "only padding",
+}
 
 
 @dataclass(frozen=True)
 class HackAttend:
     """Cut at most `share` of each head's units, or with scope "model", of all units of the model.
 
-    A head has (n−1)² units, as the paper counts. `least` units may be cut in each head even if the
-    share of a short text is less than one unit. `target` is the class to flip to, None for any
-    other class. A language model is asked for a `continuation` of that many tokens. `spare` says
-    which units are not cut: those with a special token as query or key ("special") or as key
-    ("special keys"), those with the first token as query or key ("first token", as released), or
-    only padding ("padding"). `batch` is the batch size of a forward pass.
+    A head has (n−1)² units, as the paper counts. `least` units may be cut in each head
+    even if the share of a short text is less than one unit. `target` is the class to
+    flip to, None for any other class. A language model is asked for a `continuation` of
+    that many tokens. `spare` says which units are not cut: those with a special token
+    as query or key ("special") or as key ("special keys"), those with the first token
+    as query or key ("first token", as released), or only padding ("padding"). `batch`
+    is the batch size of a forward pass.
     """
 
     share: float = 0.01
@@ -71,24 +77,40 @@ class HackAttend:
         expect_count("batch", self.batch, 1)
         expect_count("continuation", self.continuation, 1)
         if not isinstance(self.schedule, Greedy | Rerank):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError(f"expected a schedule Greedy() or Rerank(), got {self.schedule!r}")
+            raise InputError(
+                f"expected a schedule Greedy() or Rerank(), got {self.schedule!r}"
+            )
 
     @classmethod
     def as_released(
-        cls, share: float = 0.01, scale: Scale = "full", *, order: Order = "importance",
+        cls,
+        share: float = 0.01,
+        scale: Scale = "full",
+        *,
+        order: Order = "importance",
         **changes: Any,
-    ) -> HackAttend:  # fmt: skip
+    ) -> HackAttend:
         """The attack of the released code (greedy.py); the paper's text has ranking="magnitude"."""
         released: dict[str, Any] = {
-            "ranking": "gradient", "least": 1, "loss": "cross-entropy", "spare": "first token",
-        }  # fmt: skip
+            "ranking": "gradient",
+            "least": 1,
+            "loss": "cross-entropy",
+            "spare": "first token",
+        }
         return cls(share, schedule=Greedy(order, scale), **{**released, **changes})
 
     @classmethod
     def strongest(
-        cls, share: float = 0.01, scope: Scope = "head", *, rounds: int = 16, prefixes: int = 2,
-        refine: int = 24, restarts: int = 1, **changes: Any,
-    ) -> HackAttend:  # fmt: skip
+        cls,
+        share: float = 0.01,
+        scope: Scope = "head",
+        *,
+        rounds: int = 16,
+        prefixes: int = 2,
+        refine: int = 24,
+        restarts: int = 1,
+        **changes: Any,
+    ) -> HackAttend:
         """Many rankings and swaps, with few prefixes of each: more flips, at more queries."""
         schedule = Rerank(rounds, prefixes, refine, restarts)
         return cls(share, schedule=schedule, scope=scope, **changes)
@@ -96,7 +118,11 @@ class HackAttend:
     @classmethod
     def random(cls, share: float = 0.01, **changes: Any) -> HackAttend:
         """The control: like `as_released`, but with heads and units in random order."""
-        settings: dict[str, Any] = {"ranking": "random", "order": "random", "spare": "special"}
+        settings: dict[str, Any] = {
+            "ranking": "random",
+            "order": "random",
+            "spare": "special",
+        }
         return cls.as_released(share, **{**settings, **changes})
 
     @classmethod
@@ -105,13 +131,17 @@ class HackAttend:
         try:
             schedule = dict(method["schedule"])
             make = {"greedy": Greedy, "rerank": Rerank}[schedule.pop("name")]
-            settings: dict[str, Any] = {field.name: method[field.name] for field in fields(cls)}
+            settings: dict[str, Any] = {
+                field.name: method[field.name] for field in fields(cls)
+            }
             settings["schedule"] = make(**schedule)
             return cls(**settings)
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, InputError):
                 raise
-            raise InputError(f"these are not the settings of a HackAttend: {error!r}") from error
+            raise InputError(
+                f"these are not the settings of a HackAttend: {error!r}"
+            ) from error
 
     @property
     def words(self) -> str:
@@ -123,10 +153,13 @@ class HackAttend:
         """Describe the differences from the default attack, each after a comma."""
         if self.control:
             return " at random"
-        schedule, parts = self.schedule, list[str]()
-        default_ranking, default_spare = "removal", "special"
+        schedule = self.schedule
+        parts = list[str]()
+        default_ranking = "removal"
+        default_spare = "special"
         if isinstance(schedule, Greedy):
-            default_ranking, default_spare = "gradient", "first token"
+            default_ranking = "gradient"
+            default_spare = "first token"
             parts.append("as released" if self.as_published else "released schedule")
         if self.ranking != default_ranking:
             parts.append(f"ranked by {self.ranking}")
@@ -151,23 +184,33 @@ class HackAttend:
         return self.ranking == "random"
 
     def __call__(
-        self, model: Any, batch: Batch, labels: Tensor | None = None, *,
-        targets: Tensor | None = None, ids: Sequence[str] = (),
-    ) -> Disruption:  # fmt: skip
+        self,
+        model: Any,
+        batch: Batch,
+        labels: Tensor | None = None,
+        *,
+        targets: Tensor | None = None,
+        ids: Sequence[str] = (),
+    ) -> Disruption:
         """Attack a batch as the tokenizer returns it. `ids` name its examples in the result.
 
-        The `labels` of a language model default to its own answer. `special_tokens_mask` in the
-        batch marks the special tokens; without it they are guessed (units.py).
+        The `labels` of a language model default to its own answer.
+        `special_tokens_mask` in the batch marks the special tokens; without it they are
+        guessed (units.py).
         """
         started = time.perf_counter()
         if model.training:
             raise InputError("the model is in training mode: call model.eval() first")
         target = targets if targets is not None else self.target
-        question = ask(model, batch, labels, target=target, continuation=self.continuation)
+        question = ask(
+            model, batch, labels, target=target, continuation=self.continuation
+        )
         names = names_of(question, ids)
         rows = torch.arange(question.size, device=question.labels.device)
         parts = [
-            self._attack(model, question.part(part), [names[i] for i in part.tolist()], started)
+            self._attack(
+                model, question.part(part), [names[i] for i in part.tolist()], started
+            )
             for part in rows.split(self._size(question))
         ]
         return joined(parts)
@@ -179,7 +222,9 @@ class HackAttend:
         control, clean = run_control(model, question, units, self.batch)
         right = question.right(clean)
         if question.target is not None:
-            right &= ~(question.labels == question.target).all(-1)  # already at the target
+            right &= ~(question.labels == question.target).all(
+                -1
+            )  # already at the target
         limits = budget(units, self.share, self.scope, self.least)
         chosen = right.nonzero().squeeze(1)
         outcomes = [
@@ -188,7 +233,9 @@ class HackAttend:
         ]
         if len(chosen):
             attacked = question.part(chosen), units.part(chosen), limits.part(chosen)
-            for number, found in zip(chosen.tolist(), self._found(model, *attacked), strict=True):
+            for number, found in zip(
+                chosen.tolist(), self._found(model, *attacked), strict=True
+            ):
                 outcomes[number] = replace(outcomes[number], **found)
         seconds = time.perf_counter() - started
         return disrupted(self, model, question.task, outcomes, control, seconds)
@@ -199,13 +246,17 @@ class HackAttend:
         """Search and judge. Yield the resulting fields of `Outcome` for each example."""
         queries = MaskedQueries(model, question, units, self._size(question))
         noise = _noise(question, units, self.seed)
-        proposal = self.schedule(Search(queries, limits, self.ranking, self.loss, noise))
+        proposal = self.schedule(
+            Search(queries, limits, self.ranking, self.loss, noise)
+        )
         verdict = judge(model, question, units, proposal.cut, limits, self.batch)
         columns = {
-            "flipped": verdict.flipped, "confidence_after": verdict.confidence,
-            "queries": queries.asked, "steps": proposal.steps,
+            "flipped": verdict.flipped,
+            "confidence_after": verdict.confidence,
+            "queries": queries.asked,
+            "steps": proposal.steps,
             **counts(units, verdict.masked),
-        }  # fmt: skip
+        }
         for row in range(question.size):
             yield {
                 **{name: values[row].item() for name, values in columns.items()},
@@ -224,7 +275,9 @@ def _noise(question: Question, units: Units, seed: int) -> Tensor:
     for number in range(question.size):
         first = next(iter(question.inputs.values()))[number].double().cpu().flatten()
         places = torch.arange(1, len(first) + 1, dtype=torch.float64)
-        stream = torch.Generator().manual_seed(seed + int((first * places).sum().abs()) % 2**31)
+        stream = torch.Generator().manual_seed(
+            seed + int((first * places).sum().abs()) % 2**31
+        )
         rows.append(torch.rand(units.total, generator=stream))
     return torch.stack(rows).to(units.free.device)
 
@@ -233,11 +286,15 @@ def names_of(question: Question, ids: Sequence[str]) -> list[str]:
     """Return what the examples are called in the result: their `ids`, or numbers."""
     names = list(ids) or [str(number) for number in range(question.size)]
     if len(names) != question.size:
-        raise InputError(f"ids must name {question.size} examples: {len(names)} were given")
+        raise InputError(
+            f"ids must name {question.size} examples: {len(names)} were given"
+        )
     return names
 
 
-def untouched(question: Question, clean: Tensor, number: int, name: str, right: bool) -> Outcome:
+def untouched(
+    question: Question, clean: Tensor, number: int, name: str, right: bool
+) -> Outcome:
     answer = tuple(question.predicted(clean)[number].tolist())
     confidence = float(question.confidence(clean)[number])
     return Outcome(name, right, False, answer, answer, confidence, confidence)
@@ -245,7 +302,8 @@ def untouched(question: Question, clean: Tensor, number: int, name: str, right: 
 
 def counts(units: Units, masked: Tensor) -> dict[str, Tensor]:
     """Return the fields of `Outcome` that count masked units, (b,) each."""
-    per_head, of_head = units.per_head(masked), units.head_units
+    per_head = units.per_head(masked)
+    of_head = units.head_units
     hit = per_head > 0
     return {
         "masked": masked.sum(1),

@@ -1,9 +1,10 @@
 """The judge: an attack proposes masks, and a flip counts only if a new forward pass confirms it.
 
-A mask cuts units: single attention probabilities (units.py). The judge gets only the masks. It runs
-the model again, reads the prediction, and counts the units whose probability is zero. A flip does
-not count if the mask cuts units that must be spared, or more units than the budget allows. The
-judge also runs the control: cutting no unit must change nothing.
+A mask cuts units: single attention probabilities (units.py). The judge gets only the
+masks. It runs the model again, reads the prediction, and counts the units whose
+probability is zero. A flip does not count if the mask cuts units that must be spared,
+or more units than the budget allows. The judge also runs the control: cutting no unit
+must change nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +47,12 @@ class _RecordedCuts(FixedCuts):
 
 
 def judge(
-    model: Any, question: Question, units: Units, cut: Tensor, limits: Budget, batch: int
+    model: Any,
+    question: Question,
+    units: Units,
+    cut: Tensor,
+    limits: Budget,
+    batch: int,
 ) -> Verdict:
     """Run the model again with the units `cut` (b, units), and return which predictions flipped."""
     logits: list[Tensor] = []
@@ -55,7 +61,8 @@ def judge(
         cuts = _RecordedCuts(units, cut[indices])
         with torch.no_grad(), rewriting(model, cuts):
             logits.append(question.part(indices).logits(model))
-        # Reported is what really became zero; the budget is checked on all that was proposed.
+        # Reported is what really became zero; the budget is checked on all that was
+        # proposed.
         masked.append(torch.cat(cuts.zeros, 1) & cut[indices] & units.exists[indices])
     answers = torch.cat(logits)
     return Verdict(
@@ -70,14 +77,18 @@ def _within_limits(units: Units, cut: Tensor, limits: Budget) -> Tensor:
     """For each example (b,), whether only free units are cut and no limit is exceeded."""
     spared = ~(cut & ~units.free).any(1)
     left = limits.left(units, cut)
-    return spared & (left.heads >= 0).all(1) & (left.rows >= 0).all(1) & (left.total >= 0)
+    return (
+        spared & (left.heads >= 0).all(1) & (left.rows >= 0).all(1) & (left.total >= 0)
+    )
 
 
-def run_control(model: Any, question: Question, units: Units, batch: int) -> tuple[Control, Tensor]:
+def run_control(
+    model: Any, question: Question, units: Units, batch: int
+) -> tuple[Control, Tensor]:
     """Return how much cutting no unit changes the answers, and the logits without any cut.
 
-    The answers are compared with those of the model as loaded (`own`), and with those of the
-    rewritten attention that changes nothing.
+    The answers are compared with those of the model as loaded (`own`), and with those
+    of the rewritten attention that changes nothing.
     """
     result = Control(0.0, 0.0, 0)
     clean: list[Tensor] = []
@@ -91,7 +102,9 @@ def run_control(model: Any, question: Question, units: Units, batch: int) -> tup
             with rewriting(model, FixedCuts(units, nothing)):
                 zero = part.logits(model)
         flips = (part.predicted(zero) != part.predicted(own)).any(-1).sum()
-        change, from_own = ((zero - other).abs().max().item() for other in (untouched, own))
+        change, from_own = (
+            (zero - other).abs().max().item() for other in (untouched, own)
+        )
         result = result.joined(Control(change=change, own=from_own, flips=int(flips)))
         clean.append(untouched)
     return result, torch.cat(clean)
@@ -99,4 +112,6 @@ def run_control(model: Any, question: Question, units: Units, batch: int) -> tup
 
 def _parts(question: Question, batch: int) -> Iterator[Tensor]:
     indices = torch.arange(question.size, device=question.labels.device)
-    yield from indices.split(max(1, batch // question.rows))  # rows are sequences of an example
+    yield from indices.split(
+        max(1, batch // question.rows)
+    )  # rows are sequences of an example

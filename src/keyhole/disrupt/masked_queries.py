@@ -1,8 +1,9 @@
 """Queries to a model under masks: predictions and gradients, in batches, with a count.
 
-A query is one example under one mask. Attackers mostly ask for the prefixes of an ordering, so a
-batch of queries is an ordering (the step at which each unit is cut) and a list of steps. The
-boolean masks exist for one site at a time, and a batch never holds more than `batch` examples.
+A query is one example under one mask. Attackers mostly ask for the prefixes of an
+ordering, so a batch of queries is an ordering (the step at which each unit is cut) and
+a list of steps. The boolean masks exist for one site at a time, and a batch never holds
+more than `batch` examples.
 """
 
 from __future__ import annotations
@@ -46,8 +47,13 @@ def fixed(cut: Tensor) -> Ordering:
 class Cuts(Untouched):
     """Cuts the units of an ordering, at one step for each example in the batch."""
 
-    def __init__(self, units: Units, ordering: Ordering, indices: Tensor, steps: Tensor) -> None:
-        self.units, self.ordering, self.indices, self.steps = units, ordering, indices, steps
+    def __init__(
+        self, units: Units, ordering: Ordering, indices: Tensor, steps: Tensor
+    ) -> None:
+        self.units = units
+        self.ordering = ordering
+        self.indices = indices
+        self.steps = steps
 
     def cut(self, site: Site, shape: torch.Size) -> Tensor:
         place = self.units.places[site.index]
@@ -77,7 +83,8 @@ class Silenced(Untouched):
     """Silences one head of one site for each query, or all heads of it if the head is −1."""
 
     def __init__(self, sites: Tensor, heads: Tensor) -> None:
-        self.sites, self.heads = sites, heads
+        self.sites = sites
+        self.heads = heads
 
     def gate(self, site: Site, shape: torch.Size) -> Tensor:
         numbers = torch.arange(shape[1], device=self.heads.device)
@@ -93,8 +100,13 @@ class MaskedQueries:
     `batch` is the batch size.
     """
 
-    def __init__(self, model: Any, question: Question, units: Units, batch: int) -> None:
-        self.model, self.question, self.units, self.batch = model, question, units, batch
+    def __init__(
+        self, model: Any, question: Question, units: Units, batch: int
+    ) -> None:
+        self.model = model
+        self.question = question
+        self.units = units
+        self.batch = batch
         self.asked = torch.zeros(question.size, dtype=torch.long)
 
     def _batches(self, indices: Tensor) -> Iterator[tuple[slice, Question]]:
@@ -104,11 +116,16 @@ class MaskedQueries:
             yield part, self.question.part(indices[part])
 
     def logits(
-        self, ordering: Ordering, indices: Tensor, steps: Tensor, rows: Tensor | None = None
+        self,
+        ordering: Ordering,
+        indices: Tensor,
+        steps: Tensor,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Logits (len(indices), m, classes) of examples `indices`, each at its own step.
 
-        `rows` are the rows of the ordering for these examples, if it does not hold all examples.
+        `rows` are the rows of the ordering for these examples, if it does not hold all
+        examples.
         """
         rows = indices if rows is None else rows
         return self._answers(
@@ -119,7 +136,9 @@ class MaskedQueries:
         """Logits without one head (or without a whole layer, if the head is −1) for each query."""
         return self._answers(indices, lambda part: Silenced(sites[part], heads[part]))
 
-    def _answers(self, indices: Tensor, rewrite: Callable[[slice], Untouched]) -> Tensor:
+    def _answers(
+        self, indices: Tensor, rewrite: Callable[[slice], Untouched]
+    ) -> Tensor:
         answers: list[Tensor] = []
         for part, question in self._batches(indices):
             with torch.no_grad(), rewriting(self.model, rewrite(part)):
@@ -131,7 +150,8 @@ class MaskedQueries:
     ) -> tuple[Tensor, Tensor]:
         """Probabilities and gradients of the loss (len(indices), units) under masks `cut`.
 
-        The untargeted margin is against the most likely other class, or by `aim` a less likely one.
+        The untargeted margin is against the most likely other class, or by `aim` a less
+        likely one.
         """
         probabilities: list[Tensor] = []
         gradients: list[Tensor] = []
@@ -144,10 +164,15 @@ class MaskedQueries:
                 else:
                     raised = -question.margin(logits, aim)
                 gradient = torch.autograd.grad(
-                    raised.sum(), slopes.bumps, allow_unused=True, materialize_grads=True
+                    raised.sum(),
+                    slopes.bumps,
+                    allow_unused=True,
+                    materialize_grads=True,
                 )
             size = len(question.labels)
-            probabilities.append(torch.cat([a.reshape(size, -1) for a in slopes.probabilities], 1))
+            probabilities.append(
+                torch.cat([a.reshape(size, -1) for a in slopes.probabilities], 1)
+            )
             gradients.append(torch.cat([g.reshape(size, -1) for g in gradient], 1))
         return torch.cat(probabilities), torch.cat(gradients)
 
@@ -182,22 +207,27 @@ class Proposal:
 def first_flip(queries: MaskedQueries, ordering: Ordering, last: int) -> Proposal:
     """Find the first of the steps 1…last that flips each example; without a flip, the last step.
 
-    Steps are asked in blocks of doubling size, so that an early flip costs few queries. A block
-    serves all examples that are not flipped yet.
+    Steps are asked in blocks of doubling size, so that an early flip costs few queries.
+    A block serves all examples that are not flipped yet.
     """
     device = ordering.goes.device
     size = queries.question.size
     steps = torch.full((size,), last, device=device)
     flipped = torch.zeros(size, dtype=torch.bool, device=device)
-    done, block = 0, max(4, queries.batch // max(1, size))
+    done = 0
+    block = max(4, queries.batch // max(1, size))
     while done < last and not bool(flipped.all()):
         block = min(block, last - done)
         left = (~flipped).nonzero().squeeze(1)
         indices = left.repeat_interleave(block)
-        asked = torch.arange(done + 1, done + block + 1, device=device).repeat(len(left))
+        asked = torch.arange(done + 1, done + block + 1, device=device).repeat(
+            len(left)
+        )
         logits = queries.logits(ordering, indices, asked)
         hit = queries.question.part(indices).flipped(logits).view(len(left), block)
-        steps[left] = torch.where(hit.any(1), done + 1 + hit.int().argmax(1), steps[left])
+        steps[left] = torch.where(
+            hit.any(1), done + 1 + hit.int().argmax(1), steps[left]
+        )
         flipped[left] = hit.any(1)
         done += block
         block *= 2

@@ -1,7 +1,8 @@
 """Rankings of units: scores from attention probabilities `a` and the gradient `g` of the loss.
 
-*Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470), Section 3.4 and its ablations. With
-`g_ij = ∂loss/∂a_ij`, taken with respect to zeros added after the softmax, a unit scores
+*Unveiling Vulnerability of Self-Attention* (arXiv 2402.16470), Section 3.4 and its
+ablations. With `g_ij = ∂loss/∂a_ij`, taken with respect to zeros added after the
+softmax, a unit scores
 
     gradient            −g            as in the released code
     magnitude           |g|           as in the paper's text, if its mask M is after the softmax
@@ -12,17 +13,17 @@
     gradient*attention  −g·a          ours: the effect of setting a to zero without renormalising
     removal             a/(1−a)·(Σ_l a_il g_il − g_ij)            ours
 
-The paper's text takes the gradient with respect to the mask M, and does not say where M is added.
-The released code adds it to the probabilities. If it is added to the scores before the softmax,
-where a cut is made, −∂loss/∂M is `mask-gradient`.
+The paper's text takes the gradient with respect to the mask M, and does not say where M
+is added. The released code adds it to the probabilities. If it is added to the scores
+before the softmax, where a cut is made, −∂loss/∂M is `mask-gradient`.
 
-`removal` is the first-order effect of the actual cut. Cutting a unit before the softmax gives its
-probability to the others of its row, which become `a_il/(1−a_ij)`. So the row changes by
-`a_ij/(1−a_ij)·(a_il − [l = j])`, and `g` times that change is the formula. A larger score means
-that the cut raises the loss more.
+`removal` is the first-order effect of the actual cut. Cutting a unit before the softmax
+gives its probability to the others of its row, which become `a_il/(1−a_ij)`. So the row
+changes by `a_ij/(1−a_ij)·(a_il − [l = j])`, and `g` times that change is the formula. A
+larger score means that the cut raises the loss more.
 
-The worth of a unit that is already cut is computed in the reverse direction (`worth_of_cut`): the
-probability with which it would return, times the same bracket.
+The worth of a unit that is already cut is computed in the reverse direction
+(`worth_of_cut`): the probability with which it would return, times the same bracket.
 
 To add a ranking, add its function to RANKINGS.
 """
@@ -66,5 +67,6 @@ RANKINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "gradient*attention": lambda a, g, _: -g * a,
     "random": lambda _a, _g, noise: noise,
 }
-# Rankings whose scores are positive exactly where the cut raises the loss, to first order.
+# Rankings whose scores are positive exactly where the cut raises the loss, to first
+# order.
 SIGNED = frozenset({"gradient*attention", "mask-gradient", "removal"})

@@ -30,12 +30,14 @@ def _preset(
 ) -> Callable[..., HackAttend]:
     """Return `make` with a signature that lists its options for the registry.
 
-    The options are the fields of HackAttend and of its schedule, except the `hidden` ones. Their
-    defaults are those of `make(**changes)`.
+    The options are the fields of HackAttend and of its schedule, except the `hidden`
+    ones. Their defaults are those of `make(**changes)`.
     """
     usual = make(**changes)
     fields = {**vars(usual), **vars(usual.schedule)}
-    options = {name: fields[name] for name in fields if name not in ("schedule", *hidden)}
+    options = {
+        name: fields[name] for name in fields if name not in ("schedule", *hidden)
+    }
 
     def made(**given: Any) -> HackAttend:
         return make(**{**changes, **given})
@@ -50,9 +52,14 @@ def _preset(
     return made
 
 
-_BRIEF: dict[str, Any] = {"prefixes": 8, "refine": 4}  # a shorter schedule for the audit
+_BRIEF: dict[str, Any] = {
+    "prefixes": 8,
+    "refine": 4,
+}  # a shorter schedule for the audit
 
-_STRONGEST = "Ours: re-ranks units by the effect of their removal, with swaps and a restart."
+_STRONGEST = (
+    "Ours: re-ranks units by the effect of their removal, with swaps and a restart."
+)
 _RERANK = "Ours, shorter: the same schedule with fewer rankings and no restart."
 _RELEASED = (
     "HackAttend as released: ranks units once by the gradient and cuts one head after the other; "
@@ -62,15 +69,31 @@ _CUTS = "KH-PREDICTIONS-CUTS"
 _RANDOM = "The control: heads and units in a random order."
 
 ATTACKERS: Registry[Attacker, Row] = Registry(
-    Entry("strongest", _preset(HackAttend.strongest), method=HackAttend, note=_STRONGEST),
-    Entry("rerank", _preset(HackAttend.strongest, **vars(Rerank())), (
-        Row(Exposure(_CUTS, "head"), _BRIEF),
-        Row(Exposure(_CUTS, "model"), {**_BRIEF, "scope": "model"}),
-    ), HackAttend, _RERANK),
-    Entry("as-released", _preset(HackAttend.as_released), (
-        Row(Exposure(_CUTS, "head-released")),
-    ), HackAttend, _RELEASED),
-    Entry("random", _preset(HackAttend.random, "ranking", "order"), (
-        Row(Exposure(_CUTS, "head-random")),
-    ), HackAttend, _RANDOM),
-)  # fmt: skip
+    Entry(
+        "strongest", _preset(HackAttend.strongest), method=HackAttend, note=_STRONGEST
+    ),
+    Entry(
+        "rerank",
+        _preset(HackAttend.strongest, **vars(Rerank())),
+        (
+            Row(Exposure(_CUTS, "head"), _BRIEF),
+            Row(Exposure(_CUTS, "model"), {**_BRIEF, "scope": "model"}),
+        ),
+        HackAttend,
+        _RERANK,
+    ),
+    Entry(
+        "as-released",
+        _preset(HackAttend.as_released),
+        (Row(Exposure(_CUTS, "head-released")),),
+        HackAttend,
+        _RELEASED,
+    ),
+    Entry(
+        "random",
+        _preset(HackAttend.random, "ranking", "order"),
+        (Row(Exposure(_CUTS, "head-random")),),
+        HackAttend,
+        _RANDOM,
+    ),
+)

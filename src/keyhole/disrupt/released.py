@@ -1,29 +1,30 @@
 """HackAttend's released program, mask for mask: github.com/liongkj/HackAttend, commit 98a1d52.
 
-greedy.py is the attack as the paper describes it; this module is what the released program
-computes. The program attacks one text (C = 1) or one question of C choices at a time, padded to S =
-128 positions, with n tokens each. For every layer it writes a mask of zeros and ones, which
-replaces the padding mask.
+greedy.py is the attack as the paper describes it; this module is what the released
+program computes. The program attacks one text (C = 1) or one question of C choices at a
+time, padded to S = 128 positions, with n tokens each. For every layer it writes a mask
+of zeros and ones, which replaces the padding mask.
 
 - **Layers** are ranked with all keys of the layer masked, which leaves uniform attention over all S
-  positions. Layers without which the answer is wrong come first; the others follow by increasing
-  confidence in the predicted class. **Heads** of a layer are ranked by that confidence alone, with
-  the head's output at zero. Of the C·H sequences of that query, sequence r loses head r mod H, so
-  the choices of a question lose different heads.
+  positions. Layers without which the answer is wrong come first; the others follow by
+  increasing confidence in the predicted class. **Heads** of a layer are ranked by that
+  confidence alone, with the head's output at zero. Of the C·H sequences of that query,
+  sequence r loses head r mod H, so the choices of a question lose different heads.
 - **Units** score −∂loss/∂a, or 0 if they are spared. The k = max(1, ⌊share·(Σ(n−1))²/C⌋) best are
-  cut. Units of negative score rank after the spared ones, so none of them is cut. If all units of a
-  head score 0 (in the last layer only [CLS] is read), they are ranked by attention instead.
+  cut. Units of negative score rank after the spared ones, so none of them is cut. If
+  all units of a head score 0 (in the last layer only [CLS] is read), they are ranked by
+  attention instead.
 - **A text**: the first row, the first column and padding are spared. In an attacked head [CLS] does
   not attend to [CLS] either, which is not counted.
 - **Multiple choice**: masks depend on the query alone, so padded keys are open in every layer.
-  Padded queries see nothing, which amounts to uniform attention; in the other heads of an attacked
-  layer they see key 0. The units of each choice are cut in all choices. In the other heads of an
-  attacked layer, [CLS] of the first choice sees the first Σn keys, and [CLS] of any other choice
-  only itself.
+  Padded queries see nothing, which amounts to uniform attention; in the other heads of
+  an attacked layer they see key 0. The units of each choice are cut in all choices. In
+  the other heads of an attacked layer, [CLS] of the first choice sees the first Σn
+  keys, and [CLS] of any other choice only itself.
 
-`units=False` is the control: the same masks without the cut units. The program itself fails unless
-there are as many heads as layers, because it writes a mask of heads over the wrong axis. This
-module works for all sizes.
+`units=False` is the control: the same masks without the cut units. The program itself
+fails unless there are as many heads as layers, because it writes a mask of heads over
+the wrong axis. This module works for all sizes.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ from keyhole.models.masking import Site, Untouched, rewriting
 class ReleasedProgram:
     """For BERT-like classifiers and multiple choice; texts are padded to `positions` on the right.
 
-    In an outcome, `steps` is the program's number of queries. `cut` holds all masked units between
-    tokens, also those that the program does not count. `perturbation` covers the chosen units only.
+    In an outcome, `steps` is the program's number of queries. `cut` holds all masked
+    units between tokens, also those that the program does not count. `perturbation`
+    covers the chosen units only.
     """
 
     share: float = 0.01
@@ -69,7 +71,10 @@ class ReleasedProgram:
 
     @property
     def words(self) -> str:
-        what = f"{100 * self.share:g}% of each head's attention" if self.units else "no unit"
+        if self.units:
+            what = f"{100 * self.share:g}% of each head's attention"
+        else:
+            what = "no unit"
         return f"{what} cut by the released program"
 
     @property
@@ -77,13 +82,20 @@ class ReleasedProgram:
         return not self.units
 
     def __call__(
-        self, model: Any, batch: Batch, labels: Tensor | None = None, *, ids: Sequence[str] = ()
+        self,
+        model: Any,
+        batch: Batch,
+        labels: Tensor | None = None,
+        *,
+        ids: Sequence[str] = (),
     ) -> Disruption:
         if model.training:
             raise InputError("the model is in training mode: call model.eval() first")
         question = ask(model, _padded(model, batch, self.positions), labels)
         if question.task not in ("classification", "choice"):
-            raise InputError("the released program attacks classifiers and multiple choice only")
+            raise InputError(
+                "the released program attacks classifiers and multiple choice only"
+            )
         rows = torch.arange(question.size, device=question.labels.device).split(1)
         alone = zip(map(question.part, rows), names_of(question, ids), strict=True)
         return joined([self._attack(model, each, name) for each, name in alone])
@@ -103,8 +115,8 @@ class ReleasedProgram:
 class _Masks(Untouched):
     """Attention under the program's masks: `closed` returns that of a layer, or None for no mask.
 
-    A row in which all keys are closed is uniform, because the program adds the same large negative
-    number to all its scores.
+    A row in which all keys are closed is uniform, because the program adds the same
+    large negative number to all its scores.
     """
 
     def __init__(self, closed: Callable[[int], Tensor | None]) -> None:
@@ -113,7 +125,10 @@ class _Masks(Untouched):
 
     def cut(self, site: Site, shape: torch.Size) -> Tensor | None:
         closed = self.closed(site.index)
-        self.empty = None if closed is None else closed.all(-1, keepdim=True).expand(*shape[:3], 1)
+        if closed is None:
+            self.empty = None
+        else:
+            self.empty = closed.all(-1, keepdim=True).expand(*shape[:3], 1)
         return None if closed is None or self.empty is None else closed & ~self.empty
 
     def gate(self, site: Site, shape: torch.Size) -> Tensor | None:
@@ -129,7 +144,8 @@ class _Gated(Untouched):
     """The outputs of one layer's heads, times `gates` (sequences, heads)."""
 
     def __init__(self, layer: int, gates: Tensor) -> None:
-        self.layer, self.gates = layer, gates
+        self.layer = layer
+        self.gates = gates
 
     def gate(self, site: Site, shape: torch.Size) -> Tensor | None:
         del shape
@@ -142,7 +158,10 @@ class _Program:
     def __init__(
         self, method: ReleasedProgram, model: Any, question: Question, units: Units
     ) -> None:
-        self.method, self.model, self.question, self.units = method, model, question, units
+        self.method = method
+        self.model = model
+        self.question = question
+        self.units = units
         self.queries = MaskedQueries(model, question, units, method.batch)
         self.asked = 0
         mask = question.inputs["attention_mask"]
@@ -159,26 +178,34 @@ class _Program:
             self.first[:, 0, 0] = False
         # in float32, like the program
         self.count = int(inner.sum() ** 2 * method.share / len(inner)) or 1
-        self.layers, self.heads = len(units.places), units.places[0].shape[1]
+        self.layers = len(units.places)
+        self.heads = units.places[0].shape[1]
         self.open = replace(
-            question, inputs={**question.inputs, "attention_mask": torch.ones_like(mask)}
+            question,
+            inputs={**question.inputs, "attention_mask": torch.ones_like(mask)},
         )
 
     def attack(self, outcome: Outcome) -> Outcome:
         self.chosen = self._chosen()
-        attacked = torch.zeros(self.layers, self.heads, dtype=torch.bool, device=self.inner.device)
-        steps, flipped = 0, False
+        attacked = torch.zeros(
+            self.layers, self.heads, dtype=torch.bool, device=self.inner.device
+        )
+        steps = 0
+        flipped = False
         for layer in self._layer_order():
             masks: list[Tensor] = []
             for head in self._head_order(layer):
                 attacked[layer, head] = True
                 masks.append(attacked.clone())
             hits = self.question.part(_same(len(masks), attacked)).flipped(
-                self._ask(self.open, len(masks), lambda part, m=masks: self._masks(m[part]))
+                self._ask(
+                    self.open, len(masks), lambda part, m=masks: self._masks(m[part])
+                )
             )
             flipped = bool(hits.any())
             last = int(hits.int().argmax()) if flipped else len(masks) - 1
-            steps, attacked = steps + last + 1, masks[last].clone()
+            steps = steps + last + 1
+            attacked = masks[last].clone()
             if flipped:
                 break
         return self._judged(outcome, attacked, steps)
@@ -187,7 +214,9 @@ class _Program:
         """Return the outcome of another forward pass with the last masks."""
         logits = self._ask(self.open, 1, lambda _: self._masks([attacked]))
         every = range(self.layers)
-        closed = torch.cat([~self._opened(i, attacked[i][None]).flatten() for i in every])
+        closed = torch.cat(
+            [~self._opened(i, attacked[i][None]).flatten() for i in every]
+        )
         masked = closed[None] & self.units.exists
         found = counts(self.units, masked)
         hit = torch.cat([attacked[i].repeat(len(self.inner)) for i in every])
@@ -195,13 +224,15 @@ class _Program:
         of_heads = (self.units.head_units[0] * hit).sum()
         found["perturbation"] = chosen.sum() / of_heads.clamp(min=1)
         return replace(
-            outcome, **{name: value.item() for name, value in found.items()},
+            outcome,
+            **{name: value.item() for name, value in found.items()},
             flipped=bool(self.question.flipped(logits)),
             after=tuple(self.question.predicted(logits)[0].tolist()),
             confidence_after=float(self.question.confidence(logits)),
-            queries=self.asked + int(self.queries.asked.sum()), steps=steps,
+            queries=self.asked + int(self.queries.asked.sum()),
+            steps=steps,
             cut=self.units.named(masked[0]),
-        )  # fmt: skip
+        )
 
     def _chosen(self) -> list[Tensor]:
         """The units that each head loses when it is attacked, in every choice."""
@@ -214,9 +245,12 @@ class _Program:
                 for value in (-g, a)
             )
             flat = (slope == 0).all(-1).all(0)[:, None]
-            score, most = torch.where(flat, attention, slope), min(self.count, slope.shape[-1])
+            score = torch.where(flat, attention, slope)
+            most = min(self.count, slope.shape[-1])
             best = score.topk(most).indices
-            mask = torch.zeros_like(slope, dtype=torch.bool).scatter(-1, best, self.method.units)
+            mask = torch.zeros_like(slope, dtype=torch.bool).scatter(
+                -1, best, self.method.units
+            )
             everywhere = mask.any(0, keepdim=True).expand_as(mask).reshape(place.shape)
             masks.append(everywhere & self.inner[:, None])
         return masks
@@ -231,7 +265,9 @@ class _Program:
         logits = torch.cat([ask_without(layer) for layer in range(self.layers)])
         right = self.question.part(_same(self.layers, logits)).right(logits)
         sure = _confidence(logits)
-        return sorted(range(self.layers), key=lambda i: (bool(right[i]), float(sure[i])))
+        return sorted(
+            range(self.layers), key=lambda i: (bool(right[i]), float(sure[i]))
+        )
 
     def _head_order(self, layer: int) -> list[int]:
         choices = len(self.inner)
@@ -244,7 +280,9 @@ class _Program:
         sure = _confidence(self._ask(self.question, self.heads, rewrite))
         return sorted(range(self.heads), key=lambda i: float(sure[i]))
 
-    def _ask(self, question: Question, count: int, rewrite: Callable[[slice], Untouched]) -> Tensor:
+    def _ask(
+        self, question: Question, count: int, rewrite: Callable[[slice], Untouched]
+    ) -> Tensor:
         """Ask the same example `count` times, each time with its own rewrite."""
         size = max(1, self.method.batch // question.rows)
         logits: list[Tensor] = []
@@ -259,7 +297,9 @@ class _Program:
     def _masks(self, attacked: list[Tensor]) -> _Masks:
         """The masks of several steps; each step attacks these heads (layers, heads)."""
         return _Masks(
-            lambda index: ~self._opened(index, torch.stack([each[index] for each in attacked]))
+            lambda index: (
+                ~self._opened(index, torch.stack([each[index] for each in attacked]))
+            )
         )
 
     def _opened(self, layer: int, attacked: Tensor) -> Tensor:

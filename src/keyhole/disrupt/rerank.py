@@ -1,20 +1,22 @@
 """A stronger schedule at the same budget: rank by the effect of removal, repeatedly, and swap.
 
-Ours. Each round takes the gradient under the current mask, because gradients change once units are
-cut. It orders the units by the effect of removing them, and asks for prefixes of that ordering in
-one batch. The smallest prefix that flips is kept. In round t of T at most a share t/T of the budget
-may be spent, so that later rankings can still cut units.
+Ours. Each round takes the gradient under the current mask, because gradients change
+once units are cut. It orders the units by the effect of removing them, and asks for
+prefixes of that ordering in one batch. The smallest prefix that flips is kept. In round
+t of T at most a share t/T of the budget may be spent, so that later rankings can still
+cut units.
 
 Further steps:
 
 - If the budget is spent without a flip, `refine` rounds of **swaps** follow. Cut and uncut units
-  are ranked by their present worth, and the best set within the budget replaces the mask. Several
-  sets are tried, with more or less preference for the units that are cut already. The search
-  continues from the set with the smallest margin.
+  are ranked by their present worth, and the best set within the budget replaces the
+  mask. Several sets are tried, with more or less preference for the units that are cut
+  already. The search continues from the set with the smallest margin.
 - **Restarts**: every second walk comes from above. It cuts several times the budget, where the
-  model is unsure and its gradients are informative, and then gives back the units of least worth
-  until the budget holds. Rankings are randomised in all but the first two walks. With more than two
-  classes, each pair of walks aims at another of the most likely classes.
+  model is unsure and its gradients are informative, and then gives back the units of
+  least worth until the budget holds. Rankings are randomised in all but the first two
+  walks. With more than two classes, each pair of walks aims at another of the most
+  likely classes.
 - After a flip, the prefixes between the last that did not flip and the first that did are asked.
 """
 
@@ -31,10 +33,17 @@ from keyhole.disrupt.masked_queries import Ordering, Proposal, Search, fixed
 from keyhole.disrupt.rankings import SIGNED, worth_of_cut
 from keyhole.disrupt.units import NEVER, Units
 
-_PREFERENCES = (0.0, 0.5, 2.0, 8.0)  # for units already cut, relative to their mean worth
+_PREFERENCES = (
+    0.0,
+    0.5,
+    2.0,
+    8.0,
+)  # for units already cut, relative to their mean worth
 _BLUR = 0.5  # standard deviation of the logarithm of a restart's random factors
 _EXCESS = 4.0  # a walk from above starts at this multiple of the budget
-_MEMORY = 0.5  # weight of earlier worths in swaps, because the last gradient alone oscillates
+_MEMORY = (
+    0.5  # weight of earlier worths in swaps, because the last gradient alone oscillates
+)
 
 
 @dataclass(frozen=True)
@@ -76,9 +85,10 @@ class Rerank:
 def _better(old: Proposal, new: Proposal) -> Proposal:
     take = new.flipped & ~old.flipped
     return Proposal(
-        torch.where(take.unsqueeze(1), new.cut, old.cut), old.flipped | new.flipped,
+        torch.where(take.unsqueeze(1), new.cut, old.cut),
+        old.flipped | new.flipped,
         torch.where(take, new.steps, old.steps),
-    )  # fmt: skip
+    )
 
 
 class _Walk:
@@ -87,12 +97,20 @@ class _Walk:
     `lowest` is the mask of the smallest margin so far, which is `least`.
     """
 
-    def __init__(self, schedule: Rerank, search: Search, attempt: int, done: Tensor) -> None:
-        self.schedule, self.search, self.attempt = schedule, search, attempt
-        self.queries, self.limits, self.noise = search.queries, search.limits, search.noise
+    def __init__(
+        self, schedule: Rerank, search: Search, attempt: int, done: Tensor
+    ) -> None:
+        self.schedule = schedule
+        self.search = search
+        self.attempt = attempt
+        self.queries = search.queries
+        self.limits = search.limits
+        self.noise = search.noise
         self.cut = torch.zeros_like(self.queries.units.free)
         self.done, self.flipped = done, torch.zeros_like(done)
-        self.least = torch.full(done.shape, torch.inf, dtype=torch.float64, device=done.device)
+        self.least = torch.full(
+            done.shape, torch.inf, dtype=torch.float64, device=done.device
+        )
         self.lowest = self.cut.clone()
         self.clean: Tensor | None = None
         self.worth: Tensor | None = None
@@ -105,7 +123,8 @@ class _Walk:
         indices = self._remaining()
         if not len(indices):
             return
-        units, cut = self.queries.units.part(indices), self.cut[indices]
+        units = self.queries.units.part(indices)
+        cut = self.cut[indices]
         a, g = self._slopes(indices)
         scores = self._blurred(self._scores(units, a, g, indices), indices)
         above = 0.0 if self.search.ranking in SIGNED else -torch.inf
@@ -122,7 +141,9 @@ class _Walk:
         hit = flips.any(1)
         first = flips.int().argmax(1)
         # Without a flip, go to the end: a smaller margin on the way is mostly chance.
-        last = steps.gather(1, torch.where(hit, first, steps.shape[1] - 1)[:, None]).squeeze(1)
+        last = steps.gather(
+            1, torch.where(hit, first, steps.shape[1] - 1)[:, None]
+        ).squeeze(1)
         before = steps.gather(1, (first - 1).clamp(min=0)[:, None]).squeeze(1)
         low = torch.where(first > 0, before, 0)
         last = self._narrow(ordering, indices, hit, low, last)
@@ -133,7 +154,12 @@ class _Walk:
         self._settle(indices, hit, margins.amin(1), lowest)
 
     def _narrow(
-        self, ordering: Ordering, indices: Tensor, hit: Tensor, low: Tensor, high: Tensor
+        self,
+        ordering: Ordering,
+        indices: Tensor,
+        hit: Tensor,
+        low: Tensor,
+        high: Tensor,
     ) -> Tensor:
         """Find the first flip between a step `low` that did not flip and a step `high` that did."""
         gap = int(((high - low - 1) * hit).max()) if len(hit) else 0
@@ -155,18 +181,24 @@ class _Walk:
         indices = self._remaining()
         if not len(indices):
             return
-        units, cut = self.queries.units.part(indices), self.cut[indices]
+        units = self.queries.units.part(indices)
+        cut = self.cut[indices]
         worth = self._worth(units, indices)
         if self.worth is None:
             self.worth = worth.new_zeros(self.noise.shape)
             self.worth[indices] = worth
         worth = _MEMORY * self.worth[indices] + (1 - _MEMORY) * worth
         self.worth[indices] = worth
-        mean = (worth * cut).sum(1, keepdim=True).abs() / cut.sum(1, keepdim=True).clamp(min=1)
+        mean = (worth * cut).sum(1, keepdim=True).abs() / cut.sum(
+            1, keepdim=True
+        ).clamp(min=1)
         limits = self.limits.part(indices)
         sets = torch.stack(
             [
-                choose(units, worth + cut * (preference * mean), units.free, limits, 0.0) < NEVER
+                choose(
+                    units, worth + cut * (preference * mean), units.free, limits, 0.0
+                )
+                < NEVER
                 for preference in _PREFERENCES
             ],
             1,
@@ -202,14 +234,19 @@ class _Walk:
             margin, flip = self._ask(fixed(sets[:, number]), indices, zero)
             margins.append(margin)
             flips.append(flip)
-        margin, flip = torch.cat(margins, 1), torch.cat(flips, 1)
+        margin = torch.cat(margins, 1)
+        flip = torch.cat(flips, 1)
         # If any set flips, this one does, because a flip has a negative margin.
         chosen = margin.argmin(1)
         rows = torch.arange(len(indices), device=indices.device)
         self.cut[indices] = sets[rows, chosen]
-        self._settle(indices, flip[rows, chosen], margin[rows, chosen], sets[rows, chosen])
+        self._settle(
+            indices, flip[rows, chosen], margin[rows, chosen], sets[rows, chosen]
+        )
 
-    def _settle(self, indices: Tensor, hit: Tensor, margin: Tensor, cut: Tensor) -> None:
+    def _settle(
+        self, indices: Tensor, hit: Tensor, margin: Tensor, cut: Tensor
+    ) -> None:
         better = hit | (margin < self.least[indices])
         chosen = indices[better]
         self.least[chosen] = margin[better].double()
@@ -221,7 +258,9 @@ class _Walk:
         return (~self.done & ~self.flipped).nonzero().squeeze(1)
 
     def _slopes(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        a, g = self.queries.slopes(self.cut[indices], indices, self.search.loss, self.attempt // 2)
+        a, g = self.queries.slopes(
+            self.cut[indices], indices, self.search.loss, self.attempt // 2
+        )
         if self.clean is None:
             self.clean = a.new_zeros(self.noise.shape)
             self.clean[indices] = a
@@ -238,17 +277,26 @@ class _Walk:
         normal = torch.special.ndtri(uniform.clamp(1e-6, 1 - 1e-6))
         return scores * (normal * _BLUR).exp()
 
-    def _ask(self, ordering: Ordering, indices: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+    def _ask(
+        self, ordering: Ordering, indices: Tensor, steps: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The margins and flips (b, p) of examples `indices` at steps (b, p)."""
-        queries, (size, count) = self.queries, steps.shape
+        queries = self.queries
+        (size, count) = steps.shape
         rows = torch.arange(size, device=indices.device).repeat_interleave(count)
-        logits = queries.logits(ordering, indices.repeat_interleave(count), steps.flatten(), rows)
+        logits = queries.logits(
+            ordering, indices.repeat_interleave(count), steps.flatten(), rows
+        )
         question = queries.question.part(indices.repeat_interleave(count))
-        return question.margin(logits).view(size, count), question.flipped(logits).view(size, count)
+        return question.margin(logits).view(size, count), question.flipped(logits).view(
+            size, count
+        )
 
 
 def _points(lengths: Tensor, most: int) -> Tensor:
     """At most `most` evenly spread steps (b, p) from 1 to each length, which is the last step."""
     count = max(1, min(most, int(lengths.max())))
-    fractions = torch.arange(1, count + 1, device=lengths.device, dtype=torch.float64) / count
+    fractions = (
+        torch.arange(1, count + 1, device=lengths.device, dtype=torch.float64) / count
+    )
     return (lengths.unsqueeze(1) * fractions - 1e-9).ceil().long().clamp(min=1)

@@ -18,7 +18,14 @@ from keyhole.disrupt.disruption import Attacker, Disruption
 from keyhole.disrupt.registry import ATTACKERS
 from keyhole.disrupt.sweep import ModelSource, sweep
 from keyhole.models.demo import EXAMPLES, FOLDER, folder_of
-from keyhole.models.loading import GENERATES, Task, class_names, expect_names, load_config, task_of
+from keyhole.models.loading import (
+    GENERATES,
+    Task,
+    class_names,
+    expect_names,
+    load_config,
+    task_of,
+)
 
 SHIPPED = "the reviews that ship with Keyhole"
 
@@ -45,13 +52,14 @@ def run(
 ) -> Disruption:
     """Flip a model's predictions by cutting a small share of its attention.
 
-    `model` is a folder, a .gguf file, a name on the hub or `demo`. `data` is a file or a dataset of
-    the hub, of which the first `examples` are attacked. `text` names one or two of its columns, and
-    `label` the column of right classes, "label" by default. Without such a column the model's own
-    answers count as right. `classes` are the names of the classes. `method` is a name of the
-    registry, or an attacker with your own hyperparameters. `options` are the hyperparameters of a
-    named method, such as share=0.02. With `processes` 0 the attack runs in this process (use this
-    on a GPU). `dask` is the address of a cluster. `resume` is a journal of outcomes, from which an
+    `model` is a folder, a .gguf file, a name on the hub or `demo`. `data` is a file or
+    a dataset of the hub, of which the first `examples` are attacked. `text` names one
+    or two of its columns, and `label` the column of right classes, "label" by default.
+    Without such a column the model's own answers count as right. `classes` are the
+    names of the classes. `method` is a name of the registry, or an attacker with your
+    own hyperparameters. `options` are the hyperparameters of a named method, such as
+    share=0.02. With `processes` 0 the attack runs in this process (use this on a GPU).
+    `dask` is the address of a cluster. `resume` is a journal of outcomes, from which an
     interrupted run continues.
     """
     expect_count("--processes", processes, 0, MOST_PROCESSES)
@@ -67,9 +75,14 @@ def run(
         raise InputError(f"continuation is for language models, not for {source.task}")
     chosen = examples_of(source, data, text, label, classes, examples)
     result = sweep(
-        method, source, chosen, processes if dask is None else dask, resume=resume,
-        data=_digest(data), progress=track("disrupt", len(chosen)),
-    )  # fmt: skip
+        method,
+        source,
+        chosen,
+        processes if dask is None else dask,
+        resume=resume,
+        data=_digest(data),
+        progress=track("disrupt", len(chosen)),
+    )
     return replace(result, data=SHIPPED if data is None else str(data))
 
 
@@ -106,7 +119,11 @@ def examples_of(
     if data is None:
         if source.name != str(FOLDER):
             raise InputError("--data is needed: a file of examples")
-        for option, value in (("--column", text), ("--label", label), ("--classes", classes)):
+        for option, value in (
+            ("--column", text),
+            ("--label", label),
+            ("--classes", classes),
+        ):
             if value:
                 raise InputError(f"{option} needs --data: a file of examples")
         return list(EXAMPLES[:limit])
@@ -115,12 +132,21 @@ def examples_of(
     generates = source.task in GENERATES
     if generates and label is not None:
         raise InputError(f"--label is for classifiers, not for {source.task}")
-    examples = read_examples(  # without --label, the file need not have a column of labels
-        data, text=text, label="" if generates else label or "label",
-        names=classes or class_names(config), limit=limit, labelled=label is not None,
-    )  # fmt: skip
-    choice, first = source.task == "choice", examples[0]
+    examples = (
+        read_examples(  # without --label, the file need not have a column of labels
+            data,
+            text=text,
+            label="" if generates else label or "label",
+            names=classes or class_names(config),
+            limit=limit,
+            labelled=label is not None,
+        )
+    )
+    choice = source.task == "choice"
+    first = examples[0]
     if choice != bool(first.choices):
         wanted = "choices" if choice else "texts without choices"
-        raise InputError(f"{data} must hold {wanted} for {source.task}: see {first.text[:40]!r}")
+        raise InputError(
+            f"{data} must hold {wanted} for {source.task}: see {first.text[:40]!r}"
+        )
     return examples

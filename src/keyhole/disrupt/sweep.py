@@ -1,8 +1,9 @@
 """Attack many examples on several workers, with a journal, so that no example is attacked twice.
 
-The journal (core/journal.py) identifies an example by its content, so a longer list of examples
-continues a shorter one. If a batch fails or kills its worker, its examples are tried again one at a
-time. An example that still fails after `retries` more attempts is reported with the reason.
+The journal (core/journal.py) identifies an example by its content, so a longer list of
+examples continues a shorter one. If a batch fails or kills its worker, its examples are
+tried again one at a time. An example that still fails after `retries` more attempts is
+reported with the reason.
 """
 
 from __future__ import annotations
@@ -45,17 +46,26 @@ def sweep(
 ) -> Disruption:
     """Attack all examples; `resume` is the journal.
 
-    `workers` is a number of processes (by default one per processor; 0 for this process, as on a
-    GPU), the address of a Dask cluster, or an executor. `data` identifies the source of the
-    examples: a journal of other data is refused.
+    `workers` is a number of processes (by default one per processor; 0 for this
+    process, as on a GPU), the address of a Dask cluster, or an executor. `data`
+    identifies the source of the examples: a journal of other data is refused.
     """
-    source = ModelSource(model_source) if isinstance(model_source, str) else model_source
+    if isinstance(model_source, str):
+        source = ModelSource(model_source)
+    else:
+        source = model_source
     expect_count("batch_size", batch_size)
     expect_count("retries", retries, 0)
     workers = (cpu_count() or 1) if workers is None else workers
-    method, identity = described(attacker), source.identity()
-    settings = {"kind": "disruption", "model": identity, "task": source.task,
-                "max_length": source.max_length, "method": method}  # fmt: skip
+    method = described(attacker)
+    identity = source.identity()
+    settings = {
+        "kind": "disruption",
+        "model": identity,
+        "task": source.task,
+        "max_length": source.max_length,
+        "method": method,
+    }
     if data:
         settings["data"] = data
     wanted = {key_of(example): example for example in examples}
@@ -64,7 +74,9 @@ def sweep(
         todo = [wanted[key] for key in wanted if key not in outcomes.known]
         work = partial(attack, attacker, source, identity)
         ordered = sorted(todo, key=lambda e: (len(e.choices), len(e.text), e.id))
-        batches = grouped(ordered, batch_size)[::-1]  # no worker waits for a long one at the end
+        batches = grouped(ordered, batch_size)[
+            ::-1
+        ]  # no worker waits for a long one at the end
         runner.add(*(_task(work, batch) for batch in batches))
         done = len(wanted) - len(todo)
         progress(done, len(wanted))
@@ -77,20 +89,35 @@ def sweep(
             elif workers == 0:
                 raise result
             else:
-                failed[batch[0].id] = f"{type(result).__name__}: {result}".splitlines()[0]
-    known = [outcomes.known[key] for key in map(key_of, examples) if key in outcomes.known]
+                failed[batch[0].id] = f"{type(result).__name__}: {result}".splitlines()[
+                    0
+                ]
+    known = [
+        outcomes.known[key] for key in map(key_of, examples) if key in outcomes.known
+    ]
     return Disruption(
-        method, tuple(known), outcomes.control, outcomes.seconds, source.name, source.device,
+        method,
+        tuple(known),
+        outcomes.control,
+        outcomes.seconds,
+        source.name,
+        source.device,
         failed=tuple((e.id, failed[e.id]) for e in examples if e.id in failed),
-        identity=identity, task=source.task, examples=tuple(examples),
-        own_answers=source.task in GENERATES or any(e.label == NO_LABEL for e in examples),
-    )  # fmt: skip
+        identity=identity,
+        task=source.task,
+        examples=tuple(examples),
+        own_answers=source.task in GENERATES
+        or any(e.label == NO_LABEL for e in examples),
+    )
 
 
 def attack(
-    attacker: Attacker, source: ModelSource, identity: str, examples: Sequence[Example],
+    attacker: Attacker,
+    source: ModelSource,
+    identity: str,
+    examples: Sequence[Example],
     worker: int = 0,
-) -> Disruption:  # fmt: skip
+) -> Disruption:
     """Attack one batch in a worker; `identity` is that of the model at the source."""
     source = replace(source, device=device_of(source.device, worker))
     with kept_open((source, identity), lambda _: source.load()) as (model, tokenizer):
@@ -101,7 +128,9 @@ def attack(
         if source.task not in GENERATES:
             labels = settled(model, batch, given, getattr(attacker, "target", None))
         with threads_for(largest_matrix(model)):
-            return attacker(model, batch, labels, ids=[example.id for example in examples])
+            return attacker(
+                model, batch, labels, ids=[example.id for example in examples]
+            )
 
 
 def _task(work: Callable[..., Disruption], batch: Sequence[Example]) -> Task:
@@ -133,7 +162,9 @@ def _results(
 
 def key_of(example: Example) -> str:
     """Return sixteen hexadecimal digits that identify an example's content."""
-    return digest([example.id, example.label, example.text, example.second, list(example.choices)])
+    return digest(
+        [example.id, example.label, example.text, example.second, list(example.choices)]
+    )
 
 
 @dataclass(frozen=True)
@@ -154,7 +185,8 @@ class _Outcomes:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self.known: dict[str, Outcome] = {}
-        self.control, self.seconds = Control(0.0, 0.0, 0), 0.0
+        self.control = Control(0.0, 0.0, 0)
+        self.seconds = 0.0
         for key in journal.records:
             record = journal.recall(key, partial(restored, _Record))
             self.known[key] = record.outcome
@@ -185,7 +217,10 @@ class ModelSource:
 
     def load(self) -> tuple[Any, Any]:
         loaded = load_model(
-            self.name, task=self.task, device=self.device, allow_pickle=self.allow_pickle
+            self.name,
+            task=self.task,
+            device=self.device,
+            allow_pickle=self.allow_pickle,
         )
         return loaded.model, loaded.tokenizer
 
@@ -199,9 +234,10 @@ class ModelSource:
             return digest(_summed(path))
         if path.is_dir():
             files = [
-                file for file in sorted(path.iterdir())
+                file
+                for file in sorted(path.iterdir())
                 if file.is_file() and (file.suffix in _PARTS or file.name in _CONFIGS)
-            ]  # fmt: skip
+            ]
             return digest({file.name: _summed(file) for file in files})
         commit = getattr(load_config(self.name), "_commit_hash", None)
         return digest([self.name, commit])
@@ -209,8 +245,14 @@ class ModelSource:
 
 # The files that determine a checkpoint's answers; a model card next to them does not.
 _PARTS = (".safetensors", ".bin", ".gguf", ".txt", ".model")
-_CONFIGS = ("config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-            "vocab.json", "added_tokens.json")  # fmt: skip
+_CONFIGS = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "added_tokens.json",
+)
 
 
 def _summed(file: Path) -> str:

@@ -1,20 +1,21 @@
 """The question that an attack asks a model, in the same form for every task.
 
-Every task is reduced to logits (b, m, classes) and labels (b, m). m is 1 for a classifier, for
-multiple choice (where the classes are the choices) and for the next token; for a continuation it is
-the number of tokens.
+Every task is reduced to logits (b, m, classes) and labels (b, m). m is 1 for a
+classifier, for multiple choice (where the classes are the choices) and for the next
+token; for a continuation it is the number of tokens.
 
 - **Causal LM.** Without labels, the label is the model's own greedy continuation of m tokens. It is
-  appended to the text, and all m predictions are read in one pass. The greedy continuation changes
-  under a mask exactly when one of these predictions changes: before the first change, the decoder
-  would have seen the same tokens.
+  appended to the text, and all m predictions are read in one pass. The greedy
+  continuation changes under a mask exactly when one of these predictions changes:
+  before the first change, the decoder would have seen the same tokens.
 - **Sequence to sequence.** The same, on the side of the decoder. If `decoder_input_ids` are given,
   all their positions are predicted.
 - An untargeted attack flips an answer if any of the m predictions changes. A targeted attack flips
   it if all of them are the target's.
 
-An attack pushes the margin below zero. The margin is the label's logit minus the best other, the
-least of the m; with a target it is the best other minus the target's, the largest of the m.
+An attack pushes the margin below zero. The margin is the label's logit minus the best
+other, the least of the m; with a target it is the best other minus the target's, the
+largest of the m.
 """
 
 from __future__ import annotations
@@ -61,24 +62,30 @@ class Question:
 
     def part(self, indices: Tensor) -> Question:
         return replace(
-            self, inputs={name: value[indices] for name, value in self.inputs.items()},
+            self,
+            inputs={name: value[indices] for name, value in self.inputs.items()},
             labels=self.labels[indices],
             target=None if self.target is None else self.target[indices],
             special=None if self.special is None else self.special[indices],
-        )  # fmt: skip
+        )
 
     def logits(self, model: Any) -> Tensor:
         """The model's logits (b, m, classes), in float32 or float64.
 
-        NaN is no answer, though its argmax is class 0: raises InputError, also under a mask.
+        NaN is no answer, though its argmax is class 0: raises InputError, also under a
+        mask.
         """
         if self.task != "causal":
-            logits = model(**self.inputs, **_options(model, {"use_cache": False})).logits
+            logits = model(
+                **self.inputs, **_options(model, {"use_cache": False})
+            ).logits
             logits = logits if logits.ndim == 3 else logits.unsqueeze(1)
         else:
             logits = self._last(model)
         ignored = (self.labels == IGNORED).unsqueeze(-1)
-        expect_numbers(model, [logits.masked_fill(ignored, 0) if ignored.any() else logits])
+        expect_numbers(
+            model, [logits.masked_fill(ignored, 0) if ignored.any() else logits]
+        )
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _last(self, model: Any) -> Tensor:
@@ -97,7 +104,8 @@ class Question:
     def margin(self, logits: Tensor, aim: int = 0) -> Tensor:
         """The margin (b,), positive if the answer is not flipped.
 
-        Without a target it is against the other class of rank `aim`; rank 0 is the best.
+        Without a target it is against the other class of rank `aim`; rank 0 is the
+        best.
         """
         wanted = self.labels if self.target is None else self.target
         valid = wanted != IGNORED
@@ -159,7 +167,9 @@ def ask(
         if labels is None:
             raise InputError("a classifier needs labels")
     else:
-        inputs, special, own = _continued(model, task, inputs, special, labels, continuation)
+        inputs, special, own = _continued(
+            model, task, inputs, special, labels, continuation
+        )
         labels = own if labels is None else labels
     labels = _shaped(labels, len(next(iter(inputs.values()))), device, "labels")
     wanted = None if target is None else _target(target, labels)
@@ -191,7 +201,9 @@ def _target(target: Tensor | int, labels: Tensor) -> Tensor:
         return torch.full_like(labels, target).masked_fill(labels == IGNORED, IGNORED)
     shaped = _shaped(target, len(labels), labels.device, "targets")
     if shaped.shape != labels.shape:
-        raise InputError(f"expected targets of shape {tuple(labels.shape)}, got {shaped.shape}")
+        raise InputError(
+            f"expected targets of shape {tuple(labels.shape)}, got {shaped.shape}"
+        )
     return shaped
 
 
@@ -202,7 +214,8 @@ def _options(model: Any, wanted: dict[str, Any]) -> dict[str, Any]:
 
 def last_real(inputs: Batch) -> Tensor:
     """Return the position of the last token that is not padding."""
-    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    ids = inputs["input_ids"]
+    mask = inputs.get("attention_mask")
     if mask is None:
         return torch.full((len(ids),), ids.shape[1] - 1, device=ids.device)
     positions = torch.arange(ids.shape[1], device=ids.device)
@@ -210,7 +223,12 @@ def last_real(inputs: Batch) -> Tensor:
 
 
 def _continued(
-    model: Any, task: Task, inputs: Batch, special: Tensor | None, labels: Tensor | None, count: int
+    model: Any,
+    task: Task,
+    inputs: Batch,
+    special: Tensor | None,
+    labels: Tensor | None,
+    count: int,
 ) -> tuple[Batch, Tensor | None, Tensor]:
     """Append the first m−1 tokens of the answer to the inputs, and return both.
 
@@ -218,14 +236,17 @@ def _continued(
     """
     if count < 1:
         raise InputError(f"a continuation must have at least 1 token, got {count}")
-    most, length = positions(model), inputs["input_ids"].shape[-1]
+    most = positions(model)
+    length = inputs["input_ids"].shape[-1]
     if task == "causal" and most is not None and length + count - 1 > most:
         raise InputError(
             f"the model has {most:,} positions, too few for {length:,} tokens and a continuation "
             f"of {count:,}: try a smaller --max-length"
         )
     if count > _MAX_TOKENS:
-        raise InputError(f"a continuation must have at most {_MAX_TOKENS:,} tokens, got {count}")
+        raise InputError(
+            f"a continuation must have at most {_MAX_TOKENS:,} tokens, got {count}"
+        )
     ids = inputs["input_ids"]
     if "decoder_input_ids" in inputs:
         return inputs, special, _forced(model, inputs)
@@ -246,7 +267,9 @@ def _continued(
             inputs = _appended(inputs, answer[-1])
             special = None if special is None else nn.functional.pad(special, (0, 1))
         else:
-            decoded = torch.cat([inputs["decoder_input_ids"], answer[-1].unsqueeze(1)], 1)
+            decoded = torch.cat(
+                [inputs["decoder_input_ids"], answer[-1].unsqueeze(1)], 1
+            )
             inputs = {**inputs, "decoder_input_ids": decoded}
     return inputs, special, torch.stack(answer, 1)
 
@@ -285,10 +308,14 @@ def _appended(inputs: Batch, tokens: Tensor) -> Batch:
 
 def _started(model: Any, inputs: Batch) -> Batch:
     """Add the token with which the decoder starts."""
-    config, ids = model.config, inputs["input_ids"]
+    config = model.config
+    ids = inputs["input_ids"]
     start = config.decoder_start_token_id
     if start is None:
-        start = config.pad_token_id if config.bos_token_id is None else config.bos_token_id
+        if config.bos_token_id is None:
+            start = config.pad_token_id
+        else:
+            start = config.bos_token_id
     return {**inputs, "decoder_input_ids": ids.new_full((len(ids), 1), start)}
 
 
@@ -300,11 +327,13 @@ def _forced(model: Any, inputs: Batch) -> Tensor:
     return own if mask is None else own.masked_fill(mask == 0, IGNORED)
 
 
-def settled(model: Any, batch: Batch, labels: Tensor, target: int | None = None) -> Tensor:
+def settled(
+    model: Any, batch: Batch, labels: Tensor, target: int | None = None
+) -> Tensor:
     """Return the labels of a batch for a classifier, with the model's answer where there is none.
 
-    For an example without a label the attack shows whether the answer can be changed, not whether a
-    right answer can be made wrong.
+    For an example without a label the attack shows whether the answer can be changed,
+    not whether a right answer can be made wrong.
     """
     device = next(model.parameters()).device
     inputs = {name: value.to(device) for name, value in batch.items()}
@@ -315,5 +344,7 @@ def settled(model: Any, batch: Batch, labels: Tensor, target: int | None = None)
     classes = logits.shape[-1]
     for what, number in (("labels", int(labels.max())), ("the target", target)):
         if number is not None and not NO_LABEL <= number < classes:
-            raise InputError(f"{what} must be from 0 to {classes - 1} for this model, got {number}")
+            raise InputError(
+                f"{what} must be from 0 to {classes - 1} for this model, got {number}"
+            )
     return torch.where(labels == NO_LABEL, logits.argmax(-1).to(labels.device), labels)

@@ -1,23 +1,25 @@
 """The units of a model on one batch: which exist, which may be cut, and how they are counted.
 
-A unit is one entry (site, head, query, key) of an attention map. A site is one attention call of a
-forward pass, which is a layer for most models. One vector holds all units of an example, site after
-site, so a mask is a row of booleans and a budget is a sum over it.
+A unit is one entry (site, head, query, key) of an attention map. A site is one
+attention call of a forward pass, which is a layer for most models. One vector holds all
+units of an example, site after site, so a mask is a row of booleans and a budget is a
+sum over it.
 
 - A unit **exists** if the model itself attends there: query and key are real tokens (no padding)
-  and the probability is not zero. Above the diagonal of a causal model no unit exists. Shares are
-  relative to the existing units: `layers·heads·n²` for an encoder and n tokens, with special
-  tokens.
+  and the probability is not zero. Above the diagonal of a causal model no unit exists.
+  Shares are relative to the existing units: `layers·heads·n²` for an encoder and n
+  tokens, with special tokens.
 - A unit is **free** (may be cut) if it exists and neither query nor key is special. Weaker options
-  spare special keys only (no words are hidden from [CLS], but it may be kept from looking at some),
-  the first token as query and as key (as in the released code, which cuts [SEP] like a word), or
-  nothing but padding.
+  spare special keys only (no words are hidden from [CLS], but it may be kept from
+  looking at some), the first token as query and as key (as in the released code, which
+  cuts [SEP] like a word), or nothing but padding.
 - The paper counts a head's units as `(n−1)²`, without the row and the column of the first token.
-  Causal and cross attention are counted in the same way, `n(n−1)/2` and `(m−1)(n−1)`. The count is
-  smaller than that of all units, so a share of it is at most the same share of all.
+  Causal and cross attention are counted in the same way, `n(n−1)/2` and `(m−1)(n−1)`.
+  The count is smaller than that of all units, so a share of it is at most the same
+  share of all.
 
-In multiple choice an example has several sequences, and each is its own matrix. Windows (Swin) are
-sequences in that sense too.
+In multiple choice an example has several sequences, and each is its own matrix. Windows
+(Swin) are sequences in that sense too.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class Units:
     places: tuple[Place, ...]
     exists: Tensor  # (b, units)
     free: Tensor  # (b, units)
-    firsts: tuple[tuple[Tensor, Tensor], ...]  # each site's first real query and key, (b, rows)
+    firsts: tuple[
+        tuple[Tensor, Tensor], ...
+    ]  # each site's first real query and key, (b, rows)
 
     @property
     def total(self) -> int:
@@ -110,14 +114,18 @@ class Units:
         )
 
     def per_row(self, mask: Tensor) -> Tensor:
-        return torch.cat([self.at(mask, place).sum(-1).flatten(1) for place in self.places], 1)
+        return torch.cat(
+            [self.at(mask, place).sum(-1).flatten(1) for place in self.places], 1
+        )
 
     @property
     def head_units(self) -> Tensor:
         """The units of each head as the paper counts them, (b, heads of all sites)."""
         counts: list[Tensor] = []
         for place, (query, key) in zip(self.places, self.firsts, strict=True):
-            kept = self.at(self.exists, place) & ~_first_row_and_column(query, key, place.shape[2:])
+            kept = self.at(self.exists, place) & ~_first_row_and_column(
+                query, key, place.shape[2:]
+            )
             counts.append(kept.sum((-1, -2)).flatten(1))
         return torch.cat(counts, 1)
 
@@ -142,7 +150,8 @@ class FixedCuts(Untouched):
     """Cuts a fixed mask of units (b, units)."""
 
     def __init__(self, units: Units, cut: Tensor) -> None:
-        self.units, self.mask = units, cut
+        self.units = units
+        self.mask = cut
 
     def cut(self, site: Site, shape: torch.Size) -> Tensor:
         return self.units.at(self.mask, self.units.places[site.index]).reshape(shape)
@@ -158,19 +167,26 @@ class Look(Untouched):
     def masked(self, site: Site, mask: Tensor | None) -> None:
         del site
         # Half of the least number: a mask may hold a bias, too, which closes nothing.
-        self.open.append(None if mask is None else mask > torch.finfo(mask.dtype).min / 2)
+        self.open.append(
+            None if mask is None else mask > torch.finfo(mask.dtype).min / 2
+        )
 
     def seen(self, site: Site, probabilities: Tensor) -> None:
         self.maps.append((site, probabilities.detach()))
 
 
 def survey(
-    model: Any, question: Question, *, spare: str = "special", underflowing: bool = False
+    model: Any,
+    question: Question,
+    *,
+    spare: str = "special",
+    underflowing: bool = False,
 ) -> Units:
     """Run one clean pass, and return the units of every site: which exist and which are free.
 
-    With `underflowing`, every unit exists that the model's mask permits. Its probability may be too
-    small for a float now, and be large once other units of its row are cut.
+    With `underflowing`, every unit exists that the model's mask permits. Its
+    probability may be too small for a float now, and be large once other units of its
+    row are cut.
     """
     look = Look()
     with torch.no_grad(), rewriting(model, look):
@@ -189,8 +205,12 @@ def survey(
         permitted = each > 0
         if underflowing:
             every = torch.ones_like(probabilities, dtype=torch.bool)
-            permitted |= _rows(every if opened is None else every & opened, question.size, site)
-        present = permitted & query.real[:, :, None, :, None] & key.real[:, :, None, None, :]
+            permitted |= _rows(
+                every if opened is None else every & opened, question.size, site
+            )
+        present = (
+            permitted & query.real[:, :, None, :, None] & key.real[:, :, None, None, :]
+        )
         firsts.append((query.real.int().argmax(-1), key.real.int().argmax(-1)))
         spared = torch.zeros_like(present)
         if spare in ("special", "special keys"):
@@ -227,7 +247,9 @@ class _Side:
     special: Tensor
 
 
-def _sides_of_site(site: Site, sides: dict[str, _Side], each: Tensor) -> tuple[_Side, _Side]:
+def _sides_of_site(
+    site: Site, sides: dict[str, _Side], each: Tensor
+) -> tuple[_Side, _Side]:
     """Return the sides that a site's queries and keys come from."""
     decoder = "decoder" in sides and "encoder" not in site.name.split(".")
     query = sides.get("decoder" if decoder else "encoder")
@@ -247,7 +269,11 @@ def _sides(model: Any, question: Question) -> dict[str, _Side]:
     inputs = question.inputs
     if "input_ids" not in inputs:
         return {}
-    sides = {"encoder": _side(model, question, "input_ids", "attention_mask", question.special)}
+    sides = {
+        "encoder": _side(
+            model, question, "input_ids", "attention_mask", question.special
+        )
+    }
     if "decoder_input_ids" in inputs:
         sides["decoder"] = _side(
             model, question, "decoder_input_ids", "decoder_attention_mask", None
@@ -256,12 +282,22 @@ def _sides(model: Any, question: Question) -> dict[str, _Side]:
 
 
 def _side(
-    model: Any, question: Question, ids_name: str, mask_name: str, special: Tensor | None
+    model: Any,
+    question: Question,
+    ids_name: str,
+    mask_name: str,
+    special: Tensor | None,
 ) -> _Side:
     ids = _with_rows(question.inputs[ids_name])
     mask = question.inputs.get(mask_name)
-    real = torch.ones_like(ids, dtype=torch.bool) if mask is None else _with_rows(mask) != 0
-    marked = _guessed_special(model, ids, real) if special is None else _with_rows(special) != 0
+    if mask is None:
+        real = torch.ones_like(ids, dtype=torch.bool)
+    else:
+        real = _with_rows(mask) != 0
+    if special is None:
+        marked = _guessed_special(model, ids, real)
+    else:
+        marked = _with_rows(special) != 0
     if ids_name == "decoder_input_ids":
         marked[..., 0] = True  # the start token
     return _Side(real, marked)
@@ -274,17 +310,28 @@ def _with_rows(values: Tensor) -> Tensor:
 def _guessed_special(model: Any, ids: Tensor, real: Tensor) -> Tensor:
     """Guess the special tokens from the configuration, and for an encoder from the text's ends.
 
-    BERT's configuration does not name [CLS] and [SEP]. Its texts begin with [CLS] and end with
-    [SEP], so the first token and every token equal to the last one count as special.
+    BERT's configuration does not name [CLS] and [SEP]. Its texts begin with [CLS] and
+    end with [SEP], so the first token and every token equal to the last one count as
+    special.
     """
     config = model.config
-    names = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "pad_token_id")
+    names = (
+        "bos_token_id",
+        "eos_token_id",
+        "cls_token_id",
+        "sep_token_id",
+        "pad_token_id",
+    )
     values = [getattr(config, name, None) for name in names]
     listed = [value if isinstance(value, list) else [value] for value in values]
-    known: list[int] = [number for value in listed for number in value if number is not None]
+    known: list[int] = [
+        number for value in listed for number in value if number is not None
+    ]
     marked = torch.isin(ids, torch.tensor(known, dtype=ids.dtype, device=ids.device))
     causal = getattr(config, "is_decoder", False) or "Causal" in type(model).__name__
-    encoder = not (causal or "LMHead" in type(model).__name__ or config.is_encoder_decoder)
+    encoder = not (
+        causal or "LMHead" in type(model).__name__ or config.is_encoder_decoder
+    )
     if encoder:
         positions = torch.arange(ids.shape[-1], device=ids.device)
         first = real.int().argmax(-1, keepdim=True)
