@@ -10,8 +10,14 @@ KINDS = [(False, False), (True, False), (True, True)]  # (every token, causal)
 
 def layer(d=6, heads=1, m=6, every=True, causal=False, seed=0, **more) -> Attention:
     planted = plant(
-        "attention", dim=d, heads=heads, outputs=m, every_token=every, causal=causal, seed=seed,
+        "attention",
+        dim=d,
+        heads=heads,
+        outputs=m,
+        every_token=every,
+        causal=causal,
+        seed=seed,
         **more,
-    )  # fmt: skip
+    )
     assert isinstance(planted, Attention)
     return planted

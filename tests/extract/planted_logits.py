@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import torch
 
-WORDS, WIDTH = 300, 24
+WORDS = 300
+WIDTH = 24
 
 
 class PlantedLogits:
     """Something nonlinear of four tokens, then a norm and the matrix W (300, 24)."""
 
-    def __init__(self, norm="rms", bias=False, logarithms=True, cap=0.0, words=WORDS, width=WIDTH):
+    def __init__(
+        self, norm="rms", bias=False, logarithms=True, cap=0.0, words=WORDS, width=WIDTH
+    ):
         draw = torch.Generator().manual_seed(5)
 
         def normal(*shape):
             return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
-        self.W, self.table, self.mix = normal(words, width), normal(words, 16), normal(64, width)
+        self.W, self.table, self.mix = (
+            normal(words, width),
+            normal(words, 16),
+            normal(64, width),
+        )
         self.bias, self.shift = normal(words), normal(width)
-        self.norm, self.biased, self.logarithms, self.cap = norm, bias, logarithms, cap
+        self.norm = norm
+        self.biased = bias
+        self.logarithms = logarithms
+        self.cap = cap
         self.asked = []
 
     def states(self, ids):

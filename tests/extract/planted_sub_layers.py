@@ -7,7 +7,9 @@ import torch
 from keyhole.oracle import SubLayer
 
 
-def planted(d=12, heads=3, groups=3, k=4, rotary=False, biases=True, seed=0, **more) -> SubLayer:
+def planted(
+    d=12, heads=3, groups=3, k=4, rotary=False, biases=True, seed=0, **more
+) -> SubLayer:
     """Scores of about 1 for tokens of norm √d, every head of its own."""
     stream = torch.Generator().manual_seed(seed)
 
@@ -28,5 +30,14 @@ def planted(d=12, heads=3, groups=3, k=4, rotary=False, biases=True, seed=0, **m
 
 
 BERT = {}
-LLAMA = {"heads": 4, "groups": 2, "k": 4, "d": 16, "rotary": True, "biases": False,
-         "epsilon": 1e-5, "residual": True, "causal": True}  # fmt: skip
+LLAMA = {
+    "heads": 4,
+    "groups": 2,
+    "k": 4,
+    "d": 16,
+    "rotary": True,
+    "biases": False,
+    "epsilon": 1e-5,
+    "residual": True,
+    "causal": True,
+}

@@ -54,6 +54,9 @@ def numerical_hessian(f, d, step):
     for i in range(d):
         for j in range(d):
             H[i, j] = (
-                f(eye[i] + eye[j]) - f(eye[i] - eye[j]) - f(eye[j] - eye[i]) + f(-eye[i] - eye[j])
+                f(eye[i] + eye[j])
+                - f(eye[i] - eye[j])
+                - f(eye[j] - eye[i])
+                + f(-eye[i] - eye[j])
             ) / (4 * step * step)
     return H

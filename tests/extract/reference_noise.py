@@ -35,7 +35,9 @@ def dense_gauss_newton(v, W, sequences, answers, steps=10):
     theta = np.concatenate([v, W.ravel()])
 
     def model(theta):
-        return np.array([score(X, theta[d:].reshape(d, d), theta[:d]) for X in sequences])
+        return np.array(
+            [score(X, theta[d:].reshape(d, d), theta[:d]) for X in sequences]
+        )
 
     for _ in range(steps):
         J = np.empty((len(answers), len(theta)))

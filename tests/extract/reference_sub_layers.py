@@ -7,9 +7,14 @@ import numpy as np
 
 def sub_layer(X, Q, q, K, V, O, b, frequencies, epsilon, residual, causal):  # noqa: E741
     """Every token's output; heads share K and V in order, k/2 planes of coordinates f, f + k/2."""
-    n, heads, k = len(X), len(Q), Q.shape[2]
+    n = len(X)
+    heads = len(Q)
+    k = Q.shape[2]
     each = heads // len(K)
-    tokens = [x if epsilon is None else x / math.sqrt(float(x @ x) / len(x) + epsilon) for x in X]
+    tokens = [
+        x if epsilon is None else x / math.sqrt(float(x @ x) / len(x) + epsilon)
+        for x in X
+    ]
     out = np.zeros((n, O.shape[2]))
     for i in range(n):
         out[i] += b
@@ -25,7 +30,8 @@ def sub_layer(X, Q, q, K, V, O, b, frequencies, epsilon, residual, causal):  # n
                 turned = key.copy()
                 for f, speed in enumerate(frequencies[g]):
                     angle = (j - i) * speed
-                    x, y = key[f], key[f + k // 2]
+                    x = key[f]
+                    y = key[f + k // 2]
                     turned[f] = x * math.cos(angle) - y * math.sin(angle)
                     turned[f + k // 2] = x * math.sin(angle) + y * math.cos(angle)
                 scores.append(float(query @ turned))

@@ -9,7 +9,13 @@ from keyhole import extract, oracle
 from keyhole.extract import Status
 
 DIM = 4
-BEHAVIOURS = ("constant", "discontinuous", "NaN at random", "lying about dim", "nondeterministic")
+BEHAVIOURS = (
+    "constant",
+    "discontinuous",
+    "NaN at random",
+    "lying about dim",
+    "nondeterministic",
+)
 
 
 class Odd:
@@ -32,7 +38,9 @@ class Odd:
         if self.behaviour == "discontinuous":
             return torch.floor(self.level * answers)
         if self.behaviour == "nondeterministic":
-            noise = torch.randn(answers.shape, generator=self.stream, dtype=torch.float64)
+            noise = torch.randn(
+                answers.shape, generator=self.stream, dtype=torch.float64
+            )
             return answers + noise
         hit = torch.rand(answers.shape, generator=self.stream) < 0.3
         return answers.masked_fill(hit, torch.nan)
@@ -62,7 +70,9 @@ def test_ends_in_a_status(behaviour):
         method = every[(seed + BEHAVIOURS.index(behaviour)) % len(every)]
         odd = Odd(behaviour, seed)
         result = method(odd)
-        if behaviour == "nondeterministic" and result.status is Status.RECOVERED:  # behind noise
+        if (
+            behaviour == "nondeterministic" and result.status is Status.RECOVERED
+        ):  # behind noise
             tokens = torch.eye(DIM, dtype=torch.float64)[None]
             assert torch.allclose(result.model(tokens), odd.inner(tokens), rtol=1e-6)
             continue

@@ -15,7 +15,9 @@ from planted_truth import plant_block
 
 def planted(sizes, d, seed=0, **flags) -> AttentionLayers:
     stream = torch.Generator().manual_seed(seed)
-    W, V = torch.randn(2, sum(sizes), d, d, generator=stream, dtype=torch.float64) / d**0.5
+    W, V = (
+        torch.randn(2, sum(sizes), d, d, generator=stream, dtype=torch.float64) / d**0.5
+    )
     layers = [float(depth) for depth, heads in enumerate(sizes) for _ in range(heads)]
     return AttentionLayers(W, V, torch.tensor(layers).double(), **flags)
 
@@ -23,17 +25,22 @@ def planted(sizes, d, seed=0, **flags) -> AttentionLayers:
 def seen_from_afar(target: AttentionLayers) -> tuple[torch.Tensor, torch.Tensor]:
     """W̃ and Ṽ of all heads."""
     one = torch.eye(target.dim, dtype=torch.float64)
-    W, V, front = [], [], one
+    W = []
+    V = []
+    front = one
     for forms, values in zip(
         target.W.split(target.sizes), target.V.split(target.sizes), strict=True
     ):
-        W, V = [*W, *(front @ forms)], [v @ (one + values.sum(0)) for v in V] + list(values)
+        W = [*W, *(front @ forms)]
+        V = [v @ (one + values.sum(0)) for v in V] + list(values)
         front = front @ (one + values.sum(0))
     return torch.stack(W), torch.stack(V)
 
 
 def normal(*shape) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -64,7 +71,8 @@ def test_layers_are_stored_and_refused_out_of_order(tmp_path):
 def test_from_afar_layers_are_one_with_the_heads_of_all():
     target = planted([2, 1, 1], 4)
     W, V = seen_from_afar(target)
-    x, deltas = normal(4), normal(5, 4)
+    x = normal(4)
+    deltas = normal(5, 4)
     P = target(torch.eye(4, dtype=torch.float64)[:, None])
     off = []
     for far in (64.0, 256.0):
@@ -85,8 +93,9 @@ def test_small_tokens_tell_layers_apart_that_look_alike_from_afar():
     A = V[1] @ torch.linalg.inv(one + V[0])
     other = AttentionLayers(
         torch.stack([W[1], torch.linalg.inv(one + A) @ W[0]]),
-        torch.stack([A, V[0]]), first.layers,
-    )  # fmt: skip
+        torch.stack([A, V[0]]),
+        first.layers,
+    )
     for mine, theirs in zip((W, V), seen_from_afar(other), strict=True):
         assert torch.allclose(mine, theirs.flip(0), rtol=1e-9)
     # Tokens that add up to 0: the term of order 3 is Σ_h Σ_j (u_n W_h u_j)·u_j V_h / n.
@@ -94,9 +103,13 @@ def test_small_tokens_tell_layers_apart_that_look_alike_from_afar():
     u -= u.mean(0)
     terms = []
     for target in (first, other):
-        wanted = torch.einsum("d,hde,je,jf,hfm->m", u[-1], target.W, u, u, target.V) / len(u)
+        wanted = torch.einsum(
+            "d,hde,je,jf,hfm->m", u[-1], target.W, u, u, target.V
+        ) / len(u)
         answer = target(1e-3 * u[None])[0]
-        assert torch.allclose((answer - 1e-3 * u[-1]) / 1e-9, wanted, rtol=1e-3, atol=1e-4)
+        assert torch.allclose(
+            (answer - 1e-3 * u[-1]) / 1e-9, wanted, rtol=1e-3, atol=1e-4
+        )
         terms.append(wanted)
     assert float((terms[0] - terms[1]).norm()) > 0.1
 
@@ -130,7 +143,8 @@ def test_every_number_comes_back(sizes, d, flags):
 
 class _Float32:
     def __init__(self, inner):
-        self.inner, self.dim = inner, inner.dim
+        self.inner = inner
+        self.dim = inner.dim
 
     def __call__(self, sequences):
         return self.inner(sequences.float().double()).float().double()

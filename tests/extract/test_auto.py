@@ -12,24 +12,44 @@ from keyhole.extract.auto import Kind
 HEAD = oracle.plant(dim=6, seed=1)
 TARGETS = {
     "one head": (HEAD, Kind.HEAD, extract.LowRank),
-    "one head, large W": (oracle.plant(dim=6, scale=300, seed=2), Kind.HEAD, extract.LowRank),
-    "one head, small W": (oracle.plant(dim=6, scale=1e-4, seed=2), Kind.HEAD, extract.LowRank),
-    "heads": (oracle.plant("multi-head", dim=6, heads=3, seed=1), Kind.HEADS, extract.MultiHead),
+    "one head, large W": (
+        oracle.plant(dim=6, scale=300, seed=2),
+        Kind.HEAD,
+        extract.LowRank,
+    ),
+    "one head, small W": (
+        oracle.plant(dim=6, scale=1e-4, seed=2),
+        Kind.HEAD,
+        extract.LowRank,
+    ),
+    "heads": (
+        oracle.plant("multi-head", dim=6, heads=3, seed=1),
+        Kind.HEADS,
+        extract.MultiHead,
+    ),
     "heads, large": (
-        oracle.plant("multi-head", dim=6, heads=2, scale=30, seed=1), Kind.HEADS, extract.MultiHead
+        oracle.plant("multi-head", dim=6, heads=2, scale=30, seed=1),
+        Kind.HEADS,
+        extract.MultiHead,
     ),
     "network": (
-        oracle.plant("one-layer", dim=5, width=6, seed=1), Kind.LAYER, extract.OneLayerTransformer
+        oracle.plant("one-layer", dim=5, width=6, seed=1),
+        Kind.LAYER,
+        extract.OneLayerTransformer,
     ),
     "rounded": (oracle.Rounded(HEAD, 3), Kind.ROUNDED, extract.Tolerant),
     "signs": (oracle.SignOnly(HEAD), Kind.SIGNS, extract.SignOnly),
-    "vector": (oracle.plant("attention", dim=5, seed=1), Kind.LAST_VECTOR, extract.FullOutput),
+    "vector": (
+        oracle.plant("attention", dim=5, seed=1),
+        Kind.LAST_VECTOR,
+        extract.FullOutput,
+    ),
     "vectors": (
         oracle.plant("attention", dim=5, every_token=True, seed=1),
         Kind.EVERY_VECTOR,
         extract.FullOutput,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("target", "kind", "method"), TARGETS.values(), ids=TARGETS)

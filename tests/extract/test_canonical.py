@@ -37,7 +37,8 @@ def disguised(model: oracle.MultiHead, seed: int) -> oracle.MultiHead:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=stream, dtype=torch.float64)
 
-    W, v = [], []
+    W = []
+    v = []
     for head, value in zip(model.W, model.v, strict=True):
         part = normal(model.dim)
         W += [head, head]
@@ -72,7 +73,8 @@ def test_split_permuted_and_invisible_heads_are_the_same_function(d, count, seed
 )
 def test_a_small_change_is_another_function(d, count, in_value, exponent, seed):
     model = heads(d, count, seed)
-    W, v = [w.clone() for w in model.W], [u.clone() for u in model.v]
+    W = [w.clone() for w in model.W]
+    v = [u.clone() for u in model.v]
     changed = v[0] if in_value else W[0]
     changed += 10.0**exponent * (1 + changed.abs())
     other = oracle.MultiHead(W, v)
@@ -89,7 +91,8 @@ def test_opposite_heads_with_equal_values_are_not_one_head():
 
 def test_heads_that_cancel_are_gone_and_remarked():
     model = heads(4, 2, 1)
-    W, v = model.W, model.v
+    W = model.W
+    v = model.v
     cancelling = oracle.MultiHead([W[0], W[1], W[1]], [v[0], v[1], -v[1]])
     assert same_function(cancelling, oracle.MultiHead([W[0]], [v[0]]))
     assert remarks(cancelling) == ("heads 1, 2 cancel: their v adds up to 0",)
@@ -100,7 +103,10 @@ def test_nothing_visible_is_one_head_of_zeros():
     blind = oracle.MultiHead(model.W, [0 * v for v in model.v])
     assert not canonical(blind).tensors()["v"].any()
     assert same_function(blind, oracle.MultiHead([model.W[0]], [0 * model.v[0]]))
-    assert remarks(blind) == ("head 0 is invisible: v = 0", "head 1 is invisible: v = 0")
+    assert remarks(blind) == (
+        "head 0 is invisible: v = 0",
+        "head 1 is invisible: v = 0",
+    )
 
 
 def test_other_dimensions_and_other_numbers_of_heads_differ():
@@ -119,7 +125,8 @@ def test_a_tolerance_must_be_one(tolerance):
 
 def test_two_tokens_do_not_tell_opposite_heads_apart_and_three_do():
     """Why the proof needs copies of a token: σ(z) + σ(−z) = 1."""
-    W, u = heads(3, 1, 4).W[0], heads(3, 1, 5).v[0]
+    W = heads(3, 1, 4).W[0]
+    u = heads(3, 1, 5).v[0]
     opposite = oracle.MultiHead([W, -W], [u, u])
     uniform = oracle.MultiHead([torch.zeros_like(W)], [2 * u])
     stream = torch.Generator().manual_seed(0)
@@ -134,7 +141,8 @@ def test_copies_of_a_token_show_the_values_of_every_head():
     model = heads(4, 3, 6)
     stream = torch.Generator().manual_seed(1)
     x, delta = torch.randn(2, 4, generator=stream, dtype=torch.float64)
-    W, v = torch.stack(list(model.W)), torch.stack(list(model.v))
+    W = torch.stack(list(model.W))
+    v = torch.stack(list(model.v))
     t = torch.exp(-(delta @ W @ x))
     base = float(model(x.view(1, 1, 4)))
     counts = torch.arange(1, 4, dtype=torch.float64)
@@ -150,7 +158,10 @@ def test_copies_of_a_token_show_the_values_of_every_head():
         (lambda W, v: (W[:1], v[:1]), "1 against 2 heads in canonical form"),
         (lambda W, v: (W, [v[0], 2 * v[1]]), "v differs by"),
         (lambda W, v: ([W[0], W[1] + 1], v), "W differs by"),
-        (lambda W, v: ([W[0], W[0] + 1e-6], v), "heads of one have no partner in the other"),
+        (
+            lambda W, v: ([W[0], W[0] + 1e-6], v),
+            "heads of one have no partner in the other",
+        ),
     ],
 )
 def test_a_difference_is_named(change, message):

@@ -1,8 +1,8 @@
 """What a result says of itself holds against the planted truth, under every budget.
 
-Whatever the method and wherever its budget ends: no more is known than was answered, what is known
-is right, what is recovered is known whole, and guarantees hold. Every budget and more seeds with
-KEYHOLE_FULL=1, a sample otherwise.
+Whatever the method and wherever its budget ends: no more is known than was answered,
+what is known is right, what is recovered is known whole, and guarantees hold. Every
+budget and more seeds with KEYHOLE_FULL=1, a sample otherwise.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ COARSE = 1e-2
 class Case:
     """A method with a target of its kind, and what is true of that.
 
-    `unknowns` are numbers, or bits where an answer is one; an answer holds `numbers` of them.
-    `error` is how far off a model may be of which everything is known.
+    `unknowns` are numbers, or bits where an answer is one; an answer holds `numbers` of
+    them. `error` is how far off a model may be of which everything is known.
     """
 
     method: object
@@ -64,22 +64,32 @@ def head(d, seed, rank=None):
 
 def single(method, d, seed, rank=None, view=lambda truth: truth, **more):
     truth = head(d, seed, rank)
-    return Case(method, view(truth), truth, low_rank(d, d if rank is None else rank), **more)
+    return Case(
+        method, view(truth), truth, low_rank(d, d if rank is None else rank), **more
+    )
 
 
 def signs(method, d, seed, accuracy, **more):
-    truth, bits = head(d, seed), math.log2(1 / accuracy)
+    truth = head(d, seed)
+    bits = math.log2(1 / accuracy)
     return Case(
-        method, oracle.SignOnly(truth), truth, (d * d + d - 1) * bits, error=COARSE, unit=True,
+        method,
+        oracle.SignOnly(truth),
+        truth,
+        (d * d + d - 1) * bits,
+        error=COARSE,
+        unit=True,
         **more,
-    )  # fmt: skip
+    )
 
 
 def sign_only_as_published(d, seed):
     truth = head(d, seed)
     v = truth.v / torch.linalg.vector_norm(truth.v)
     bound = float(torch.linalg.matrix_norm(truth.W, 2))
-    method = extract.SignOnlyAsPublished(bound, 0.9 * float(v.abs().min()), 0.9, seed=seed)
+    method = extract.SignOnlyAsPublished(
+        bound, 0.9 * float(v.abs().min()), 0.9, seed=seed
+    )
     bits = (d * d + d - 1) * math.log2(1 / 0.9)
     return Case(method, oracle.SignOnly(truth), truth, bits, error=math.inf, unit=True)
 
@@ -87,7 +97,9 @@ def sign_only_as_published(d, seed):
 def tolerant_as_published(d, seed):
     truth = head(d, seed)
     bound = float(torch.linalg.matrix_norm(truth.W, 2))
-    method = extract.TolerantAsPublished(1e-6, bound, 0.9 * float(truth.v.abs().min()), seed=seed)
+    method = extract.TolerantAsPublished(
+        1e-6, bound, 0.9 * float(truth.v.abs().min()), seed=seed
+    )
     return Case(method, oracle.Noisy(truth, 1e-6), truth, low_rank(d, d), error=COARSE)
 
 
@@ -99,7 +111,9 @@ def heads(method, d, seed, count, rank=None):
 def orthogonal(d, seed, given):
     truth, bases = plant_orthogonal(d, min(d, 2), seed=seed)
     method = extract.OrthogonalHeads(bases if given else None, seed=seed)
-    return Case(method, truth, truth, sum(k * k + k for k in (b.shape[1] for b in bases)))
+    return Case(
+        method, truth, truth, sum(k * k + k for k in (b.shape[1] for b in bases))
+    )
 
 
 def planted_as(kind, method, d, seed, unknowns, **settings):
@@ -108,8 +122,14 @@ def planted_as(kind, method, d, seed, unknowns, **settings):
 
 
 def vectors(d, seed, count, every_token=False):
-    truth = oracle.plant("attention", dim=d, heads=count, every_token=every_token, seed=seed)
-    numbers = 2 * count * d * d if every_token else d  # one sequence may hold everything
+    truth = oracle.plant(
+        "attention", dim=d, heads=count, every_token=every_token, seed=seed
+    )
+    # one sequence may hold everything
+    if every_token:
+        numbers = 2 * count * d * d
+    else:
+        numbers = d
     return Case(extract.FullOutput(seed=seed), truth, truth, 2 * count * d * d, numbers)
 
 
@@ -132,12 +152,21 @@ CASES = {
     "LowRank": lambda d, s: single(extract.LowRank(seed=s), d, s, (d + 1) // 2),
     "LowRank, full": lambda d, s: single(extract.LowRank(seed=s), d, s),
     "LowRank, rank given": lambda d, s: single(extract.LowRank(1, seed=s), d, s, 1),
-    "NuclearNorm": lambda d, s: single(extract.NuclearNorm(1, seed=s), d, s, 1, error=1e-4),
+    "NuclearNorm": lambda d, s: single(
+        extract.NuclearNorm(1, seed=s), d, s, 1, error=1e-4
+    ),
     "Tolerant": lambda d, s: single(
-        extract.Tolerant(5e-4, seed=s), d, s, view=lambda truth: oracle.Rounded(truth, 3)
+        extract.Tolerant(5e-4, seed=s),
+        d,
+        s,
+        view=lambda truth: oracle.Rounded(truth, 3),
     ),
     "Tolerant, clipped": lambda d, s: single(
-        extract.Tolerant(5e-4, max_norm=3.0, repeats=2, seed=s), d, s, view=clipped, error=0.1
+        extract.Tolerant(5e-4, max_norm=3.0, repeats=2, seed=s),
+        d,
+        s,
+        view=clipped,
+        error=0.1,
     ),
     "TolerantAsPublished": tolerant_as_published,
     "SignOnly": lambda d, s: signs(extract.SignOnly(1e-3, seed=s), d, s, 1e-3),
@@ -150,7 +179,12 @@ CASES = {
     "Fitted": lambda d, s: single(extract.Fitted(seed=s), d, s),
     "OrdinaryQuestions": lambda d, s: single(OrdinaryQuestions(seed=s), d, s),
     "OneLayerTransformer": lambda d, s: planted_as(
-        "one-layer", extract.OneLayerTransformer(seed=s), d, s, d * d + relu(d, 4), width=4
+        "one-layer",
+        extract.OneLayerTransformer(seed=s),
+        d,
+        s,
+        d * d + relu(d, 4),
+        width=4,
     ),
     "ReluNetwork": lambda d, s: planted_as(
         "relu", extract.ReluNetwork(seed=s), d, s, relu(d, 6), width=6
@@ -162,17 +196,22 @@ CASES = {
     "AttentionLayers": lambda d, s: layers(d, s),
     "Auto": lambda d, s: single(extract.Auto(seed=s), d, s, (d + 1) // 2),
     "Auto, heads": lambda d, s: heads(extract.Auto(seed=s), d, s, 3),
-}  # fmt: skip
+}
 SLOW = {
-    "NuclearNorm": (1, 3), "SignOnlyAsPublished": (2,), "OneLayerTransformer, heads": (4,),
+    "NuclearNorm": (1, 3),
+    "SignOnlyAsPublished": (2,),
+    "OneLayerTransformer, heads": (4,),
     "SignOnly": (2,),
-    "AttentionSubLayer": (8,), "AttentionLayers": (3,), "Auto, heads": (2,),
-}  # fmt: skip
+    "AttentionSubLayer": (8,),
+    "AttentionLayers": (3,),
+    "Auto, heads": (2,),
+}
 
 
 def error(model, case: Case) -> float:
     """How far a model is off on fresh questions, relative to the largest answer of a kind."""
-    truth, stream = case.truth, torch.Generator().manual_seed(77)
+    truth = case.truth
+    stream = torch.Generator().manual_seed(77)
     if case.unit:
         truth = oracle.Head(truth.W, truth.v / torch.linalg.vector_norm(truth.v))
     worst = 0.0
@@ -187,7 +226,8 @@ def error(model, case: Case) -> float:
 def settled(model: oracle.Head, truth: oracle.Head) -> int:
     """The most numbers of one head that can be settled where W is wrong by a matrix of rank s.
 
-    Whatever was measured, s² or more are open in the d − r dimensions beside W's own and s of them.
+    Whatever was measured, s² or more are open in the d − r dimensions beside W's own
+    and s of them.
     """
     d = truth.dim
     r = int(torch.linalg.matrix_rank(truth.W, rtol=1e-9))
@@ -226,7 +266,11 @@ def budgets(needed: int, d: int) -> list[int]:
         return list(range(1, needed + 45))
     few = (1, d + 1, 2 * d + 1, needed - 1, needed)
     return sorted(
-        {count for count in (*few, *(int(share * needed) for share in SHARES)) if count > 0}
+        {
+            count
+            for count in (*few, *(int(share * needed) for share in SHARES))
+            if count > 0
+        }
     )
 
 
@@ -238,11 +282,16 @@ def test_what_is_claimed_is_true_under_every_budget(name):
             whole = case.method(case.target)
             check(whole, case, None)
             for budget in budgets(whole.queries, d):
-                check(case.method(oracle.Counted(case.target, budget=budget)), case, budget)
+                check(
+                    case.method(oracle.Counted(case.target, budget=budget)),
+                    case,
+                    budget,
+                )
 
 
 def test_labels_are_known_little_by_little():
-    target, method = oracle.SignOnly(head(4, 1)), OrdinaryLabels(rounds=2)
+    target = oracle.SignOnly(head(4, 1))
+    method = OrdinaryLabels(rounds=2)
     shares = []
     for budget in (79, 81):  # 4 labels for each of 20 unknowns, then 2 of them
         result = method(oracle.Counted(target, budget=budget))

@@ -22,7 +22,9 @@ def test_one_and_two_tokens_are_asked_as_more(least, most):
     limited = oracle.LengthLimited(TARGET, least, most)
     copied = Copied(limited, least, most)
     for n in (1, 2):
-        assert torch.allclose(copied(draw(30, n)), TARGET(draw(30, n)), rtol=0, atol=1e-12)
+        assert torch.allclose(
+            copied(draw(30, n)), TARGET(draw(30, n)), rtol=0, atol=1e-12
+        )
     steps = list(extract.SingleHead().steps(copied))
     assert torch.allclose(steps[-1].model.W, TARGET.W, rtol=0, atol=1e-8)
 

@@ -14,13 +14,21 @@ TARGET = oracle.plant(dim=DIM, seed=6)
 CLIENT = HonestClient.of(TARGET)
 PLANNED = {trial.name: trial for trial in trials(DIM)}
 EXACT = (
-    "no defence", "rounding", "norms clipped", "short sequences refused", "unusual inputs refused",
-    "short and unusual inputs refused", "one query a second",
-)  # fmt: skip
+    "no defence",
+    "rounding",
+    "norms clipped",
+    "short sequences refused",
+    "unusual inputs refused",
+    "short and unusual inputs refused",
+    "one query a second",
+)
 NEARLY = (
-    "rounding, norms clipped", "noise, the same for a question, norms clipped", "label only",
-    "noise, anew each time, norms clipped", "short and unusual inputs refused, rounding",
-)  # fmt: skip
+    "rounding, norms clipped",
+    "noise, the same for a question, norms clipped",
+    "label only",
+    "noise, anew each time, norms clipped",
+    "short and unusual inputs refused, rounding",
+)
 SLOW = "short and unusual inputs refused, label only"
 HELD = ("a budget of half the unknowns",)
 
@@ -36,7 +44,9 @@ def test_defences_that_give_everything_away(name):
     assert tried.attacker_error <= 1e-10
 
 
-@pytest.mark.parametrize("name", [*NEARLY, pytest.param(SLOW, marks=pytest.mark.release)])
+@pytest.mark.parametrize(
+    "name", [*NEARLY, pytest.param(SLOW, marks=pytest.mark.release)]
+)
 def test_defences_that_cost_the_thief_digits(name):
     tried = try_defence(PLANNED[name], TARGET, CLIENT, seed=0)
     assert tried.status is Status.INEXACT
@@ -65,7 +75,9 @@ def test_more_repetition_averages_more_noise_out():
 
 def test_what_honest_clients_lose():
     def served(**change):
-        return CLIENT.served(Degradation(**change).applied(TARGET), "sign_only" in change)
+        return CLIENT.served(
+            Degradation(**change).applied(TARGET), "sign_only" in change
+        )
 
     assert served().error == 0
     scale = float(CLIENT.truth.square().mean().sqrt())
@@ -78,7 +90,8 @@ def test_what_honest_clients_lose():
     refused = served(min_tokens=8)
     assert refused.refused == pytest.approx(1 / 3)
     assert refused.error > 0.3
-    # A copy that is the target at another scale is as good as the target: one score tells which.
+    # A copy that is the target at another scale is as good as the target: one score
+    # tells which.
     copy = oracle.Head(TARGET.W, 3 * TARGET.v)
     assert CLIENT.error_of(copy) <= 1e-15
     assert CLIENT.error_of(oracle.Head(TARGET.W, TARGET.v.flip(0))) > 0.1
@@ -89,7 +102,9 @@ def test_the_attack_follows_from_the_defence():
         return str(extract.Adapted(Degradation(**change)))
 
     assert attack() == "SingleHead"
-    assert attack(decimals=1) == attack(noise=0.1) == attack(fresh_noise=0.1) == "Tolerant"
+    assert (
+        attack(decimals=1) == attack(noise=0.1) == attack(fresh_noise=0.1) == "Tolerant"
+    )
     assert attack(sign_only=True) == "SignOnly"
     assert attack(max_norm=1.0) == attack(usual_norm=1.0) == "OrdinaryQuestions"
     assert attack(min_tokens=3) == "SingleHead, tokens copied"

@@ -32,7 +32,10 @@ def test_the_exam_puts_its_questions_where_the_model_says_so():
     exam = SignExam.near(oracle.SignOnly(HEAD), 0, Step(HEAD, 1, 1), finest=1e-4)
     for questions, answers in exam.sets:
         values = [
-            [abs(reference.score(X.numpy(), HEAD.W.numpy(), HEAD.v.numpy())) for X in level]
+            [
+                abs(reference.score(X.numpy(), HEAD.W.numpy(), HEAD.v.numpy()))
+                for X in level
+            ]
             for level in questions.unflatten(0, (len(exam.levels), -1))
         ]
         ratio = np.array(values[:-1]) / np.array(values[1:])
@@ -62,7 +65,9 @@ def test_a_model_that_overflows_is_a_mismatch():
     by_signs.accuracy = 1e-6
     result = settle(by_signs, oracle.SignOnly(HEAD))
     assert result.status is Status.MISMATCH
-    assert result.reason.startswith("the weights found cannot answer: NaN or infinity in ")
+    assert result.reason.startswith(
+        "the weights found cannot answer: NaN or infinity in "
+    )
 
 
 def test_an_early_model_that_overflows_does_not_end_the_exam():

@@ -27,14 +27,17 @@ def test_two_heads_from_labels():
 def test_a_score_next_to_its_last_token_is_where_the_sign_changes():
     """The docstring's λ² = −Φ/uᵀx, bisected one question at a time."""
     draw = np.random.default_rng(1)
-    Ws, vs = draw.normal(size=(2, 3, 3)), draw.normal(size=(2, 3))
+    Ws = draw.normal(size=(2, 3, 3))
+    vs = draw.normal(size=(2, 3))
     u = vs.sum(0)
     for _ in range(8):
-        x, deltas = draw.normal(size=3), draw.normal(size=(2, 3))
+        x = draw.normal(size=3)
+        deltas = draw.normal(size=(2, 3))
         score = reference.multi_head(np.stack([*(x + deltas), x]), Ws, vs)
         if (score - u @ x) * (u @ x) >= 0:
             continue
-        low, high = 1e-6, 1e6
+        low = 1e-6
+        high = 1e6
         for _ in range(120):
             scale = np.sqrt(low * high)
             tokens = np.stack([*(scale * x + deltas / scale), scale * x])

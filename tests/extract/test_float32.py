@@ -17,22 +17,37 @@ from keyhole.extract import Status
 from keyhole.extract.arithmetic import EXACT, digits, own_error
 from keyhole.oracle.planted import BiasedHeads
 
-KINDS = ("head", "bias", "biases", "LayerNorm", "RMSNorm", "2 heads", "sigmoid", "layer", "vector")
+KINDS = (
+    "head",
+    "bias",
+    "biases",
+    "LayerNorm",
+    "RMSNorm",
+    "2 heads",
+    "sigmoid",
+    "layer",
+    "vector",
+)
 
 
 class Module(nn.Module):
     def __init__(self, kind, dim=6, seed=0, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(seed)
-        self.kind, self.dim = kind, dim
+        self.kind = kind
+        self.dim = dim
         heads = 2 if kind == "2 heads" else 1
         self.W = nn.Parameter(torch.randn(heads, dim, dim) / math.sqrt(dim))
         self.v = nn.Parameter(torch.randn(heads, dim))
-        self.V, self.w = nn.Parameter(torch.randn(dim, dim)), nn.Parameter(torch.randn(dim))
-        self.c, self.b = nn.Parameter(torch.randn(dim)), nn.Parameter(torch.randn(()))
-        self.norm = {"LayerNorm": nn.LayerNorm(dim), "RMSNorm": nn.RMSNorm(dim, eps=1e-6)}.get(
-            kind, nn.Identity()
+        self.V, self.w = (
+            nn.Parameter(torch.randn(dim, dim)),
+            nn.Parameter(torch.randn(dim)),
         )
+        self.c, self.b = nn.Parameter(torch.randn(dim)), nn.Parameter(torch.randn(()))
+        self.norm = {
+            "LayerNorm": nn.LayerNorm(dim),
+            "RMSNorm": nn.RMSNorm(dim, eps=1e-6),
+        }.get(kind, nn.Identity())
         for parameter in self.norm.parameters():
             nn.init.uniform_(parameter, 0.5, 1.5)
         self.to(dtype)
@@ -46,7 +61,9 @@ class Module(nn.Module):
         A = scores.softmax(-1)
         if self.kind in ("layer", "vector"):
             hidden = torch.einsum("bhn,bnd->bd", A, X) @ self.V
-            return (hidden if self.kind == "vector" else hidden.relu() @ self.w).double()
+            return (
+                hidden if self.kind == "vector" else hidden.relu() @ self.w
+            ).double()
         answers = torch.einsum("bhn,bnd,hd->b", A, X, self.v)
         if self.kind in ("bias", "biases", "sigmoid"):
             answers = answers + self.b
@@ -77,9 +94,13 @@ def test_two_heads_of_torch_are_read_where_every_token_answers(bias):
 
     def answers(X):
         with torch.no_grad():
-            return layer(X.float(), X.float(), X.float(), need_weights=False)[0].double()
+            return layer(X.float(), X.float(), X.float(), need_weights=False)[
+                0
+            ].double()
 
-    result = extract.run(AnyFunction(answers, 8))  # far tokens must not overflow next to each other
+    result = extract.run(
+        AnyFunction(answers, 8)
+    )  # far tokens must not overflow next to each other
     assert result.status is Status.RECOVERED, result.reason
     X = fresh(8, 4)
     truth = answers(X)
@@ -100,12 +121,16 @@ def test_biases_and_norms_are_read_exactly_from_float64(kind, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_no_other_kind(dtype):
     result = extract.run(Module("head", dtype=dtype))
-    assert result.status in (Status.RECOVERED, Status.WITHIN, Status.INEXACT), result.reason
+    assert result.status in (Status.RECOVERED, Status.WITHIN, Status.INEXACT), (
+        result.reason
+    )
 
 
 def test_a_block_in_float32_is_not_called_broken():
     torch.manual_seed(1)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0, norm_first=True, batch_first=True)
+    layer = nn.TransformerEncoderLayer(
+        8, 2, 16, dropout=0, norm_first=True, batch_first=True
+    )
 
     def answers(X):
         with torch.no_grad():
@@ -123,7 +148,10 @@ def test_positions_in_float32_are_another_kind():
             moved = sequences + bias[:, None] * self.c.double()
             return super().forward(moved)
 
-    assert extract.run(Positions("head", dim=3)).status not in (Status.RECOVERED, Status.INEXACT)
+    assert extract.run(Positions("head", dim=3)).status not in (
+        Status.RECOVERED,
+        Status.INEXACT,
+    )
 
 
 def test_precision_is_read_off_the_digits():
@@ -131,7 +159,9 @@ def test_precision_is_read_off_the_digits():
     assert digits(values) <= EXACT
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         assert digits(values.to(dtype).double()) == torch.finfo(dtype).eps / 2
-    printed = torch.tensor([float(str(x)) for x in values.float().numpy()], dtype=torch.float64)
+    printed = torch.tensor(
+        [float(str(x)) for x in values.float().numpy()], dtype=torch.float64
+    )
     assert digits(printed) == torch.finfo(torch.float32).eps / 2
 
 
@@ -148,11 +178,15 @@ def test_the_own_error_of_answers_bounds_what_they_are_off_by(kind):
 
 def test_biased_heads_are_what_a_naive_loop_says():
     stream = np.random.default_rng(0)
-    W, v, c = stream.normal(size=(2, 3, 3)), stream.normal(size=(2, 3)), stream.normal(size=(2, 3))
+    W = stream.normal(size=(2, 3, 3))
+    v = stream.normal(size=(2, 3))
+    c = stream.normal(size=(2, 3))
     X = stream.normal(size=(5, 3))
     for normed, centred in ((False, False), (True, False), (True, True)):
         tensors = (torch.from_numpy(part) for part in (W, v, c))
         b = torch.tensor([0.3], dtype=torch.float64)
         model = BiasedHeads(*tensors, b, normed, centred, 1e-3)
         expected = reference.biased_heads(X, W, v, c, 0.3, normed, centred, 1e-3)
-        assert float(model(torch.from_numpy(X)[None])) == pytest.approx(expected, rel=1e-13)
+        assert float(model(torch.from_numpy(X)[None])) == pytest.approx(
+            expected, rel=1e-13
+        )

@@ -33,12 +33,16 @@ def worst(found: Attention, truth: Attention) -> float:
 
     return max(
         min(
-            max(apart(found.W[g], W) if bool(W.any()) else float(found.W[g].abs().max()),
-                apart(found.V[g], V))
+            max(
+                apart(found.W[g], W)
+                if bool(W.any())
+                else float(found.W[g].abs().max()),
+                apart(found.V[g], V),
+            )
             for g in range(len(found.W))
         )
         for W, V in zip(truth.W, truth.V, strict=True)
-    )  # fmt: skip
+    )
 
 
 def test_any_rank_keys_in_a_row_have_independent_values():
@@ -101,7 +105,9 @@ def test_values_of_low_rank_still_show_all_of_the_attention(every, causal, rank)
 
 @pytest.mark.parametrize(("every", "causal"), KINDS)
 def test_no_attention_at_all(every, causal):
-    truth = Attention(torch.zeros(1, 5, 5, dtype=torch.float64), normal(1, 5, 5), every, causal)
+    truth = Attention(
+        torch.zeros(1, 5, 5, dtype=torch.float64), normal(1, 5, 5), every, causal
+    )
     result = FullOutput()(truth)
     assert result.status is Status.RECOVERED
     assert float(result.model.W.abs().max()) < 1e-12
@@ -119,7 +125,9 @@ def test_rounding_and_noise_drown_in_long_answers():
     truth = layer(8, 1, 8, False)
     for oracle in (Rounded(truth, 3), Noisy(truth, 1e-3)):
         result = FullOutput()(oracle)
-        assert result.status is Status.INEXACT  # the judge compares with blurred answers
+        assert (
+            result.status is Status.INEXACT
+        )  # the judge compares with blurred answers
         assert worst(result.model, truth) <= 1e-9
 
 
@@ -127,7 +135,9 @@ def test_rounding_and_noise_drown_in_long_answers():
 
 
 @pytest.mark.parametrize(("every", "causal"), KINDS)
-@pytest.mark.parametrize(("d", "heads", "m"), [(8, 2, 8), (16, 4, 16), (9, 3, 5), (6, 3, 20)])
+@pytest.mark.parametrize(
+    ("d", "heads", "m"), [(8, 2, 8), (16, 4, 16), (9, 3, 5), (6, 3, 20)]
+)
 def test_heads_are_told_apart(d, heads, m, every, causal):
     truth = layer(d, heads, m, every, causal, seed=1)
     result = FullOutput(seed=1)(truth)
@@ -138,7 +148,9 @@ def test_heads_are_told_apart(d, heads, m, every, causal):
 @pytest.mark.parametrize(("every", "causal"), KINDS)
 def test_heads_of_a_transformer(every, causal):
     """V_h = (d×k)(k×d): every head writes into its own k dimensions, mixed by a projection."""
-    d, heads, k = 16, 4, 4
+    d = 16
+    heads = 4
+    k = 4
     W = normal(heads, d, k) @ normal(heads, k, d, seed=1) / d
     V = normal(heads, d, k, seed=2) @ normal(heads, k, d, seed=3) / 2
     truth = Attention(W, V, every, causal)
@@ -149,7 +161,8 @@ def test_heads_of_a_transformer(every, causal):
 
 @pytest.mark.parametrize(("every", "causal"), KINDS)
 def test_a_head_without_scores_is_what_the_others_leave(every, causal):
-    W, V = normal(3, 6, 6) / 2, normal(3, 6, 9, seed=1)
+    W = normal(3, 6, 6) / 2
+    V = normal(3, 6, 9, seed=1)
     W[1] = 0
     truth = Attention(W, V, every, causal)
     result = FullOutput()(truth)
@@ -177,7 +190,8 @@ def test_values_that_cancel_do_not_hide_the_heads():
 
 @pytest.mark.parametrize(("every", "causal"), KINDS)
 def test_equal_heads_come_out_merged(every, causal):
-    W, V = normal(2, 6, 6) / 2, normal(3, 6, 6, seed=1)
+    W = normal(2, 6, 6) / 2
+    V = normal(3, 6, 6, seed=1)
     truth = Attention(W[[0, 1, 1]], V, every, causal)
     result = FullOutput()(truth)
     assert result.status is Status.RECOVERED
@@ -189,7 +203,9 @@ def test_equal_heads_come_out_merged(every, causal):
 @pytest.mark.parametrize("factor", [2.0, -1.0, -0.5])
 def test_proportional_heads_are_not_guessed(every, causal, factor):
     W = normal(1, 6, 6) / 2
-    truth = Attention(torch.cat([W, factor * W]), normal(2, 6, 6, seed=1), every, causal)
+    truth = Attention(
+        torch.cat([W, factor * W]), normal(2, 6, 6, seed=1), every, causal
+    )
     assert FullOutput()(truth).status in (Status.MISMATCH, Status.NOT_APPLICABLE)
 
 
@@ -204,7 +220,9 @@ def test_more_heads_than_outputs_are_not_guessed(every, causal):
 
 def test_no_values_no_weights():
     for every, causal in KINDS:
-        truth = Attention(normal(1, 4, 4), torch.zeros(1, 4, 3, dtype=torch.float64), every, causal)
+        truth = Attention(
+            normal(1, 4, 4), torch.zeros(1, 4, 3, dtype=torch.float64), every, causal
+        )
         result = FullOutput()(truth)
         assert result.status is Status.NOT_IDENTIFIABLE
         assert "V = 0" in result.reason
@@ -251,9 +269,13 @@ def every_now_and_then_nan(self, x):
 
 ADVERSARIES = {
     "constant": lambda _, x: torch.ones(len(x), 3, dtype=torch.float64),
-    "constant, every token": lambda _, x: torch.ones(*x.shape[:2], 3, dtype=torch.float64),
+    "constant, every token": lambda _, x: torch.ones(
+        *x.shape[:2], 3, dtype=torch.float64
+    ),
     "huge": lambda _, x: torch.full((len(x), 3), 1e308, dtype=torch.float64),
-    "huge, every token": lambda _, x: torch.full((*x.shape[:2], 3), -1e308, dtype=torch.float64),
+    "huge, every token": lambda _, x: torch.full(
+        (*x.shape[:2], 3), -1e308, dtype=torch.float64
+    ),
     "random": lambda self, x: self.noise(len(x), 3),
     "random, every token": lambda self, x: self.noise(*x.shape[:2], 3),
     "linear": lambda _, x: x.sum(1)[:, :3],
@@ -264,9 +286,13 @@ ADVERSARIES = {
     "discontinuous, every token": lambda _, x: x.cumsum(1).sign(),
     "quadratic": lambda _, x: (x * x).sum(1) * 1e-20,
     "nan at random": every_now_and_then_nan,
-    "shape by length": lambda _, x: torch.ones(len(x), 1 + x.shape[1] % 3, dtype=torch.float64),
+    "shape by length": lambda _, x: torch.ones(
+        len(x), 1 + x.shape[1] % 3, dtype=torch.float64
+    ),
     "too deep": lambda _, x: torch.ones(*x.shape, 2, dtype=torch.float64),
-    "wrong tokens": lambda _, x: torch.ones(len(x), x.shape[1] + 1, 2, dtype=torch.float64),
+    "wrong tokens": lambda _, x: torch.ones(
+        len(x), x.shape[1] + 1, 2, dtype=torch.float64
+    ),
     "scalar once": lambda _, x: x[:, 0, 0] if len(x) > 1 else x[:, :, :2],
     "text": lambda _, x: "hello",
     "raises": lambda _, x: 1 / 0,
@@ -299,13 +325,15 @@ def test_an_oracle_that_lies_about_its_dimension():
 
 def test_the_same_seed_asks_the_same():
     truth = layer(8, 2, 8, False)
-    first, second = FullOutput(seed=5)(truth), FullOutput(seed=5)(truth)
+    first = FullOutput(seed=5)(truth)
+    second = FullOutput(seed=5)(truth)
     assert torch.equal(first.model.W, second.model.W)
     assert first.queries == second.queries
 
 
 def test_rotating_the_layer_rotates_the_weights():
-    truth, Q = layer(7, 1, 7), random_orthogonal(7, torch.Generator().manual_seed(3))
+    truth = layer(7, 1, 7)
+    Q = random_orthogonal(7, torch.Generator().manual_seed(3))
     turned = Attention(Q @ truth.W @ Q.mT, Q @ truth.V, True)
     found = FullOutput()(turned).model
     assert torch.allclose(Q.mT @ found.W @ Q, truth.W, atol=1e-12)

@@ -22,7 +22,8 @@ class _Folded:
     """`½ Σ w_k |a_kᵀx(θ)|`, counting its questions."""
 
     def __init__(self, A: Tensor, w: Tensor) -> None:
-        self.A, self.w = A, w
+        self.A = A
+        self.w = w
         self.queries = self.levels = 0
 
     def __call__(self, t: Tensor) -> Tensor:
@@ -43,7 +44,9 @@ def test_every_kink_is_found_to_rounding_at_about_seven_questions_each(m: int) -
         target = _random(m, seed)
         pieces = find_pieces(target, _tolerance, 1024)
         basis = np.eye(2)
-        expected = reference_kinks(target.A.numpy(), target.w.numpy(), basis[0], basis[1])
+        expected = reference_kinks(
+            target.A.numpy(), target.w.numpy(), basis[0], basis[1]
+        )
         assert len(pieces.kinks) == m
         found = np.sort(pieces.kinks.numpy() % math.pi)
         np.testing.assert_allclose(found, expected, atol=1e-9)
@@ -63,8 +66,11 @@ def test_pieces_are_the_gradients_between_the_kinks() -> None:
 
 @pytest.mark.parametrize("gap", [1e-2, 1e-4, 1e-6])
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, -0.9), (1.0, -1.0), (-1.0, 0.3)])
-def test_two_close_kinks_are_told_apart(gap: float, weights: tuple[float, float]) -> None:
-    # Of opposite sign, both can lie on one side of the point where the outer pieces meet.
+def test_two_close_kinks_are_told_apart(
+    gap: float, weights: tuple[float, float]
+) -> None:
+    # Of opposite sign, both can lie on one side of the point where the outer pieces
+    # meet.
     angles = torch.tensor([1.0, 1.0 + gap, 2.5], dtype=torch.float64)
     A = torch.stack([-angles.sin(), angles.cos()], 1)
     target = _Folded(A, torch.tensor([*weights, 0.7], dtype=torch.float64))
@@ -74,13 +80,19 @@ def test_two_close_kinks_are_told_apart(gap: float, weights: tuple[float, float]
 
 def test_kinks_closer_than_rounding_can_tell_count_as_one() -> None:
     angles = torch.tensor([1.0, 1.0 + 1e-13, 2.5], dtype=torch.float64)
-    target = _Folded(torch.stack([-angles.sin(), angles.cos()], 1), torch.ones(3).double())
+    target = _Folded(
+        torch.stack([-angles.sin(), angles.cos()], 1), torch.ones(3).double()
+    )
     assert len(find_pieces(target, _tolerance, 1024).kinks) == 2
 
 
 def test_a_kink_on_a_question_is_found() -> None:
-    angles = torch.tensor([math.pi / 32, 1.0], dtype=torch.float64)  # the very first question
-    target = _Folded(torch.stack([-angles.sin(), angles.cos()], 1), torch.ones(2).double())
+    angles = torch.tensor(
+        [math.pi / 32, 1.0], dtype=torch.float64
+    )  # the very first question
+    target = _Folded(
+        torch.stack([-angles.sin(), angles.cos()], 1), torch.ones(2).double()
+    )
     pieces = find_pieces(target, _tolerance, 1024)
     torch.testing.assert_close(pieces.kinks.sort().values, angles, atol=1e-9, rtol=0)
 

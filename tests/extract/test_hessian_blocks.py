@@ -16,8 +16,12 @@ from keyhole.oracle import Counted
 
 def test_the_hessian_is_the_one_the_paper_derives():
     truth, _ = orthogonal_heads([2, 3])
-    Ws, vs, x = [W.numpy() for W in truth.W], [v.numpy() for v in truth.v], normal(0, 5).numpy()
-    numerical = reference.numerical_hessian(lambda d: reference.response(d, x, Ws, vs), 5, 1e-4)
+    Ws = [W.numpy() for W in truth.W]
+    vs = [v.numpy() for v in truth.v]
+    x = normal(0, 5).numpy()
+    numerical = reference.numerical_hessian(
+        lambda d: reference.response(d, x, Ws, vs), 5, 1e-4
+    )
     assert np.allclose(reference.hessian(x, Ws, vs), numerical, atol=1e-6)
 
 
@@ -31,7 +35,9 @@ def test_hessians_by_finite_differences(levels, accuracy, size):
     x = normal(1, 8)
     x = x / torch.linalg.vector_norm(x)
     found = forms.hessian(x, torch.Generator().manual_seed(0)).numpy()
-    exact = reference.hessian(x.numpy(), [W.numpy() for W in truth.W], [v.numpy() for v in truth.v])
+    exact = reference.hessian(
+        x.numpy(), [W.numpy() for W in truth.W], [v.numpy() for v in truth.v]
+    )
     assert np.abs(found - exact).max() <= accuracy * np.abs(exact).max()
     assert counted.queries <= 8 + levels * 36 + 12 * 4
 
@@ -42,7 +48,9 @@ def test_blocks_of_exact_matrices():
     matrices = []
     for seed in range(2):
         parts = [normal(10 * seed + k + i, k, k) for i, k in enumerate(sizes)]
-        matrices.append(Q @ torch.block_diag(*[part + part.mT for part in parts]) @ Q.mT)
+        matrices.append(
+            Q @ torch.block_diag(*[part + part.mT for part in parts]) @ Q.mT
+        )
     blocks = finest_blocks(matrices, 1e-13, torch.Generator().manual_seed(1))
     assert sorted(block.shape[1] for block in blocks) == sizes
     for block in blocks:

@@ -62,9 +62,15 @@ def empty(seed, sequences):
 
 
 ODD = [
-    constant, discontinuous, nan_at_random, lying_about_dim, nondeterministic, linear, raising,
+    constant,
+    discontinuous,
+    nan_at_random,
+    lying_about_dim,
+    nondeterministic,
+    linear,
+    raising,
     empty,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("behaviour", ODD, ids=lambda behaviour: behaviour.__name__)

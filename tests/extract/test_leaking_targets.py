@@ -12,7 +12,12 @@ from keyhole.extract.gauss_newton import refined, uncertainty
 from keyhole.oracle.links import Linked
 
 EXPOSED = (Status.RECOVERED, Status.WITHIN, Status.INEXACT)
-UNCHECKED = (Status.MISMATCH, Status.UNVERIFIED, Status.NOT_APPLICABLE, Status.ORACLE_FAILED)
+UNCHECKED = (
+    Status.MISMATCH,
+    Status.UNVERIFIED,
+    Status.NOT_APPLICABLE,
+    Status.ORACLE_FAILED,
+)
 FORMS = {
     "float32": lambda y: y.float().double(),
     "bfloat16": lambda y: y.bfloat16().double(),
@@ -28,16 +33,21 @@ KINDS = {
     "several heads": lambda: oracle.plant("multi-head", dim=4, heads=2, seed=1),
     "one layer": lambda: oracle.plant("one-layer", dim=4, width=4, seed=2),
 }
-# Every form with one head and with a layer; the others once rounded, once behind a link.
+# Every form with one head and with a layer; the others once rounded, once behind a
+# link.
 PAIRS = [
-    (kind, form) for kind in KINDS for form in FORMS
+    (kind, form)
+    for kind in KINDS
+    for form in FORMS
     if kind in ("head", "one layer") or form in ("bfloat16", "sigmoid", "softmax")
-]  # fmt: skip
+]
 
 
 class Answering:
     def __init__(self, inner, form):
-        self.inner, self.form, self.dim = inner, form, inner.dim
+        self.inner = inner
+        self.form = form
+        self.dim = inner.dim
 
     def __call__(self, sequences):
         return self.form(self.inner(sequences))
@@ -119,7 +129,9 @@ def test_decimals_are_no_obstacle_to_several_heads():
     result = extract.Auto()(Answering(planted, FORMS["3 decimals"]))
     assert result.status is Status.RECOVERED, result.reason
     for truth in planted.W:
-        assert min(float((truth - found).abs().max()) for found in result.model.W) <= 1e-7
+        assert (
+            min(float((truth - found).abs().max()) for found in result.model.W) <= 1e-7
+        )
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -130,8 +142,12 @@ def test_noise_is_no_obstacle(kind, fresh):
     noisy = oracle.Noisy(target, 1e-2, fresh=fresh)
     result = extract.Auto()(noisy)
     assert result.status is Status.RECOVERED, result.reason
-    questions = torch.randn(16, 3, target.dim, generator=torch.Generator().manual_seed(5)).double()
-    assert torch.allclose(result.model(questions), target(questions), rtol=1e-6, atol=1e-6)
+    questions = torch.randn(
+        16, 3, target.dim, generator=torch.Generator().manual_seed(5)
+    ).double()
+    assert torch.allclose(
+        result.model(questions), target(questions), rtol=1e-6, atol=1e-6
+    )
     exact = extract.MultiHead()(noisy)
     assert exact.status is Status.UNVERIFIED
     assert "rounded or noisy" in exact.reason

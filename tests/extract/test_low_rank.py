@@ -20,7 +20,9 @@ def unknowns(d: int, r: int) -> int:
     return d + 2 * r * d - r * r
 
 
-@pytest.mark.parametrize(("d", "r"), [(1, 1), (8, 2), (16, 16), (32, 5), (64, 4), (128, 8)])
+@pytest.mark.parametrize(
+    ("d", "r"), [(1, 1), (8, 2), (16, 16), (32, 5), (64, 4), (128, 8)]
+)
 def test_as_many_queries_as_unknowns(d, r):
     for seed in range(1):
         target = oracle.plant(dim=d, rank=r, seed=seed)
@@ -83,11 +85,15 @@ def test_bad_arguments(arguments):
         extract.LowRank(**arguments)
 
 
-@pytest.mark.parametrize("method", [extract.LowRank(rank=99), extract.NuclearNorm(rank=99)])
+@pytest.mark.parametrize(
+    "method", [extract.LowRank(rank=99), extract.NuclearNorm(rank=99)]
+)
 def test_a_rank_that_no_such_matrix_has_is_refused_before_anything_is_asked(method):
     target = oracle.Counted(oracle.plant(dim=4, seed=1))
     for asked in (lambda: method(target), lambda: method.expected_queries(4)):
-        with pytest.raises(InputError, match=r"the rank must not exceed the dimension, 4: got 99"):
+        with pytest.raises(
+            InputError, match=r"the rank must not exceed the dimension, 4: got 99"
+        ):
             asked()
     assert target.queries == 0
 
@@ -119,13 +125,15 @@ def test_nuclear_norm_measures_with_independent_gaussian_pairs():
     deltas, xs = torch.randn(2, 240, 6, generator=stream, dtype=torch.float64)
     list(method.steps(keep))
     sent = torch.cat(pairs)
-    d, x = sent[:, 0] - sent[:, 1], sent[:, 1]
+    d = sent[:, 0] - sent[:, 1]
+    x = sent[:, 1]
     drawn = torch.cat([deltas, xs], 1)
     rows = torch.cat([d, x], 1)
     cosine = torch.nn.functional.cosine_similarity(rows[:, None], drawn[None], dim=-1)
     assert float(cosine.amax(1).min()) > 1 - 1e-12
     assert len(cosine.argmax(1).unique()) == 240
-    # Standard Gaussian, whatever v is: signs of vᵀδ are even, and nothing was left out near 0.
+    # Standard Gaussian, whatever v is: signs of vᵀδ are even, and nothing was left out
+    # near 0.
     along = deltas @ target.v / target.v.norm()
     assert abs(float(along.sign().mean())) < 4 / math.sqrt(240)
     assert abs(float((along.abs() < 0.1).double().mean()) - 0.0797) < 4 * 0.0175
@@ -134,7 +142,9 @@ def test_nuclear_norm_measures_with_independent_gaussian_pairs():
 
 @pytest.mark.parametrize("method", [extract.LowRank, extract.NuclearNorm])
 def test_a_rank_beyond_the_dimension_is_refused(method):
-    with pytest.raises(InputError, match="the rank must not exceed the dimension, 4: got 5"):
+    with pytest.raises(
+        InputError, match="the rank must not exceed the dimension, 4: got 5"
+    ):
         method(rank=5)(oracle.plant(dim=4))
 
 
@@ -154,4 +164,6 @@ def test_expected_queries():
     assert extract.LowRank(rank=3).expected_queries(10) == unknowns(10, 3)
     assert extract.LowRank().expected_queries(10) is None
     assert extract.SingleHead().expected_queries(10) == 110
-    assert extract.NuclearNorm(rank=2).expected_queries(10) == 10 + math.ceil(6 * 2 * 10)
+    assert extract.NuclearNorm(rank=2).expected_queries(10) == 10 + math.ceil(
+        6 * 2 * 10
+    )

@@ -14,17 +14,24 @@ from keyhole.extract import Status, canonical, same_function
 from planted_truth import relative
 
 
-def plant(d: int, heads: int, rank: int | None = None, seed: int = 0, scale: float = 1.0):
-    return oracle.plant("multi-head", dim=d, heads=heads, rank=rank, seed=seed, scale=scale)
+def plant(
+    d: int, heads: int, rank: int | None = None, seed: int = 0, scale: float = 1.0
+):
+    return oracle.plant(
+        "multi-head", dim=d, heads=heads, rank=rank, seed=seed, scale=scale
+    )
 
 
 def values(d: int, seed: int = 99) -> torch.Tensor:
-    return torch.randn(d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def worst(found: oracle.MultiHead, truth: oracle.MultiHead) -> float:
     """The largest error of any W or v relative to its own size; heads are matched by W."""
-    W, V = torch.stack(list(found.W)), torch.stack(list(found.v))
+    W = torch.stack(list(found.W))
+    V = torch.stack(list(found.v))
     assert len(W) == len(truth.W)
     errors = []
     for head, v in zip(truth.W, truth.v, strict=True):
@@ -36,7 +43,15 @@ def worst(found: oracle.MultiHead, truth: oracle.MultiHead) -> float:
 
 @pytest.mark.parametrize(
     ("d", "heads", "rank"),
-    [(2, 1, None), (3, 2, None), (6, 1, None), (8, 3, None), (16, 4, None), (16, 4, 4), (12, 5, 1)],
+    [
+        (2, 1, None),
+        (3, 2, None),
+        (6, 1, None),
+        (8, 3, None),
+        (16, 4, None),
+        (16, 4, 4),
+        (12, 5, 1),
+    ],
 )
 def test_random_heads_to_rounding(d, heads, rank):
     for seed in range(2 if d < 12 else 1):
@@ -82,8 +97,12 @@ def test_the_naive_witness_agrees_with_what_was_found():
     stream = np.random.default_rng(1)
     for n in (1, 2, 3, 6):
         X = stream.normal(size=(n, 6))
-        stolen = reference.multi_head(X, [w.numpy() for w in found.W], [v.numpy() for v in found.v])
-        assert stolen == pytest.approx(float(target(torch.from_numpy(X)[None])[0]), abs=1e-9)
+        stolen = reference.multi_head(
+            X, [w.numpy() for w in found.W], [v.numpy() for v in found.v]
+        )
+        assert stolen == pytest.approx(
+            float(target(torch.from_numpy(X)[None])[0]), abs=1e-9
+        )
 
 
 RELATED = {
@@ -97,16 +116,18 @@ RELATED = {
     "proportional, parallel v": (lambda W, v, u: [(0.5 * W, 0.7 * v)], 2),
     "proportional, antiparallel v": (lambda W, v, u: [(2.0 * W, -0.7 * v)], 2),
     "three on one ray and one opposite": (
-        lambda W, v, u: [(2.5 * W, u), (0.3 * W, u.flip(0)), (-0.5 * W, 2 * v)], 4,
+        lambda W, v, u: [(2.5 * W, u), (0.3 * W, u.flip(0)), (-0.5 * W, 2 * v)],
+        4,
     ),
     "W, 2W, 3W and 4W": (
-        lambda W, v, u: [(2 * W, u), (3 * W, u.flip(0)), (4 * W, v.flip(0))], 4,
+        lambda W, v, u: [(2 * W, u), (3 * W, u.flip(0)), (4 * W, v.flip(0))],
+        4,
     ),
     "W = 0": (lambda W, v, u: [(0 * W, u)], 2),
     "invisible": (lambda W, v, u: [(W.mT.contiguous(), 0 * v)], 1),
     "values that add up to zero": (lambda W, v, u: [(W.mT.contiguous(), -v)], 2),
     "parallel values": (lambda W, v, u: [(W.mT.contiguous(), 3 * v)], 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", RELATED)
@@ -116,7 +137,8 @@ def test_related_heads_come_out_in_canonical_form(kind, others):
     d = 12 if others else 6  # more dimensions than heads, and about as many
     target = plant(d, 1 + others, seed=others)
     more = add(target.W[0], target.v[0], values(d))
-    W, v = [*target.W, *(a for a, _ in more)], [*target.v, *(b for _, b in more)]
+    W = [*target.W, *(a for a, _ in more)]
+    v = [*target.v, *(b for _, b in more)]
     target = oracle.MultiHead(W, v)
     result = extract.MultiHead(seed=others)(target)
     assert result.status is Status.RECOVERED, result.reason
@@ -136,7 +158,8 @@ def test_values_that_add_up_to_rounding():
 
 def test_the_reason_tells_what_the_oracle_can_tell():
     target = plant(8, 2, seed=1)
-    W, v = [*target.W, -target.W[0], 0 * target.W[0]], [*target.v, values(8), values(8, 1)]
+    W = [*target.W, -target.W[0], 0 * target.W[0]]
+    v = [*target.v, values(8), values(8, 1)]
     reason = extract.MultiHead()(oracle.MultiHead(W, v)).reason
     assert "4 heads, 1 opposite pair, one with W = 0" in reason
     low = extract.MultiHead()(plant(12, 2, 3)).reason
@@ -177,7 +200,8 @@ def test_any_scale_of_w_and_v(scale):
 
 
 def test_heads_of_different_size_and_rank():
-    big, small = plant(12, 2, seed=1, scale=3.0), plant(12, 2, rank=2, seed=2, scale=0.3)
+    big = plant(12, 2, seed=1, scale=3.0)
+    small = plant(12, 2, rank=2, seed=2, scale=0.3)
     target = oracle.MultiHead([*big.W, *small.W], [*big.v, *(0.1 * v for v in small.v)])
     result = extract.MultiHead()(target)
     assert result.status is Status.RECOVERED
@@ -187,7 +211,8 @@ def test_heads_of_different_size_and_rank():
 def test_a_number_of_heads_is_checked_not_needed():
     target = plant(6, 3, seed=1)
     assert extract.MultiHead(heads=3)(target).status is Status.RECOVERED
-    W, v = [*target.W, target.W[0]], [*target.v, values(6)]
+    W = [*target.W, target.W[0]]
+    v = [*target.v, values(6)]
     result = extract.MultiHead(heads=4)(oracle.MultiHead(W, v))
     assert result.status is Status.MISMATCH
     assert "3 heads answer, not 4: equal heads act as one" in result.reason
@@ -264,7 +289,12 @@ def test_two_dimensions_leave_no_direction_beside_v_and_g(heads):
 
 @pytest.mark.parametrize(
     "kind",
-    ["proportional", "proportional, parallel v", "three on one ray and one opposite", "W = 0"],
+    [
+        "proportional",
+        "proportional, parallel v",
+        "three on one ray and one opposite",
+        "W = 0",
+    ],
 )
 @pytest.mark.parametrize("d", [2, pytest.param(3, marks=pytest.mark.release)])
 def test_values_on_one_ray_that_fill_the_space(kind, d):
@@ -305,7 +335,8 @@ def noise(X: torch.Tensor) -> torch.Tensor:
 def odd_answers(target: oracle.MultiHead, seed: int):
     """Answers that are not many heads', some of them only for longer sequences."""
     u = values(target.dim, seed)
-    W, v = target.W[0], target.v[0]
+    W = target.W[0]
+    v = target.v[0]
 
     def scores(X):
         return torch.einsum("bnd,de,be->bn", X, W, X[:, -1])
@@ -317,21 +348,31 @@ def odd_answers(target: oracle.MultiHead, seed: int):
         "constant": lambda X: torch.full((len(X),), 3.7, dtype=torch.float64),
         "constant from length two": longer(lambda X: 3.7 + 0 * X[:, 0, 0]),
         "NaN": lambda X: torch.full((len(X),), torch.nan, dtype=torch.float64),
-        "NaN at random": lambda X: torch.where(torch.rand(len(X)) < 0.05, torch.nan, target(X)),
-        "overflow": lambda X: torch.where(X.abs().amax((1, 2)) > 1e6, torch.inf, target(X)),
+        "NaN at random": lambda X: torch.where(
+            torch.rand(len(X)) < 0.05, torch.nan, target(X)
+        ),
+        "overflow": lambda X: torch.where(
+            X.abs().amax((1, 2)) > 1e6, torch.inf, target(X)
+        ),
         "noise": noise,
         "noise from length two": longer(noise),
         "a little noise": lambda X: target(X) + 1e-6 * noise(X),
-        "a little noise from length two": longer(lambda X: target(X) * (1 + 1e-7 * noise(X))),
+        "a little noise from length two": longer(
+            lambda X: target(X) * (1 + 1e-7 * noise(X))
+        ),
         "step": longer(lambda X: torch.sign((X @ u).sum(1))),
         "hash": longer(lambda X: torch.sin(1e9 * X.sum((1, 2)))),
-        "hard attention": lambda X: (X @ v).gather(1, scores(X).argmax(1, keepdim=True))[:, 0],
+        "hard attention": lambda X: (X @ v).gather(
+            1, scores(X).argmax(1, keepdim=True)
+        )[:, 0],
         "cubed scores": lambda X: (torch.softmax(scores(X) ** 3, 1) * (X @ v)).sum(1),
         "first token": lambda X: X[:, 0] @ u,
         "last token": lambda X: X[:, -1] @ u,
         "largest token": lambda X: (X @ u).amax(1),
         "bias": lambda X: target(X) + 1,
-        "other from length four": lambda X: target(X) if X.shape[1] < 4 else target(X[:, 1:]),
+        "other from length four": lambda X: (
+            target(X) if X.shape[1] < 4 else target(X[:, 1:])
+        ),
         "wrong shape": lambda X: torch.zeros(len(X), 1, dtype=torch.float64),
         "a shorter batch": lambda X: target(X)[:-1],
         "an exception": lambda X: 1 / 0,
@@ -344,8 +385,11 @@ def test_odd_oracles_end_in_a_status(kind):
     result = extract.MultiHead()(Odd(odd_answers(plant(4, 2), 0)[kind], 4))
     unknown = [Status.UNVERIFIED] if "noise" in kind or kind in ("hash", "step") else []
     assert result.status in (
-        Status.MISMATCH, Status.ORACLE_FAILED, Status.NOT_APPLICABLE, *unknown,
-    )  # fmt: skip
+        Status.MISMATCH,
+        Status.ORACLE_FAILED,
+        Status.NOT_APPLICABLE,
+        *unknown,
+    )
     assert result.queries < 30_000
 
 
@@ -390,7 +434,8 @@ def test_answers_to_thirteen_digits_are_enough():
 def test_what_no_answer_shows_is_not_claimed():
     """(W, v) and (2W, −v): no jump in the far field, and the values add up."""
     target = plant(8, 1, seed=1)
-    W, v = target.W[0], target.v[0]
+    W = target.W[0]
+    v = target.v[0]
     result = extract.MultiHead()(oracle.MultiHead([W, 2 * W], [v, -v]))
     assert result.status is Status.MISMATCH
 
@@ -412,4 +457,6 @@ def test_heads_too_close_to_tell_apart_are_not_called_recovered_unless_they_are(
         result = extract.MultiHead()(near)
         if result.status is Status.RECOVERED:
             difference = result.model(torch.eye(8, dtype=torch.float64)[None])
-            assert difference == pytest.approx(near(torch.eye(8, dtype=torch.float64)[None]))
+            assert difference == pytest.approx(
+                near(torch.eye(8, dtype=torch.float64)[None])
+            )

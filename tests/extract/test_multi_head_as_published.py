@@ -14,7 +14,11 @@ def test_heads_by_interpolation_in_exactly_the_published_number_of_queries(d, he
     method = extract.MultiHeadAsPublished(heads=heads)
     result = method(target)
     assert result.status is Status.RECOVERED, result.reason
-    assert result.queries == method.expected_queries(d) == 4 * heads * d * d - 2 * heads + 1
+    assert (
+        result.queries
+        == method.expected_queries(d)
+        == 4 * heads * d * d - 2 * heads + 1
+    )
     assert same_function(result.model, target, 1e-6)
 
 

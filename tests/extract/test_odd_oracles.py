@@ -1,7 +1,8 @@
 """Heads that are heads only somewhere: nothing is called recovered outside the domain it states.
 
-500 of them with KEYHOLE_FULL=1, a sample otherwise. Each answers as one head inside a window of
-lengths, norms or time, and as another outside, or drifts, or is noisy, or has labels that lie.
+500 of them with KEYHOLE_FULL=1, a sample otherwise. Each answers as one head inside a
+window of lengths, norms or time, and as another outside, or drifts, or is noisy, or has
+labels that lie.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Odd:
     dim = DIM
 
     def __init__(self, kind: str, seed: int) -> None:
-        self.kind, self.asked = kind, 0
+        self.kind = kind
+        self.asked = 0
         self.true = oracle.plant("head", dim=DIM, seed=seed)
         self.other = oracle.plant("head", dim=DIM, seed=seed + 10_000)
         self.stream = torch.Generator().manual_seed(seed)
@@ -42,11 +44,17 @@ class Odd:
             case "windowed attention":
                 return self.true(sequences[:, -self.edge - 4 :])
             case "another head for long sequences":
-                return answers if sequences.shape[1] <= self.edge + 4 else self.other(sequences)
+                if sequences.shape[1] <= self.edge + 4:
+                    return answers
+                return self.other(sequences)
             case "another head for long tokens":
-                return torch.where(norms.amax(1) <= self.norm, answers, self.other(sequences))
+                return torch.where(
+                    norms.amax(1) <= self.norm, answers, self.other(sequences)
+                )
             case "another head for short tokens":
-                return torch.where(norms.amin(1) >= 0.02, answers, self.other(sequences))
+                return torch.where(
+                    norms.amin(1) >= 0.02, answers, self.other(sequences)
+                )
             case "long tokens are shortened":
                 factor = (self.norm / norms).clamp(max=1.0)
                 return self.true(sequences * factor.unsqueeze(-1))
@@ -57,32 +65,48 @@ class Odd:
             case "answers drift":
                 return answers * (1 + 1e-4 * self.asked)
             case "answers are noisy":
-                noise = torch.randn(answers.shape, generator=self.stream, dtype=torch.float64)
+                noise = torch.randn(
+                    answers.shape, generator=self.stream, dtype=torch.float64
+                )
                 return answers + 1e-4 * noise
             case _:
                 return answers + 1e-3 * (sequences.shape[1] > self.edge)
 
 
 KINDS = (
-    "windowed attention", "another head for long sequences", "another head for long tokens",
-    "another head for short tokens", "long tokens are shortened", "scores are clamped",
-    "the server is switched", "answers drift", "answers are noisy", "long sequences are shifted",
-)  # fmt: skip
+    "windowed attention",
+    "another head for long sequences",
+    "another head for long tokens",
+    "another head for short tokens",
+    "long tokens are shortened",
+    "scores are clamped",
+    "the server is switched",
+    "answers drift",
+    "answers are noisy",
+    "long sequences are shifted",
+)
 
 
 class Lying:
     """An oracle of which a share of the answers is wrong, on each asking or by the question."""
 
     def __init__(self, inner, share: float, manner: str, seed: int, wrong) -> None:
-        self.inner, self.dim, self.share, self.manner = inner, inner.dim, share, manner
-        self.stream, self.seed, self.wrong = torch.Generator().manual_seed(seed), seed, wrong
+        self.inner = inner
+        self.dim = inner.dim
+        self.share = share
+        self.manner = manner
+        self.stream = torch.Generator().manual_seed(seed)
+        self.seed = seed
+        self.wrong = wrong
 
     def __call__(self, sequences):
         answers = self.inner(sequences)
         if self.manner == "on each asking":
             lies = torch.rand(len(answers), generator=self.stream) < self.share
         else:
-            digests = [zlib.crc32(each.numpy().tobytes(), self.seed) for each in sequences]
+            digests = [
+                zlib.crc32(each.numpy().tobytes(), self.seed) for each in sequences
+            ]
             lies = torch.tensor(digests, dtype=torch.float64) < self.share * 2**32
         return torch.where(lies, self.wrong(answers), answers)
 
@@ -90,7 +114,11 @@ class Lying:
 def inside(domain, stream):
     """Random sequences of the domain that a result states."""
     low, high = (torch.tensor(norm, dtype=torch.float64).log() for norm in domain.norms)
-    for length in {domain.lengths[0], (sum(domain.lengths) + 1) // 2, domain.lengths[1]}:
+    for length in {
+        domain.lengths[0],
+        (sum(domain.lengths) + 1) // 2,
+        domain.lengths[1],
+    }:
         tokens = torch.randn(8, length, DIM, generator=stream, dtype=torch.float64)
         size = torch.rand(8, length, 1, generator=stream, dtype=torch.float64)
         size = (low + (high - low) * size).exp()
@@ -98,7 +126,9 @@ def inside(domain, stream):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("method", [extract.Auto, extract.SingleHead], ids=["auto", "single-head"])
+@pytest.mark.parametrize(
+    "method", [extract.Auto, extract.SingleHead], ids=["auto", "single-head"]
+)
 def test_nothing_is_recovered_outside_the_domain_it_states(kind, method):
     for seed in SEEDS if method is extract.SingleHead else SEEDS[1:]:  # auto tries much
         odd = Odd(kind, seed)
@@ -107,11 +137,20 @@ def test_nothing_is_recovered_outside_the_domain_it_states(kind, method):
             continue
         assert kind not in ("the server is switched", "answers drift")
         assert str(result.domain) in result.reason
-        answers = odd.true if kind == "answers are noisy" else odd  # the head behind the noise
+        # the head behind the noise
+        if kind == "answers are noisy":
+            answers = odd.true
+        else:
+            answers = odd
         for sequences in inside(result.domain, torch.Generator().manual_seed(seed)):
             stated = answers(sequences).abs() <= result.domain.largest
-            wrong = ((result.model(sequences) - answers(sequences)).abs() * stated).max()
-            assert wrong <= 1e-4 * odd.true(sequences).abs().max(), (seed, sequences.shape)
+            wrong = (
+                (result.model(sequences) - answers(sequences)).abs() * stated
+            ).max()
+            assert wrong <= 1e-4 * odd.true(sequences).abs().max(), (
+                seed,
+                sequences.shape,
+            )
 
 
 def test_a_window_of_eight_tokens_is_an_outcome_of_its_own():
@@ -150,9 +189,12 @@ SHARES = (1e-2,)
 MANNERS = ("on each asking", "by the question")
 PROOFS = {
     "signs": (oracle.SignOnly, extract.SignOnly(accuracy=1e-4), lambda y: 1 - y),
-    "rounded": (lambda head: oracle.Rounded(head, 3), extract.Tolerant(5e-4, max_norm=10.0),
-                lambda y: y + 0.1),
-}  # fmt: skip
+    "rounded": (
+        lambda head: oracle.Rounded(head, 3),
+        extract.Tolerant(5e-4, max_norm=10.0),
+        lambda y: y + 0.1,
+    ),
+}
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -162,12 +204,17 @@ def test_nothing_is_proved_that_wrong_answers_made_false(answers, manner, share)
     shown, method, wrong = PROOFS[answers]
     for seed in range(len(SEEDS)):
         head = oracle.plant("head", dim=DIM, seed=seed)
-        result = replace(method, seed=seed)(Lying(shown(head), share, manner, seed, wrong))
+        result = replace(method, seed=seed)(
+            Lying(shown(head), share, manner, seed, wrong)
+        )
         if result.guarantee is None:
             assert ", proved" not in result.reason
             continue
         size = torch.linalg.vector_norm(head.v) if answers == "signs" else 1.0
-        assert (result.model.W - head.W).abs().max() <= result.guarantee, (seed, result.reason)
+        assert (result.model.W - head.W).abs().max() <= result.guarantee, (
+            seed,
+            result.reason,
+        )
         assert (result.model.v - head.v / size).abs().max() <= result.guarantee_v, seed
 
 
@@ -175,7 +222,8 @@ def test_nothing_is_proved_that_wrong_answers_made_false(answers, manner, share)
 def test_a_single_wrong_label_is_noticed(place):
     """One lie on the way: the bracket ends at it, and in other words it does not come again."""
     head = oracle.plant("head", dim=DIM, seed=3)
-    signs, asked = oracle.SignOnly(head), 0
+    signs = oracle.SignOnly(head)
+    asked = 0
     honest = extract.SignOnly(accuracy=1e-4)(signs)
     assert ", proved if no label is wrong" in honest.reason
     lie = int(place * honest.queries)

@@ -30,7 +30,9 @@ from keyhole.oracle import Counted, Ledger, MultiHead, OneLayer, Oracle, Rounded
 Function = partial(AnyFunction, dim=5)
 
 
-def transformer(dim: int, width: int, seed: int = 0, rank: int | None = None) -> OneLayer:
+def transformer(
+    dim: int, width: int, seed: int = 0, rank: int | None = None
+) -> OneLayer:
     target = plant("one-layer", dim=dim, width=width, seed=seed, rank=rank)
     assert isinstance(target, OneLayer)
     return target
@@ -38,7 +40,9 @@ def transformer(dim: int, width: int, seed: int = 0, rank: int | None = None) ->
 
 def even(target: OneLayer) -> OneLayer:
     """The same with every neuron mirrored, so that Aᵀw = 0."""
-    return OneLayer(target.W, torch.cat([target.A, -target.A]), torch.cat([target.w, target.w]))
+    return OneLayer(
+        target.W, torch.cat([target.A, -target.A]), torch.cat([target.w, target.w])
+    )
 
 
 def fresh_error(target: OneLayer, model: object, seed: int = 77) -> float:
@@ -51,7 +55,9 @@ def fresh_error(target: OneLayer, model: object, seed: int = 77) -> float:
     return worst
 
 
-def assert_recovered(result: Extraction, target: OneLayer, tolerance: float = 1e-8) -> OneLayer:
+def assert_recovered(
+    result: Extraction, target: OneLayer, tolerance: float = 1e-8
+) -> OneLayer:
     assert result.status is Status.RECOVERED, result.reason
     assert isinstance(result.model, OneLayer)
     assert fresh_error(target, result.model) <= tolerance
@@ -100,7 +106,9 @@ def test_planted_and_recovered_transformers_agree_with_a_naive_loop() -> None:
     target = transformer(3, 4, seed=2)
     model = assert_recovered(OneLayerTransformer()(target), target)
     for X in normal(5, 10, 4, 3):
-        expected = reference(*(t.numpy() for t in (target.W, target.A, target.w)), X.numpy())
+        expected = reference(
+            *(t.numpy() for t in (target.W, target.A, target.w)), X.numpy()
+        )
         assert float(target(X.unsqueeze(0))) == pytest.approx(expected, abs=1e-12)
         again = reference(*(t.numpy() for t in (model.W, model.A, model.w)), X.numpy())
         assert again == pytest.approx(expected, abs=1e-9)
@@ -135,7 +143,9 @@ def test_values_of_the_head_are_not_asked_twice() -> None:
     result = OneLayerTransformer()(AnyFunction(watch, 8))
     network = ReluNetwork()(target)
     assert lengths[: result.queries].count(1) == network.queries  # then the judge asks
-    assert 2 * 64 <= result.queries - network.queries <= 2 * 64 + 8  # a few forms are asked again
+    assert (
+        2 * 64 <= result.queries - network.queries <= 2 * 64 + 8
+    )  # a few forms are asked again
 
 
 def test_a_linear_network_is_a_head() -> None:
@@ -168,10 +178,15 @@ def test_every_budget_keeps_what_was_paid_for() -> None:
             result = OneLayerTransformer()(Counted(target, budget))
             assert result.status is Status.BUDGET
             assert result.queries == budget
-        assert OneLayerTransformer()(Counted(target, full.queries)).status is Status.UNVERIFIED
+        assert (
+            OneLayerTransformer()(Counted(target, full.queries)).status
+            is Status.UNVERIFIED
+        )
 
 
-def test_a_budget_that_ends_in_the_attention_leaves_the_network_and_some_columns() -> None:
+def test_a_budget_that_ends_in_the_attention_leaves_the_network_and_some_columns() -> (
+    None
+):
     target = transformer(8, 5)
     queries = OneLayerTransformer()(target).queries
     result = OneLayerTransformer()(Counted(target, queries - 64))
@@ -253,6 +268,9 @@ def test_broken_oracles_end_in_a_status() -> None:
 
     for broken in (nan, on_two, lambda X: X @ X):
         assert OneLayerTransformer()(Function(broken)).status is Status.ORACLE_FAILED
-    assert OneLayerTransformer()(Function(lambda X: X[:, -1])).status is Status.NOT_APPLICABLE
+    assert (
+        OneLayerTransformer()(Function(lambda X: X[:, -1])).status
+        is Status.NOT_APPLICABLE
+    )
     assert OneLayerTransformer()(Function(TARGET, dim=6)).status is Status.ORACLE_FAILED
     assert OneLayerTransformer()(Rounded(TARGET, 4)).status is Status.MISMATCH

@@ -10,7 +10,11 @@ from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.extract import OrdinaryLabels
 from keyhole.extract.defences import HonestClient
-from keyhole.extract.ordinary_questions import LabelExam, ordinary_sequences, usual_norm_of
+from keyhole.extract.ordinary_questions import (
+    LabelExam,
+    ordinary_sequences,
+    usual_norm_of,
+)
 
 TARGET = oracle.plant(dim=5, seed=6)
 
@@ -23,7 +27,8 @@ def guarded(target, tokens):
 
 
 def test_questions_in_doubt_bring_the_error_down():
-    method, client = OrdinaryLabels(min_tokens=3, rounds=10), HonestClient.of(TARGET)
+    method = OrdinaryLabels(min_tokens=3, rounds=10)
+    client = HonestClient.of(TARGET)
     labels = oracle.Counted(guarded(TARGET, 3))
     errors = [client.error_of(step.model) for step in method.steps(labels)]
     assert len(errors) == 10

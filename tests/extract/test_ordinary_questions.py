@@ -13,10 +13,14 @@ from keyhole.extract.ordinary_questions import usual_norm_of
 
 
 def guarded(target, **change):
-    return oracle.Degradation(usual_norm=usual_norm_of(target.dim), **change).applied(target)
+    return oracle.Degradation(usual_norm=usual_norm_of(target.dim), **change).applied(
+        target
+    )
 
 
-@pytest.mark.parametrize(("dim", "tokens"), [(2, 1), (5, 1), (5, 2), (5, 3), (12, 3), (12, 5)])
+@pytest.mark.parametrize(
+    ("dim", "tokens"), [(2, 1), (5, 1), (5, 2), (5, 3), (12, 3), (12, 5)]
+)
 def test_a_head_is_stolen_with_questions_like_everybodys(dim, tokens):
     target = oracle.plant(dim=dim, seed=dim)
     counted = oracle.Counted(guarded(target, min_tokens=tokens))
@@ -33,7 +37,9 @@ def test_rounding_is_averaged_out():
     target = oracle.plant(dim=6, seed=2)
     errors = []
     for oversampling in (2.0, 32.0):
-        method = OrdinaryQuestions(min_tokens=3, answer_error=5e-3, oversampling=oversampling)
+        method = OrdinaryQuestions(
+            min_tokens=3, answer_error=5e-3, oversampling=oversampling
+        )
         result = method(guarded(target, min_tokens=3, decimals=2))
         assert result.status is Status.INEXACT
         errors.append(float((result.model.W - target.W).abs().max()))
@@ -46,7 +52,9 @@ def test_what_is_not_one_head_is_not_taken_for_one():
     for tokens in (1, 3):
         result = OrdinaryQuestions(min_tokens=tokens)(heads)
         assert result.status is Status.MISMATCH
-    silent = oracle.Head(torch.eye(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64))
+    silent = oracle.Head(
+        torch.eye(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    )
     assert OrdinaryQuestions()(silent).status is Status.NOT_IDENTIFIABLE
 
 
@@ -72,9 +80,13 @@ def test_more_unknowns_than_can_be_fitted():
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
-    [({"usual_norm": 0.0}, "usual_norm"), ({"min_tokens": 0}, "min_tokens"),
-     ({"answer_error": -1.0}, "answer_error"), ({"oversampling": 0.5}, "oversampling")],
-)  # fmt: skip
+    [
+        ({"usual_norm": 0.0}, "usual_norm"),
+        ({"min_tokens": 0}, "min_tokens"),
+        ({"answer_error": -1.0}, "answer_error"),
+        ({"oversampling": 0.5}, "oversampling"),
+    ],
+)
 def test_settings_that_make_no_sense(settings, reason):
     with pytest.raises(InputError, match=reason):
         OrdinaryQuestions(**settings)

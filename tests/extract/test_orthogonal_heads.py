@@ -46,13 +46,19 @@ def test_known_bases_take_as_many_queries_as_there_are_unknowns(sizes):
     method = OrthogonalHeads(bases)
     result = method(truth)
     assert result.status is Status.RECOVERED
-    assert result.queries == method.expected_queries(truth.dim) == sum(k * k + k for k in sizes)
+    assert (
+        result.queries
+        == method.expected_queries(truth.dim)
+        == sum(k * k + k for k in sizes)
+    )
     assert worst(result.model, truth) <= 1e-12
 
 
 def test_a_head_without_values_is_left_out():
     truth, bases = orthogonal_heads([3, 2])
-    silent = MultiHead([truth.W[0], truth.W[1]], [truth.v[0], torch.zeros_like(truth.v[1])])
+    silent = MultiHead(
+        [truth.W[0], truth.W[1]], [truth.v[0], torch.zeros_like(truth.v[1])]
+    )
     result = OrthogonalHeads(bases)(silent)
     assert result.status is Status.RECOVERED
     assert len(result.model.W) == 1
@@ -73,7 +79,9 @@ def test_bases_are_checked():
         with pytest.raises(InputError, match="bases must be orthonormal"):
             OrthogonalHeads(bad)
     for bad in ([first[0]], [first, second[:3]], [first.float()]):
-        with pytest.raises(InputError, match=r"expected float64 bases of shape \(d, k\), got"):
+        with pytest.raises(
+            InputError, match=r"expected float64 bases of shape \(d, k\), got"
+        ):
             OrthogonalHeads(bad)
     with pytest.raises(InputError, match="rows"):
         OrthogonalHeads([first])(orthogonal_heads([3, 3])[0])
@@ -91,7 +99,9 @@ def test_bases_are_checked():
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("sizes", [[8], [4, 4], [1, 1, 1, 1], [1, 2, 3, 4], [4, 4, 4, 4], [8, 8]])
+@pytest.mark.parametrize(
+    "sizes", [[8], [4, 4], [1, 1, 1, 1], [1, 2, 3, 4], [4, 4, 4, 4], [8, 8]]
+)
 def test_unknown_bases(sizes, seed):
     truth, _ = orthogonal_heads(sizes, seed)
     result = OrthogonalHeads(seed=seed)(truth)
@@ -110,7 +120,9 @@ def test_never_a_wrong_model_called_right(sizes, size, seed):
     result = OrthogonalHeads(seed=seed)(truth)
     if result.status is Status.RECOVERED:
         fresh = normal(20, 6, truth.dim, seed=seed)
-        apart = (result.model(fresh) - truth(fresh)).abs().max() / truth(fresh).abs().max()
+        apart = (result.model(fresh) - truth(fresh)).abs().max() / truth(
+            fresh
+        ).abs().max()
         assert float(apart) <= 1e-7
 
 
@@ -150,7 +162,9 @@ def test_a_head_without_scores():
 
 
 def test_no_scores_at_all():
-    result = OrthogonalHeads()(MultiHead([torch.zeros(4, 4, dtype=torch.float64)], [normal(4)]))
+    result = OrthogonalHeads()(
+        MultiHead([torch.zeros(4, 4, dtype=torch.float64)], [normal(4)])
+    )
     assert result.status is Status.RECOVERED
     assert not bool(result.model.W[0].any())
 
@@ -222,5 +236,7 @@ ADVERSARIES = {
 @pytest.mark.parametrize("name", ADVERSARIES)
 def test_adversaries_end_in_a_status(name, known):
     bases = orthogonal_heads([3, 3])[1] if known else None
-    result = OrthogonalHeads(bases)(Counted(Adversary(ADVERSARIES[name]), budget=20_000))
+    result = OrthogonalHeads(bases)(
+        Counted(Adversary(ADVERSARIES[name]), budget=20_000)
+    )
     assert result.status not in (Status.RECOVERED, Status.INEXACT)

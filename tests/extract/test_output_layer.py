@@ -19,12 +19,15 @@ from tiny_models import language_model, save, tokenizer
 
 def naive_rank(target, count, centred, affine=False):
     """Gaussian elimination with full pivoting, one prompt and one token at a time."""
-    prompts = torch.randint(WORDS, (count, 4), generator=torch.Generator().manual_seed(99))
+    prompts = torch.randint(
+        WORDS, (count, 4), generator=torch.Generator().manual_seed(99)
+    )
     rows = [target(prompt[None])[0].numpy() for prompt in prompts]
     rows = [row - row.mean() if centred else row for row in rows]
     if affine:
         rows = [row - rows[0] for row in rows[1:]]
-    rank, largest = 0, max(np.abs(row).max() for row in rows)
+    rank = 0
+    largest = max(np.abs(row).max() for row in rows)
     while rows:
         sizes = [np.abs(row).max() for row in rows]
         if max(sizes) <= 1e-9 * largest:
@@ -51,12 +54,15 @@ def test_the_width_and_the_matrix(norm, bias, logarithms):
     layer = result.layer
     assert (result.status, result.width) == (Status.RECOVERED, WIDTH)
     assert layer.rank == naive_rank(target, WIDTH + 8, logarithms)
-    assert layer.rank - layer.constant == naive_rank(target, WIDTH + 8, logarithms, affine=True)
+    assert layer.rank - layer.constant == naive_rank(
+        target, WIDTH + 8, logarithms, affine=True
+    )
     assert layer.log_probabilities == logarithms
     assert result.queries <= WIDTH + 24
     assert result.check.worst < 1e-12
     if not (norm.startswith("layer") and (bias or norm == "layer")):
-        # Behind a LayerNorm one direction of W is never asked for, or hides in the output bias.
+        # Behind a LayerNorm one direction of W is never asked for, or hides in the
+        # output bias.
         assert distance(result.model, target.W, centred=logarithms)[1] < 1e-12
 
 
@@ -75,7 +81,8 @@ def test_a_tied_table_is_known_up_to_a_metric_and_not_beyond():
     target = PlantedLogits()
     draw = torch.Generator().manual_seed(1)
     A = torch.randn(WIDTH, WIDTH, generator=draw, dtype=torch.float64)
-    other, centre = target.W @ A, torch.randn(WIDTH, generator=draw, dtype=torch.float64)
+    other = target.W @ A
+    centre = torch.randn(WIDTH, generator=draw, dtype=torch.float64)
     ids = torch.randint(WORDS, (6, 4), generator=draw)
     states = torch.linalg.solve(A, target.states(ids).T).T
     same = (states @ (other + centre).T).log_softmax(1)
@@ -87,7 +94,9 @@ def test_a_tied_table_is_known_up_to_a_metric_and_not_beyond():
 
     stolen = OutputLayer()(target).model.W
     assert torch.allclose(stolen @ stolen.T, whitened(target.W), rtol=0, atol=1e-12)
-    assert torch.allclose(whitened(other + centre), whitened(target.W), rtol=0, atol=1e-11)
+    assert torch.allclose(
+        whitened(other + centre), whitened(target.W), rtol=0, atol=1e-11
+    )
     cosines = [
         torch.nn.functional.normalize(table) @ torch.nn.functional.normalize(table).T
         for table in (target.W, other + centre)
@@ -98,7 +107,9 @@ def test_a_tied_table_is_known_up_to_a_metric_and_not_beyond():
 def test_too_few_answers_give_no_width():
     result = extract.run(Logits(PlantedLogits()), OutputLayer(), budget=WIDTH)
     assert (result.status, result.width) == (Status.BUDGET, None)
-    assert result.layer.rank == WIDTH  # a direction from every answer, and no end in sight
+    assert (
+        result.layer.rank == WIDTH
+    )  # a direction from every answer, and no end in sight
     assert "24 directions or more" in result.reason
     assert result.model.W.shape == (WORDS, WIDTH)
 
@@ -167,7 +178,10 @@ def test_models_in_this_process(tmp_path):
         tokenizer(causal=True).save_pretrained(folder)
         result = extract.run(str(folder), reference=folder)
         assert (result.status, result.width) == (Status.RECOVERED, 32)
-        assert (result.layer.constant, result.layer.log_probabilities) == (constant, False)
+        assert (result.layer.constant, result.layer.log_probabilities) == (
+            constant,
+            False,
+        )
         assert result.layer.relative < 1e-5
         assert result.layer.tied == (family == "gpt2")
 
@@ -213,7 +227,8 @@ class Shares:
     dim = 2
 
     def __init__(self, function, words):
-        self.function, self.vocabulary = function, words
+        self.function = function
+        self.vocabulary = words
 
     def __call__(self, sequences):
         return torch.stack([self._one(rows) for rows in sequences])
@@ -239,7 +254,9 @@ def test_a_row_goes_on_with_the_prompt_it_is_of():
     class Silent(Shares):
         def _one(self, rows):
             prompt, raised, _ = parts_of(rows)
-            return torch.where((prompt.sum() + raised) % 500 == 0, ABSENT, super()._one(rows))
+            return torch.where(
+                (prompt.sum() + raised) % 500 == 0, ABSENT, super()._one(rows)
+            )
 
     result = OutputLayer(top=20)(Silent(target, 300))
     assert result.width == 40, result.reason
@@ -258,14 +275,21 @@ def test_a_prompt_that_hides_the_reference_is_not_used():
     assert result.width == 8, result.reason
 
 
-@pytest.mark.parametrize(("norm", "logarithms"), [
-    ("rms", True), ("rms", False), ("layer, biased", True), ("layer", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("norm", "logarithms"),
+    [
+        ("rms", True),
+        ("rms", False),
+        ("layer, biased", True),
+        ("layer", False),
+    ],
+)
 def test_up_to_a_rotation(norm, logarithms):
     """All inner products of rows are known, which an invertible map would change."""
     target = PlantedLogits(norm, logarithms=logarithms, width=10)
     result = OutputLayer(rotation=True)(target)
-    model, W = result.model, target.W
+    model = result.model
+    W = target.W
     assert (result.status, result.width, model.rotated) == (Status.RECOVERED, 10, True)
     if norm != "rms":
         W = W - W.mean(1, keepdim=True)
@@ -289,7 +313,9 @@ def test_where_there_is_no_rotation_to_be_had():
 def test_wrong_input(tmp_path):
     with pytest.raises(InputError, match="output-layer reads a language model"):
         extract.run("demo", "output-layer")
-    with pytest.raises(InputError, match="a reference is for output-layer, not for low-rank"):
+    with pytest.raises(
+        InputError, match="a reference is for output-layer, not for low-rank"
+    ):
         extract.run("demo", "low-rank", reference=tmp_path)
     with pytest.raises(InputError, match="tokens needs top"):
         OutputLayer(tokens=3)

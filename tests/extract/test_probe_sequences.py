@@ -17,27 +17,34 @@ from keyhole.oracle import Counted
 def test_answers_are_what_the_formula_says(every, causal):
     truth = layer(5, 2, 4, every, causal)
     vectors = VectorOracle(truth, 4, every, causal)
-    keys, xs = normal(1, 3, 5), normal(2, 2, 5)
+    keys = normal(1, 3, 5)
+    xs = normal(2, 2, 5)
     got = vectors.respond(keys[None], xs, square=0.5, zeros=2)[0]
     counts = vectors.references(2, zeros=2)
     for i, x in enumerate(xs):
         expected = np.zeros(4)
         for W, V in zip(truth.W.numpy(), truth.V.numpy(), strict=True):
-            weights = reference.weights_of_keys(0.5 * x.numpy(), keys.numpy(), W, float(counts[i]))
-            expected += sum(a * (key @ V) for a, key in zip(weights, keys.numpy(), strict=True))
+            weights = reference.weights_of_keys(
+                0.5 * x.numpy(), keys.numpy(), W, float(counts[i])
+            )
+            expected += sum(
+                a * (key @ V) for a, key in zip(weights, keys.numpy(), strict=True)
+            )
         assert np.allclose(got[i].numpy(), expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_planted_layer_is_attention(causal):
-    truth, X = layer(4, 3, 5, True, causal), normal(0, 6, 4)
+    truth = layer(4, 3, 5, True, causal)
+    X = normal(0, 6, 4)
     expected = reference.attention(X.numpy(), truth.W.numpy(), truth.V.numpy(), causal)
     assert np.allclose(truth(X[None])[0].numpy(), expected, atol=1e-12)
 
 
 def test_scores_come_back_through_the_linear_solve():
     z = normal(3, 7, 2, 3)
-    values, references = normal(4, 2, 3, 8), torch.arange(1.0, 8.0, dtype=torch.float64)
+    values = normal(4, 2, 3, 8)
+    references = torch.arange(1.0, 8.0, dtype=torch.float64)
     weights = z.exp() / (references[:, None, None] + z.exp().sum(-1, keepdim=True))
     answers = torch.einsum("khp,hpm->km", weights, values)
     found, errors = solve_scores(answers, values, references)

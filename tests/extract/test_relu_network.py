@@ -24,7 +24,8 @@ class Function:
     """An oracle that is any function of the last token."""
 
     def __init__(self, f: Callable[[Tensor], Tensor], dim: int = 6) -> None:
-        self.f, self.dim = f, dim
+        self.f = f
+        self.dim = dim
 
     def __call__(self, sequences: Tensor) -> Tensor:
         return self.f(sequences[:, -1])
@@ -43,12 +44,16 @@ def fresh_error(target: ReluFfn, model: object, seed: int = 99) -> float:
     return float((model(x) - answers).abs().max()) / scale
 
 
-def assert_recovered(result: Extraction, target: ReluFfn, tolerance: float = 1e-9) -> None:
+def assert_recovered(
+    result: Extraction, target: ReluFfn, tolerance: float = 1e-9
+) -> None:
     assert result.status is Status.RECOVERED, result.reason
     assert fresh_error(target, result.model) <= tolerance
 
 
-@pytest.mark.parametrize(("d", "m"), [(1, 4), (2, 7), (3, 5), (5, 40), (8, 8), (16, 32), (16, 64)])
+@pytest.mark.parametrize(
+    ("d", "m"), [(1, 4), (2, 7), (3, 5), (5, 40), (8, 8), (16, 32), (16, 64)]
+)
 def test_random_networks(d: int, m: int) -> None:
     for seed in range(3):
         target = plant("relu", dim=d, width=m, seed=seed)
@@ -90,12 +95,17 @@ def test_independent_neurons_come_back_one_by_one() -> None:
 
 def odd_networks(seed: int, d: int = 6) -> dict[str, tuple[ReluFfn, int]]:
     """Networks whose neurons cannot be told one by one, with the hyperplanes they show."""
-    A, w, more = normal(seed, 8, d), normal(seed + 1000, 8), normal(seed + 2000, 4)
+    A = normal(seed, 8, d)
+    w = normal(seed + 1000, 8)
+    more = normal(seed + 2000, 4)
     half = torch.arange(8) % 2
     skew = normal(seed + 3000, 2, d)
     return {
         "parallel": (ReluFfn(torch.cat([A, 2 * A[:4]]), torch.cat([w, more])), 8),
-        "antiparallel": (ReluFfn(torch.cat([A, -1.5 * A[:4]]), torch.cat([w, more])), 8),
+        "antiparallel": (
+            ReluFfn(torch.cat([A, -1.5 * A[:4]]), torch.cat([w, more])),
+            8,
+        ),
         "even": (ReluFfn(torch.cat([A, -A]), torch.cat([w, w])), 8),
         "linear": (ReluFfn(torch.cat([A, -A]), torch.cat([w, -w])), 0),
         "w = 0": (ReluFfn(A, w * half), 4),
@@ -103,7 +113,10 @@ def odd_networks(seed: int, d: int = 6) -> dict[str, tuple[ReluFfn, int]]:
         "one direction": (ReluFfn(torch.outer(w, A[0]), w), 1),
         "two directions": (ReluFfn(normal(seed, 8, 2) @ A[:2], w), 8),
         "axes": (ReluFfn(torch.eye(d, dtype=torch.float64), w[:d]), d),
-        "more than 2d": (ReluFfn(normal(seed, 3 * d, d), normal(seed + 1, 3 * d)), 3 * d),
+        "more than 2d": (
+            ReluFfn(normal(seed, 3 * d, d), normal(seed + 1, 3 * d)),
+            3 * d,
+        ),
         "nearly parallel": (
             ReluFfn(torch.cat([A, A[:2] + 1e-5 * skew]), torch.cat([w, more[:2]])),
             10,
@@ -131,9 +144,11 @@ def test_odd_networks_are_exact_as_functions(name: str) -> None:
 )
 @settings(max_examples=12, deadline=None)
 def test_any_small_network(seed: int, d: int, m: int, grain: float) -> None:
-    A, w = normal(seed, m, d), normal(seed ^ 1, m)
+    A = normal(seed, m, d)
+    w = normal(seed ^ 1, m)
     if grain:  # integers: many equal, opposite and zero neurons
-        A, w = A.round(), w.round()
+        A = A.round()
+        w = w.round()
     target = ReluFfn(A, w)
     assert_recovered(ReluNetwork(seed=seed % 7)(target), target, 1e-8)
 
@@ -190,7 +205,15 @@ def test_every_budget_ends_with_what_is_known_so_far() -> None:
     target = plant("relu", dim=6, width=10, seed=0)
     full = ReluNetwork()(target)
     known = -1.0
-    for budget in [0, 5, 12, 30, full.queries // 2, full.queries - 20, full.queries - 1]:
+    for budget in [
+        0,
+        5,
+        12,
+        30,
+        full.queries // 2,
+        full.queries - 20,
+        full.queries - 1,
+    ]:
         result = ReluNetwork()(Counted(target, budget))
         assert result.status is Status.BUDGET
         assert result.queries == budget
@@ -240,7 +263,9 @@ MISFITS: dict[str, Callable[[Tensor], Tensor]] = {
     "sign": lambda x: (x @ V).sign(),
     "steps": lambda x: torch.floor(5 * x @ V),
     "random": lambda x: torch.randn(len(x), dtype=torch.float64),
-    "noise": lambda x: RELU(x.unsqueeze(1)) + 1e-3 * torch.randn(len(x), dtype=torch.float64),
+    "noise": lambda x: (
+        RELU(x.unsqueeze(1)) + 1e-3 * torch.randn(len(x), dtype=torch.float64)
+    ),
     "quadratic": lambda x: (x * x).sum(1),
     "norm": lambda x: torch.linalg.vector_norm(x, dim=1),
     "wave": lambda x: torch.sin(10 * x @ V),

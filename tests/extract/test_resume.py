@@ -16,20 +16,23 @@ CASES = {
     "SignOnly": (extract.SignOnly(accuracy=1e-3), oracle.SignOnly(oracle.plant(dim=3))),
     "MultiHead": (extract.MultiHead(), oracle.plant("multi-head", dim=5, heads=2)),
     "OneLayerTransformer": (
-        extract.OneLayerTransformer(), oracle.plant("one-layer", dim=4, width=4)
+        extract.OneLayerTransformer(),
+        oracle.plant("one-layer", dim=4, width=4),
     ),
     "ReluNetwork": (extract.ReluNetwork(), oracle.plant("relu", dim=6, width=5)),
     "OrthogonalHeads": (extract.OrthogonalHeads(), oracle.plant(dim=6)),
     "FullOutput": (extract.FullOutput(), oracle.plant("attention", dim=6)),
     "FullOutput, heads": (
-        extract.FullOutput(), oracle.plant("attention", dim=8, heads=2, every_token=True)
+        extract.FullOutput(),
+        oracle.plant("attention", dim=8, heads=2, every_token=True),
     ),
     "OutputLayer": (extract.OutputLayer(), Logits(PlantedLogits())),
     "OutputLayer, chosen tokens": (
-        extract.OutputLayer(top=9), Logits(PlantedLogits(words=70, width=4))
+        extract.OutputLayer(top=9),
+        Logits(PlantedLogits(words=70, width=4)),
     ),
     "Auto": (extract.Auto(), oracle.plant(dim=6)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

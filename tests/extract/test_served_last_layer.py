@@ -21,7 +21,9 @@ from keyhole.extract.output_layer import distance
 from keyhole.oracle.completions import Completions
 from keyhole.oracle.ledger import answers_in
 
-FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
+FULL = pytest.mark.skipif(
+    not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it"
+)
 RELEASE = pytest.mark.release
 ROUTES = ["/completion", "/v1/completions"]
 
@@ -40,16 +42,21 @@ def url(weights):
 
 def matrix(path):
     """The output matrix as the file has it, dequantised."""
-    (tensor,) = [part for part in gguf.GGUFReader(path).tensors if part.name == "output.weight"]
+    (tensor,) = [
+        part for part in gguf.GGUFReader(path).tensors if part.name == "output.weight"
+    ]
     values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     return torch.from_numpy(values.astype(np.float64))
 
 
-@pytest.mark.parametrize("route", ["", *(pytest.param(route, marks=RELEASE) for route in ROUTES)])
+@pytest.mark.parametrize(
+    "route", ["", *(pytest.param(route, marks=RELEASE) for route in ROUTES)]
+)
 def test_whole_answers(route, url, weights):
     result = extract.run(f"{url}{route}", "output-layer")
     assert (result.status, result.width) == (Status.RECOVERED, tiny_gguf.WIDTH)
-    # Blocks of four bits are multiplied in blocks of 32, whose sums have a direction each.
+    # Blocks of four bits are multiplied in blocks of 32, whose sums have a direction
+    # each.
     assert (result.layer.rank, result.layer.blocks) == (66, 2)
     assert (result.layer.constant, result.layer.log_probabilities) == (False, True)
     assert distance(result.model, matrix(weights), centred=True)[0] < 1e-5
@@ -101,7 +108,17 @@ def test_rounded_answers_of_a_server(decimals, url, weights):
 def test_killed_it_goes_on_and_asks_nothing_twice(url, tmp_path):
     ledger = tmp_path / "layer.db"
     case = kill_points.Case(
-        ("extract", url, "--method", "output-layer", "--ledger", ledger, "--out", "layer.json"), ()
+        (
+            "extract",
+            url,
+            "--method",
+            "output-layer",
+            "--ledger",
+            ledger,
+            "--out",
+            "layer.json",
+        ),
+        (),
     )
     with kill_points.running(case, tmp_path / "killed") as process:
         kill_points.wait_until(lambda: answers_in(ledger) >= 10, process)
@@ -117,9 +134,15 @@ def test_killed_it_goes_on_and_asks_nothing_twice(url, tmp_path):
 
 
 def test_wrong_input_is_one_line(url, tmp_path, monkeypatch, capsys):
-    run = partial(command_line.inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
-    done = run("extract", url, "--method", "output-layer", "--reference", "nowhere.gguf")
+    run = partial(
+        command_line.inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
+    )
+    done = run(
+        "extract", url, "--method", "output-layer", "--reference", "nowhere.gguf"
+    )
     assert done.returncode == 2
     assert "nowhere.gguf" in done.stderr
-    with pytest.raises(InputError, match="must have the form http://host:port/v2/models/NAME"):
+    with pytest.raises(
+        InputError, match="must have the form http://host:port/v2/models/NAME"
+    ):
         extract.run(url, "single-head")

@@ -69,10 +69,13 @@ def test_what_is_promised_holds(seed, dim, accuracy, scale, length):
     assert v <= found.guarantee_v <= accuracy
 
 
-@pytest.mark.parametrize("kind", ["zeros in v", "one entry in v", "spiky W", "rank one"])
+@pytest.mark.parametrize(
+    "kind", ["zeros in v", "one entry in v", "spiky W", "rank one"]
+)
 def test_structure_does_no_harm(kind):
     head = oracle.plant(dim=6, seed=3, rank=1 if kind == "rank one" else None)
-    W, v = head.W.clone(), head.v.clone()
+    W = head.W.clone()
+    v = head.v.clone()
     if kind == "zeros in v":
         v[[0, 3, 4]] = 0.0
     if kind == "one entry in v":
@@ -92,7 +95,9 @@ def test_the_threshold_is_where_the_sign_flips():
     rng = np.random.default_rng(0)
     for _ in range(20):
         W, v, p, x = rng.normal(size=(4, 4)), *rng.normal(size=(3, 4))
-        p, x, c = p * np.sign(v @ p), -x * np.sign(v @ x), rng.uniform(0.1, 1)
+        p = p * np.sign(v @ p)
+        x = -x * np.sign(v @ x)
+        c = rng.uniform(0.1, 1)
         z = c * p @ W @ x
         flip = math.sqrt(c * (v @ p) / -(v @ x) / (1 + math.exp(-z)))
         for factor, positive in ((1 - 1e-6, True), (1 + 1e-6, False)):
@@ -137,7 +142,10 @@ def _signs(function):
 
 TWO = oracle.plant("multi-head", dim=5, heads=2, seed=3)
 LIARS = {
-    "never": (lambda X: torch.zeros(len(X), dtype=torch.float64), {Status.NOT_IDENTIFIABLE}),
+    "never": (
+        lambda X: torch.zeros(len(X), dtype=torch.float64),
+        {Status.NOT_IDENTIFIABLE},
+    ),
     "always": (
         lambda X: torch.ones(len(X), dtype=torch.float64),
         {Status.MISMATCH, Status.NOT_IDENTIFIABLE},
@@ -148,7 +156,10 @@ LIARS = {
     "two heads": (_signs(TWO), {Status.MISMATCH, Status.SATURATED}),
     "last": (_signs(lambda X: X[:, -1] @ HEAD.v), {Status.SATURATED}),
     "largest": (_signs(lambda X: (X @ HEAD.v).amax(-1)), {Status.SATURATED}),
-    "square": (_signs(lambda X: HEAD(X) ** 2), {Status.MISMATCH, Status.NOT_IDENTIFIABLE}),
+    "square": (
+        _signs(lambda X: HEAD(X) ** 2),
+        {Status.MISMATCH, Status.NOT_IDENTIFIABLE},
+    ),
     "shifted": (_signs(lambda X: HEAD(X) - 0.5), {Status.MISMATCH, Status.SATURATED}),
     "coin": (
         _random(0.5, 1.0, lambda X: torch.zeros(len(X), dtype=torch.float64)),

@@ -41,7 +41,10 @@ def test_measured_within_guaranteed_within_stated(dim, margin, seed):
 
 
 def test_the_plan_by_hand():
-    accuracy, bound, margin, dim = 0.1, 2.0, 0.2, 4
+    accuracy = 0.1
+    bound = 2.0
+    margin = 0.2
+    dim = 4
     plan = Plan.of(accuracy, bound, margin, dim)
     high = math.e / (1 + math.e)
     slope = 2 + math.e + 1 / math.e
@@ -71,7 +74,9 @@ def test_the_mean_length_is_that_of_the_sphere():
 def test_the_sign_changes_where_the_proof_says():
     rng = np.random.default_rng(1)
     for _ in range(20):
-        W, v, bound = rng.normal(size=(3, 3)), rng.normal(size=3), 4.0
+        W = rng.normal(size=(3, 3))
+        v = rng.normal(size=3)
+        bound = 4.0
         i, j = rng.integers(0, 3, size=2)
         c = -np.sign(v[i] * v[j]) / bound
         flip = math.sqrt(abs(v[i] / v[j]) / bound / (1 + math.exp(-c * W[i, j])))
@@ -116,7 +121,10 @@ def test_a_budget_leaves_what_is_known():
         ({"bound": 0.0}, "bound must be above 0, not 0.0"),
         ({"margin": 0.0}, "margin must be above 0, not 0.0"),
         ({"accuracy": 1.0}, "accuracy must be below 1, not 1.0"),
-        ({"margin": 0.9}, "the margin must not exceed 1/√d = 0.577, since ‖v‖ = 1: got 0.9"),
+        (
+            {"margin": 0.9},
+            "the margin must not exceed 1/√d = 0.577, since ‖v‖ = 1: got 0.9",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):

@@ -90,7 +90,8 @@ def test_a_singular_w_is_no_obstacle(rank):
 
 def test_a_spiky_w():
     W = torch.zeros(16, 16, dtype=torch.float64)
-    W[3, 5], W[0, 0] = 1e3, 1e-3
+    W[3, 5] = 1e3
+    W[0, 0] = 1e-3
     target = oracle.Head(W, oracle.plant(dim=16).v)
     assert worst(extract.SingleHead()(target).model, target) <= 1e-12
 

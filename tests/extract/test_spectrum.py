@@ -11,7 +11,9 @@ from keyhole.extract.output_layer import cliff
 
 def answers(n, m, rank, noise=0.0, seed=0, decay=1.0):
     draw = torch.Generator().manual_seed(seed)
-    left, right = (torch.randn(size, rank, generator=draw, dtype=torch.float64) for size in (n, m))
+    left, right = (
+        torch.randn(size, rank, generator=draw, dtype=torch.float64) for size in (n, m)
+    )
     sizes = decay ** torch.arange(rank, dtype=torch.float64)
     errors = torch.randn(n, m, generator=draw, dtype=torch.float64)
     return (left * sizes) @ right.T + noise * errors
@@ -36,7 +38,9 @@ def test_rounding_is_told_from_answers_by_its_known_size(seed):
         assert decimals_of(rounded) == decimals
         assert cliff(rounded, 8, 10.0**-decimals).rank == 32
     noise = torch.rand(60, 500, generator=torch.Generator().manual_seed(seed)) - 0.5
-    assert cliff(noise.double(), 8, 1.0).rank == 0  # of rounding alone nothing stands out
+    assert (
+        cliff(noise.double(), 8, 1.0).rank == 0
+    )  # of rounding alone nothing stands out
 
 
 def test_other_errors_may_be_larger_than_rounding():

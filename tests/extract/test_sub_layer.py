@@ -27,14 +27,16 @@ KINDS = {
 
 
 def forms(target: SubLayer, places: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What all parameters of one function agree on: scores of keys so many places in front, and
-    values, both (H, …, d), heads in the order of their largest value."""
+    """What all parameters of one function agree on: scores of keys so many places in
+    front, and values, both (H, …, d), heads in the order of their largest value.
+    """
     each = len(target.Q) // len(target.K)
     K = target.K
     if target.rotary:
         angles = -places * target.frequencies.unsqueeze(1)
         x, y = K.chunk(2, -1)
-        cos, sin = angles.cos(), angles.sin()
+        cos = angles.cos()
+        sin = angles.sin()
         K = torch.cat([x * cos - y * sin, x * sin + y * cos], -1)
     Q = torch.cat([target.q.unsqueeze(1), target.Q], 1)
     W = Q @ K.repeat_interleave(each, 0).mT
@@ -60,9 +62,15 @@ def test_scores_and_values_come_back(kind):
     if truth.epsilon is not None:
         assert found.epsilon == pytest.approx(truth.epsilon, rel=1e-10)
     for places in (0, 1, 40):
-        for one_of, other in zip(forms(found, places), forms(truth, places), strict=True):
+        for one_of, other in zip(
+            forms(found, places), forms(truth, places), strict=True
+        ):
             assert apart(one_of, other) < 1e-6
-    assert apart(found.b, truth.b) < 1e-12 if bool(truth.b.any()) else not bool(found.b.any())
+    assert (
+        apart(found.b, truth.b) < 1e-12
+        if bool(truth.b.any())
+        else not bool(found.b.any())
+    )
     assert result.lower_bound == -(-truth.unknowns // truth.outputs)
 
 
@@ -94,7 +102,11 @@ def test_auto_turns_to_it_where_a_bare_layer_does_not_fit():
 
 def test_a_bare_layer_is_a_sub_layer_too():
     truth = layer(d=12, heads=2, m=12, every=False, seed=4)
-    low = replace(truth, W=truth.W[:, :, :4] @ truth.W[:, :4], V=truth.V[:, :, :4] @ truth.V[:, :4])
+    low = replace(
+        truth,
+        W=truth.W[:, :, :4] @ truth.W[:, :4],
+        V=truth.V[:, :, :4] @ truth.V[:, :4],
+    )
     assert AttentionSubLayer()(low).status is Status.RECOVERED
 
 

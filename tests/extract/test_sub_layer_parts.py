@@ -19,14 +19,19 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_all_gates_of_a_column_space_are_found_and_no_others():
-    features, theta, values = normal(20, 4), 2 * normal(5, 4, seed=1), normal(5, 9, seed=2)
+    features = normal(20, 4)
+    theta = 2 * normal(5, 4, seed=1)
+    values = normal(5, 9, seed=2)
     rows = torch.sigmoid(features @ theta.mT) @ values
     found = find_gates(rows, features, 5, torch.Generator().manual_seed(0))
     assert found is not None
     apart = torch.cdist(found, theta)
     assert float(apart.amin(0).max()) < 1e-10
     # What is no sum of gates has none.
-    assert find_gates(normal(20, 5, seed=3), features, 5, torch.Generator().manual_seed(0)) is None
+    assert (
+        find_gates(normal(20, 5, seed=3), features, 5, torch.Generator().manual_seed(0))
+        is None
+    )
 
 
 def test_planes_and_their_frequencies():
@@ -35,14 +40,17 @@ def test_planes_and_their_frequencies():
 
     def at(places: int) -> torch.Tensor:
         x, y = normal(8, 6, seed=1).chunk(2, 1)
-        cos, sin = (-places * frequencies).cos(), (-places * frequencies).sin()
+        cos = (-places * frequencies).cos()
+        sin = (-places * frequencies).sin()
         return torch.cat([x * cos - y * sin, x * sin + y * cos], 1) @ unknown
 
     planes = find_planes(at(0), [at(1), at(61)], (1, 61))
     assert planes.frequencies.sort(descending=True).values.tolist() == pytest.approx(
         frequencies.tolist(), rel=1e-9
     )
-    turned = planes.turned(planes.coordinates(at(0)), torch.full((8,), 17.0, dtype=torch.float64))
+    turned = planes.turned(
+        planes.coordinates(at(0)), torch.full((8,), 17.0, dtype=torch.float64)
+    )
     assert torch.allclose(turned, planes.coordinates(at(17)), rtol=0, atol=1e-11)
     with pytest.raises(Unsuccessful, match="otherwise than rotary positions"):
         find_planes(at(0), [2 * at(1), at(61)], (1, 61))
@@ -55,8 +63,11 @@ def test_scores_of_all_heads_from_one_answer(gap):
     assert (view.epsilon, view.residual) == (None, False)  # not separated yet
     view = open_surroundings(planted(), torch.Generator())
     total = torch.einsum("hdk,hkm->dm", truth.V, truth.O)
-    apart, beside = (Reader(view, truth.V, truth.O, total, place) for place in (True, False))
-    keys, xs = normal(2, 12), normal(3, 12, seed=1)
+    apart, beside = (
+        Reader(view, truth.V, truth.O, total, place) for place in (True, False)
+    )
+    keys = normal(2, 12)
+    xs = normal(3, 12, seed=1)
     queries = torch.einsum("bd,hdk->bhk", xs, truth.Q) + truth.q
     expected = torch.einsum("bhk,jd,hdk->bhj", queries, keys, truth.K)
     assert torch.allclose(apart.scores(keys, xs, gap), expected, rtol=0, atol=1e-11)

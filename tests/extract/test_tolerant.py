@@ -59,7 +59,9 @@ def errors(found, head):
 )
 def test_errors_stay_within_the_guarantee(seed, dim, tau, max_norm, scale, repeats):
     head = oracle.plant(dim=dim, seed=seed, scale=scale)
-    method = extract.Tolerant(tolerance=tau, max_norm=max_norm, repeats=repeats, seed=seed)
+    method = extract.Tolerant(
+        tolerance=tau, max_norm=max_norm, repeats=repeats, seed=seed
+    )
     target = extreme(head, tau, seed)
     found = method(target)
     assert found.status is not Status.MISMATCH
@@ -74,7 +76,9 @@ def test_errors_stay_within_the_guarantee(seed, dim, tau, max_norm, scale, repea
 def test_errors_that_tau_explains_contradict_nothing():
     """Large W, short tokens, errors of ±τ throughout: W is vague, but nothing is refuted."""
     head = oracle.plant(dim=3, seed=152, scale=30.0)
-    found = extract.Tolerant(tolerance=0.03, max_norm=1.0, seed=152)(extreme(head, 0.03, 152))
+    found = extract.Tolerant(tolerance=0.03, max_norm=1.0, seed=152)(
+        extreme(head, 0.03, 152)
+    )
     assert found.status is Status.INEXACT
     assert errors(found, head)[0] <= found.guarantee
     assert errors(found, head)[1] <= found.guarantee_v
@@ -84,8 +88,12 @@ def test_errors_that_tau_explains_contradict_nothing():
 def test_no_empty_batch_is_sent_where_few_forms_are_all(dim):
     asked = []
     head = oracle.plant(dim=dim, seed=0)
-    target = Fake(dim, lambda sequences: (asked.append(len(sequences)), head(sequences))[1])
-    assert extract.Tolerant(tolerance=1e-3, max_norm=10.0)(target).status is Status.INEXACT
+    target = Fake(
+        dim, lambda sequences: (asked.append(len(sequences)), head(sequences))[1]
+    )
+    assert (
+        extract.Tolerant(tolerance=1e-3, max_norm=10.0)(target).status is Status.INEXACT
+    )
     assert min(asked) > 0
 
 
@@ -106,7 +114,9 @@ def test_long_tokens_undo_the_tolerance(seed):
 def test_rounding_is_a_tolerance(decimals):
     head = oracle.plant(dim=6, seed=decimals)
     tau = 0.5 * 10.0**-decimals
-    found = extract.Tolerant(tolerance=tau, max_norm=10.0)(oracle.Rounded(head, decimals))
+    found = extract.Tolerant(tolerance=tau, max_norm=10.0)(
+        oracle.Rounded(head, decimals)
+    )
     assert found.status is Status.INEXACT
     W, v = errors(found, head)
     assert found.guarantee >= W
@@ -163,11 +173,19 @@ def test_single_precision_must_be_stated():
 
 
 def test_repeats_average_random_errors_and_the_fit_does_better():
-    before, after, once = [], [], []
+    before = []
+    after = []
+    once = []
     for seed in range(2):
         head = oracle.plant(dim=5, seed=seed)
-        for results, repeats, refine in ((once, 1, False), (before, 8, False), (after, 8, True)):
-            method = extract.Tolerant(0.02, max_norm=10.0, repeats=repeats, refine=refine)
+        for results, repeats, refine in (
+            (once, 1, False),
+            (before, 8, False),
+            (after, 8, True),
+        ):
+            method = extract.Tolerant(
+                0.02, max_norm=10.0, repeats=repeats, refine=refine
+            )
             found = method(oracle.Noisy(head, 0.02, seed=seed, fresh=True))
             W, v = errors(found, head)
             assert found.guarantee >= W
@@ -179,9 +197,12 @@ def test_repeats_average_random_errors_and_the_fit_does_better():
 
 def test_fresh_noise_is_fresh_seeded_and_named():
     head = oracle.plant(dim=3, seed=0)
-    X = torch.randn(5, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    X = torch.randn(
+        5, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     noisy = oracle.Noisy(head, 0.1, seed=1, fresh=True)
-    first, second = noisy(X), noisy(X)
+    first = noisy(X)
+    second = noisy(X)
     assert not torch.equal(first, second)
     assert bool(((first - head(X)).abs() <= 0.1).all())
     assert torch.equal(first, oracle.Noisy(head, 0.1, seed=1, fresh=True)(X))
@@ -220,7 +241,10 @@ def _chance(odds, bad):
 HEAD = oracle.plant(dim=5, seed=0)
 ZERO = torch.zeros(5, dtype=torch.float64)
 LIARS = {
-    "zero": (lambda X: torch.zeros(len(X), dtype=torch.float64), Status.NOT_IDENTIFIABLE),
+    "zero": (
+        lambda X: torch.zeros(len(X), dtype=torch.float64),
+        Status.NOT_IDENTIFIABLE,
+    ),
     "v = 0": (oracle.Head(HEAD.W, ZERO), Status.NOT_IDENTIFIABLE),
     "constant": (lambda X: torch.ones(len(X), dtype=torch.float64), Status.MISMATCH),
     "steps": (lambda X: torch.floor(3 * HEAD(X)), Status.MISMATCH),
@@ -237,7 +261,9 @@ LIARS = {
 
 
 @pytest.mark.parametrize("name", LIARS)
-@pytest.mark.parametrize("method", [{}, {"max_norm": 10.0}, {"max_norm": 10.0, "repeats": 2}])
+@pytest.mark.parametrize(
+    "method", [{}, {"max_norm": 10.0}, {"max_norm": 10.0, "repeats": 2}]
+)
 def test_every_other_oracle_ends_in_a_status(name, method):
     function, status = LIARS[name]
     found = extract.Tolerant(tolerance=1e-3, **method)(Fake(5, function))

@@ -25,7 +25,8 @@ def planted(dim, seed, zeros=0, scale=1.0):
     v = head.v.clone()
     v[: min(zeros, dim - 1)] = 0.0
     v /= v.norm()
-    bound, margin = float(torch.linalg.matrix_norm(head.W, 2)), float(v[v != 0].abs().min())
+    bound = float(torch.linalg.matrix_norm(head.W, 2))
+    margin = float(v[v != 0].abs().min())
     return oracle.Head(head.W, v), max(bound, 1e-6), margin
 
 
@@ -33,7 +34,9 @@ class Extreme:
     """Errors of exactly ±τ, by the question: the worst that the theorem allows."""
 
     def __init__(self, head, tau, seed):
-        self.head, self.tau, self.dim = head, tau, head.dim
+        self.head = head
+        self.tau = tau
+        self.dim = head.dim
         self.noisy = oracle.Noisy(head, 1.0, seed=seed)
 
     def __call__(self, sequences):
@@ -61,14 +64,18 @@ def test_measured_within_guaranteed_within_stated(seed, dim, zeros, accuracy, sc
     assert float(torch.linalg.matrix_norm(error)) <= accuracy
     assert float(torch.linalg.vector_norm(found.model.v - head.v)) <= accuracy
     if found.guarantee is not None:
-        assert float(error.abs().max()) <= found.guarantee <= accuracy / dim * (1 + 1e-6)
+        assert (
+            float(error.abs().max()) <= found.guarantee <= accuracy / dim * (1 + 1e-6)
+        )
         assert float((found.model.v - head.v).abs().max()) <= found.guarantee_v
 
 
 def test_the_stated_tolerance_by_hand():
     slope = 2 + math.exp(0.5**0.5) + math.exp(-(0.5**0.5))
     by_hand = 0.01 * 0.2 / (2 * slope * 6 * (12 * 3.0 + 8))
-    assert tolerance_for(0.01, bound=3.0, margin=0.2, dim=6) == pytest.approx(by_hand, rel=1e-12)
+    assert tolerance_for(0.01, bound=3.0, margin=0.2, dim=6) == pytest.approx(
+        by_hand, rel=1e-12
+    )
     assert accuracy_for(by_hand, 3.0, 0.2, 6) == pytest.approx(0.01, rel=1e-12)
 
 
@@ -94,8 +101,10 @@ def test_the_probes_are_the_papers():
     keep.dim = 4
     method = extract.TolerantAsPublished(0.0, bound, margin)
     steps = list(method.steps(keep))
-    W, v = head.W.numpy(), head.v.numpy()
-    units, k = np.eye(4), int(np.abs(v).argmax())
+    W = head.W.numpy()
+    v = head.v.numpy()
+    units = np.eye(4)
+    k = int(np.abs(v).argmax())
     expected = np.zeros((4, 4))
     questions = [units[i][None] for i in range(4)]
     for i in sorted(range(4), key=lambda i: v[i] == 0):
@@ -108,7 +117,10 @@ def test_the_probes_are_the_papers():
             questions.append(X)
     sent = [q.numpy() for batch in asked for q in batch]
     assert len(sent) == len(questions) == 20
-    assert all(min(np.abs(q - s).max() for s in sent if s.shape == q.shape) == 0 for q in questions)
+    assert all(
+        min(np.abs(q - s).max() for s in sent if s.shape == q.shape) == 0
+        for q in questions
+    )
     assert np.abs(steps[-1].model.W.numpy() - expected).max() < 1e-13
     assert np.abs(expected - W).max() < 1e-12
 
@@ -135,7 +147,9 @@ def test_what_is_assumed_is_looked_at():
     zero = oracle.Head(head.W, torch.zeros_like(head.v))
     blind = extract.TolerantAsPublished(1e-6, bound, margin)(zero)
     assert blind.status is Status.NOT_IDENTIFIABLE
-    vectors = extract.TolerantAsPublished(1e-6, bound, margin)(oracle.plant("attention", dim=5))
+    vectors = extract.TolerantAsPublished(1e-6, bound, margin)(
+        oracle.plant("attention", dim=5)
+    )
     assert vectors.status is Status.NOT_APPLICABLE
 
 
@@ -167,10 +181,13 @@ def test_the_statement_is_printed_and_saved(tmp_path):
         ((-1.0, 1.0, 1.0), "tolerance must be 0 or more, not -1.0"),
         ((0.1, 0.0, 1.0), "bound must be above 0, not 0.0"),
         ((0.1, 1.0, math.nan), "margin must be above 0, not nan"),
-        ((0.1, 1.0, 0.2), "answers must be exact to less than half the margin, ±0.1, for zeros of "
-                          "v to be recognised: got ±0.1"),
+        (
+            (0.1, 1.0, 0.2),
+            "answers must be exact to less than half the margin, ±0.1, for zeros of "
+            "v to be recognised: got ±0.1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(InputError, match=f"^{re.escape(message)}$"):
         extract.TolerantAsPublished(*arguments)

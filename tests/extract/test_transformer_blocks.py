@@ -16,7 +16,14 @@ from keyhole.extract.canonical import compared, difference_of_blocks
 from keyhole.oracle import Block, Blocks, Rounded, load, save
 from planted_truth import plant_block
 
-GELU = {"dim": 6, "heads": 1, "head_dim": 2, "width": 2, "activation": "gelu", "norm": "rms"}
+GELU = {
+    "dim": 6,
+    "heads": 1,
+    "head_dim": 2,
+    "width": 2,
+    "activation": "gelu",
+    "norm": "rms",
+}
 GATED = {**GELU, "width": 1, "activation": "silu", "gated": True}
 CENTRED = {**GELU, "dim": 7, "norm": "layer"}
 
@@ -26,7 +33,9 @@ def planted(kind, count=2) -> Blocks:
 
 
 def normal(*shape, seed=9) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -64,9 +73,13 @@ def test_from_afar_blocks_are_one_with_the_heads_and_units_of_all(kind):
     target = planted(kind, 3)
     parts = {name: getattr(target, name) for name in target.NUMBERS[:10]}
     one = Block(
-        **parts, b=target.b.sum(0), c=target.c.sum(0), activation=target.activation,
-        norm=target.norm, frequencies=torch.zeros(len(target.Q), 0, dtype=torch.float64),
-    )  # fmt: skip
+        **parts,
+        b=target.b.sum(0),
+        c=target.c.sum(0),
+        activation=target.activation,
+        norm=target.norm,
+        frequencies=torch.zeros(len(target.Q), 0, dtype=torch.float64),
+    )
     u = normal(5, 3, target.dim)
     off = [float((target(far * u) - one(far * u)).norm()) for far in (2.0**10, 2.0**14)]
     assert off[1] < 1e-2
@@ -76,7 +89,8 @@ def test_from_afar_blocks_are_one_with_the_heads_and_units_of_all(kind):
 def term(target: Blocks, u: torch.Tensor) -> torch.Tensor:
     """What single tokens Λu answer at 1/Λ, by the formula of the theorem."""
     P = torch.eye(target.dim, dtype=torch.float64) - torch.outer(u, u) / target.dim
-    moved, found = torch.zeros_like(u), torch.zeros_like(u)
+    moved = torch.zeros_like(u)
+    found = torch.zeros_like(u)
     for block in target.blocks:
         M = torch.einsum("hdk,hkm->dm", block.V, block.O)
         found = found + moved @ P @ M
@@ -89,14 +103,18 @@ def term(target: Blocks, u: torch.Tensor) -> torch.Tensor:
 
 def test_the_next_term_tells_blocks_apart_that_look_alike_from_afar():
     first = planted({**GELU, "width": 3, "epsilon": 0.0})
-    other = replace(first, units=torch.tensor([0.0, 0, 0, 0, 1, 1]).double())  # one moved down
+    other = replace(
+        first, units=torch.tensor([0.0, 0, 0, 0, 1, 1]).double()
+    )  # one moved down
     u = normal(first.dim)
     u = u * (first.dim**0.5 / u.norm())
     terms = []
     for target in (first, other):
         far = 2.0**14
         one, two = (scale * u for scale in (far, 2 * far))
-        measured = 2 * far * (target(one[None, None]) - one - target(two[None, None]) + two)[0]
+        measured = (
+            2 * far * (target(one[None, None]) - one - target(two[None, None]) + two)[0]
+        )
         assert torch.allclose(measured, term(target, u), rtol=1e-3, atol=1e-3)
         terms.append(measured)
     assert float((terms[0] - terms[1]).norm()) > 0.1
@@ -128,7 +146,9 @@ def test_blocks_are_compared_in_what_answers_show():
     same = replace(target, c=c, **units)
     assert torch.allclose(same(normal(2, 3, 7)), target(normal(2, 3, 7)))
     assert not difference_of_blocks(target, same, 1e-12)
-    assert "differs" in difference_of_blocks(target, replace(target, c=2 * target.c), 1e-6)
+    assert "differs" in difference_of_blocks(
+        target, replace(target, c=2 * target.c), 1e-6
+    )
     assert "2 blocks in one, and 3" in difference_of_blocks(target, planted(CENTRED, 3))
 
 

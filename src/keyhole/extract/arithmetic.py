@@ -1,14 +1,15 @@
 """How exact a target's answers are, estimated from the answers alone.
 
-Real targets compute in float32 or less, so an answer has an error of about ε times the size of the
-terms that were summed for it, before any cancel. Two things show how large it is:
+Real targets compute in float32 or less, so an answer has an error of about ε times the
+size of the terms that were summed for it, before any cancel. Two things show how large
+it is:
 
 - the digits: if all answers are numbers of a shorter format, they have that format's ε; if all
   have few decimals, they were rounded to these;
 - equivalent queries: every entry multiplied by 1 ± ε, the tokens before the last in another order,
-  every token twice. In exact arithmetic, order and copies change nothing, and a factor 1 ± ε
-  changes an answer about as much as the target's own rounding does (backward stability). So the
-  differences between these answers are an estimate of their error.
+  every token twice. In exact arithmetic, order and copies change nothing, and a factor
+  1 ± ε changes an answer about as much as the target's own rounding does (backward
+  stability). So the differences between these answers are an estimate of their error.
 
 A model can be fitted, and judged, to that error and no further.
 """
@@ -25,15 +26,23 @@ ALLOWED = 16.0  # how many times its own error an answer may differ from the mod
 _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 _READ = 64  # how many answers are compared with float32 as servers print it,
 _DIGITS = 8  # if they have this many digits or more: fewer may be deliberate rounding
-_UNSEEN = 2.0**-40  # a relative change of inputs that float64 resolves and float32 does not
-_NOISE = 1e-9  # a larger relative change of answers after such a change of inputs is noise
+_UNSEEN = (
+    2.0**-40
+)  # a relative change of inputs that float64 resolves and float32 does not
+_NOISE = (
+    1e-9  # a larger relative change of answers after such a change of inputs is noise
+)
 _AGAIN = 8  # extra queries that measure how large the noise is
 _STREAM = 0x4F574E45
 _DECIMALS = 6  # the most that answers are taken to be rounded to
 _WHOLE = 1e-6  # distance of a whole number
-_ANY = 0.05  # if numbers are so far apart in their precision, any of them is nearly whole
+_ANY = (
+    0.05  # if numbers are so far apart in their precision, any of them is nearly whole
+)
 _ZERO = 1e-14  # distance of 0, relative to the largest number
-_DOUBTFUL = 1e-2  # if reordering tokens changes answers by more, the target uses positions
+_DOUBTFUL = (
+    1e-2  # if reordering tokens changes answers by more, the target uses positions
+)
 
 
 def precision_of(oracle: Oracle, answers: Tensor) -> float:
@@ -49,7 +58,9 @@ def digits(answers: Tensor) -> float:
             return torch.finfo(dtype).eps / 2
     some = answers.flatten()[:_READ]
     printed = [str(value) for value in some.float().numpy()]
-    most = max(len(text.strip("-0.").split("e")[0].replace(".", "")) for text in printed)
+    most = max(
+        len(text.strip("-0.").split("e")[0].replace(".", "")) for text in printed
+    )
     if most >= _DIGITS and some.tolist() == [float(text) for text in printed]:
         return torch.finfo(torch.float32).eps / 2
     return torch.finfo(torch.float64).eps
@@ -71,11 +82,13 @@ def decimals_of(answers: Tensor) -> int | None:
     return None
 
 
-def exact_decimals(answers: Tensor, least: int = 0, most: int = _DECIMALS) -> int | None:
+def exact_decimals(
+    answers: Tensor, least: int = 0, most: int = _DECIMALS
+) -> int | None:
     """Return the fewest decimals that all numbers in float64 have, from `least` to `most`.
 
-    A number that rounds to 0 must be 0, up to rounding errors of the largest: small numbers are not
-    rounded ones.
+    A number that rounds to 0 must be 0, up to rounding errors of the largest: small
+    numbers are not rounded ones.
     """
     for decimals in range(least, most + 1):
         shifted = answers * 10.0**decimals
@@ -89,7 +102,9 @@ def exact_decimals(answers: Tensor, least: int = 0, most: int = _DECIMALS) -> in
 def _are_whole(numbers: Tensor, allowed: Tensor) -> bool:
     whole = numbers.round()
     zero = (_ZERO * numbers.abs().max()).clamp(max=_WHOLE)
-    return bool(((numbers - whole).abs() <= torch.where(whole == 0, zero, allowed)).all())
+    return bool(
+        ((numbers - whole).abs() <= torch.where(whole == 0, zero, allowed)).all()
+    )
 
 
 def smallest(precision: float) -> float:
@@ -104,9 +119,9 @@ def measured_errors(
 ) -> tuple[float, float]:
     """Return the relative error of an answer, and the range of added noise (0 if there is none).
 
-    The relative error is that of the format of all answers `seen`, or of float32 if the target
-    ignores a change of the inputs that only float64 resolves. Noise shows because such a change
-    then moves answers far too much.
+    The relative error is that of the format of all answers `seen`, or of float32 if the
+    target ignores a change of the inputs that only float64 resolves. Noise shows
+    because such a change then moves answers far too much.
     """
     precision = digits(seen)
     if precision > EXACT or not bool(answers.any()):
@@ -120,23 +135,33 @@ def measured_errors(
         return precision, 0.0
     again = sequences[:1].expand(_AGAIN, *sequences.shape[1:])
     noisy = torch.cat([answers[:1], ask(oracle, again * (1 + _UNSEEN * _signs(again)))])
-    return precision, float(noisy.max() - noisy.min())  # all of it: few samples miss the ends
+    return precision, float(
+        noisy.max() - noisy.min()
+    )  # all of it: few samples miss the ends
 
 
-def own_error(oracle: Oracle, sequences: Tensor, answers: Tensor, precision: float) -> Tensor:
+def own_error(
+    oracle: Oracle, sequences: Tensor, answers: Tensor, precision: float
+) -> Tensor:
     """Return the absolute error of each answer (b, …) as (b,), from equivalent queries.
 
     Reordered and copied tokens count only if the target ignores positions.
     """
     signs = _signs(sequences)
     turned = [sequences * (1 + 2 * sign * precision * signs) for sign in (1, -1)]
-    swapped = torch.cat([turned[0][:, :-1].flip(1), turned[0][:, -1:]], 1).repeat_interleave(2, 1)
+    swapped = torch.cat(
+        [turned[0][:, :-1].flip(1), turned[0][:, -1:]], 1
+    ).repeat_interleave(2, 1)
     last = _last(answers)
-    differences = [(_last(answered(oracle, each)) - last).abs() for each in (*turned, swapped)]
+    differences = [
+        (_last(answered(oracle, each)) - last).abs() for each in (*turned, swapped)
+    ]
     *turns, swaps = (each.nan_to_num(0.0).amax(1) for each in differences)
     if bool((swaps > _DOUBTFUL * last.abs().max()).any()):
         swaps = turns[0]
-    return torch.stack([*turns, swaps, _last(rounding(oracle, answers, precision)).amax(1)]).amax(0)
+    return torch.stack(
+        [*turns, swaps, _last(rounding(oracle, answers, precision)).amax(1)]
+    ).amax(0)
 
 
 def rounding(oracle: Oracle, answers: Tensor, precision: float) -> Tensor:
@@ -154,14 +179,20 @@ def exact(oracle: Oracle, answers: Tensor, precision: float) -> bool:
 
 
 def within_own_error(
-    oracle: Oracle, sequences: Tensor, given: Tensor, answers: Tensor, precision: float,
+    oracle: Oracle,
+    sequences: Tensor,
+    given: Tensor,
+    answers: Tensor,
+    precision: float,
     allowed: float = ALLOWED,
-) -> bool:  # fmt: skip
+) -> bool:
     """Return whether arithmetic of this precision explains the model's whole error."""
     if exact(oracle, answers, precision):
         return False
     off = (given - answers).abs().reshape(len(answers), -1).amax(1)
-    return bool((off <= allowed * own_error(oracle, sequences, answers, precision)).all())
+    return bool(
+        (off <= allowed * own_error(oracle, sequences, answers, precision)).all()
+    )
 
 
 def answered(oracle: Oracle, sequences: Tensor) -> Tensor:

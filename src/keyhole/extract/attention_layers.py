@@ -1,25 +1,28 @@
 """Stacked layers of attention with residual connections (ours).
 
-Head h has scores `x_N W_h x_j` and values `x_j V_h`, for tokens x_j as rows of d numbers. For heads
-in layers 1 … L, with A_l = Σ_h V_h over the heads of layer l and 1 the identity matrix, let
+Head h has scores `x_N W_h x_j` and values `x_j V_h`, for tokens x_j as rows of d
+numbers. For heads in layers 1 … L, with A_l = Σ_h V_h over the heads of layer l and 1
+the identity matrix, let
 
     W̃_h = (1 + A_1)…(1 + A_{l−1})·W_h      Ṽ_h = V_h·(1 + A_{l+1})…(1 + A_L)      h in layer l
 
-**Theorem (depth is invisible from afar).** To `[x/ε + εδ_1 ; … ; x/ε + εδ_n]`, long tokens that
-differ little, the answer at the last token is
+**Theorem (depth is invisible from afar).** To `[x/ε + εδ_1 ; … ; x/ε + εδ_n]`, long
+tokens that differ little, the answer at the last token is
 
     xP/ε + ε(δ_n + Σ_h Σ_j softmax_j(x W̃_h δ_j)·δ_j Ṽ_h) + O(ε³),    P = (1 + A_1)…(1 + A_L):
 
-that of one layer with all heads. *Proof* by induction over layers: tokens stay `x_l/ε + ε(δ_j + c)`
-with one c for all j, and terms that do not depend on j cancel in the softmax.
+that of one layer with all heads. *Proof* by induction over layers: tokens stay `x_l/ε +
+ε(δ_j + c)` with one c for all j, and terms that do not depend on j cancel in the
+softmax.
 
-One layer has one set of heads up to order (canonical.py), so W̃_h and Ṽ_h follow from the answers,
-and what remains is which head is in which layer. Every assignment gives other W_h, V_h, and in
-general position only one explains the answers to short tokens (docs/mathematics.md).
+One layer has one set of heads up to order (canonical.py), so W̃_h and Ṽ_h follow from
+the answers, and what remains is which head is in which layer. Every assignment gives
+other W_h, V_h, and in general position only one explains the answers to short tokens
+(docs/mathematics.md).
 
-With a causal mask c depends on j. Instead, m copies of x/ε in front of `x/ε + εδ` make the weight
-of the last token small in every layer: the answer is
-`xP/ε + ε(δ + Σ_h e^{x W̃_h δ}·δV_h/m) + O(ε/m²)`, extrapolated to m = ∞.
+With a causal mask c depends on j. Instead, m copies of x/ε in front of `x/ε + εδ` make
+the weight of the last token small in every layer: the answer is `xP/ε + ε(δ + Σ_h e^{x
+W̃_h δ}·δV_h/m) + O(ε/m²)`, extrapolated to m = ∞.
 
 The stages, at a scale at which scores are about 1:
 
@@ -30,9 +33,9 @@ The stages, at a scale at which scores are about 1:
 4. The layers: of all assignments of heads to layers, the one that gives the target's answers.
 5. All numbers again, by least squares on sequences of ordinary tokens.
 
-Limits. H < d heads in all, since the rank shows their number. Two layers take 2^H assignments, more
-layers take more. No biases, norms, positions or feed-forward layers. ε costs half of the digits of
-an answer: float32 is enough, bfloat16 is not.
+Limits. H < d heads in all, since the rank shows their number. Two layers take 2^H
+assignments, more layers take more. No biases, norms, positions or feed-forward layers.
+ε costs half of the digits of an answer: float32 is enough, bfloat16 is not.
 """
 
 from __future__ import annotations
@@ -55,25 +58,45 @@ from keyhole.extract.judge import Method
 from keyhole.oracle import planted
 from keyhole.oracle.protocol import Oracle, ask
 
-_FAR = 2.0**11  # 1/ε at most: the theorem neglects ε², and errors of answers grow by 1/ε²
+_FAR = (
+    2.0**11
+)  # 1/ε at most: the theorem neglects ε², and errors of answers grow by 1/ε²
 _COPIES = (32, 64, 128, 256)  # m, with a causal mask
 _SAME = 1e-9  # the relative difference of equal answers
 _SCALES = 40  # lengths of tokens that are tried
-_BENT = (0.06, 0.2)  # how far from linear the answers should be, to fit a network to them
+_BENT = (
+    0.06,
+    0.2,
+)  # how far from linear the answers should be, to fit a network to them
 _CLEAR = 30.0  # the ratio of singular values at which the rank ends
-_LENGTHS = (1.0, 0.7, 1.4, 0.5)  # relative to the fitting length: the next where no heads are found
+_LENGTHS = (
+    1.0,
+    0.7,
+    1.4,
+    0.5,
+)  # relative to the fitting length: the next where no heads are found
 _STARTS = 16
-_NEAR = (0.25, 0.06, 0.015)  # the distance of other δ from δ_0; smaller where the fit loses heads
-_FITTED = 1e-6  # the relative residual of a network that fits the answers for one δ, or …
+_NEAR = (
+    0.25,
+    0.06,
+    0.015,
+)  # the distance of other δ from δ_0; smaller where the fit loses heads
+_FITTED = (
+    1e-6  # the relative residual of a network that fits the answers for one δ, or …
+)
 _LEFT = 30.0  # … this many times the part of the answers beyond rank H, if that is more
 _TOGETHER = 0.01  # the relative residual for a δ that W̃ and Ṽ were not fitted to
-_CLOSE = 1e-4  # the relative residual of ordinary answers at which no more layers are tried
+_CLOSE = (
+    1e-4  # the relative residual of ordinary answers at which no more layers are tried
+)
 _COARSE = 1e-5  # a deviation from linearity up to which answers are taken to be rounded
 _MOST = 5000  # assignments of heads to layers that are tried
 _PROBES = 8  # sequences that compare assignments
 _TOKENS = 4  # in a sequence of ordinary tokens
 _MORE = 1.5  # equations for each unknown of the last fit
-_UNKNOWNS = 8192  # that are fitted at once; models with more stay as far tokens show them
+_UNKNOWNS = (
+    8192  # that are fitted at once; models with more stay as far tokens show them
+)
 _EXACT = 1e-7  # the relative residual that the last fit may leave
 
 
@@ -92,7 +115,9 @@ class AttentionLayers(Method):
         numbers = model.unknowns if far.every_token else far.dim
         words = " and ".join(str(size) for size in model.sizes)
         remark = f"{len(model.sizes)} layers of {words} heads"
-        yield Step(model, model.unknowns, model.unknowns, numbers=numbers, remark=remark)
+        yield Step(
+            model, model.unknowns, model.unknowns, numbers=numbers, remark=remark
+        )
 
 
 @dataclass(frozen=True)
@@ -113,8 +138,8 @@ class _Far:
     def open(cls, oracle: Oracle, stream: torch.Generator) -> _Far:
         """Read P from single tokens, and find out whether the mask is causal.
 
-        With a causal mask the first token attends to itself alone, and exchanging the first two
-        tokens changes the last one's answer.
+        With a causal mask the first token attends to itself alone, and exchanging the
+        first two tokens changes the last one's answer.
         """
         d = oracle.dim
         basis = random_orthogonal(d, stream)
@@ -134,22 +159,34 @@ class _Far:
         three = torch.randn(3, d, generator=stream, dtype=torch.float64) / math.sqrt(d)
         both = ask(oracle, torch.stack([three, three[[1, 0, 2]]]))
         difference = both[0, 0] - three[0] @ P if every_token else both[0] - both[1]
-        equal = bool(difference.abs().max() <= max(_SAME, 16 * error) * both.abs().max())
-        return cls(oracle, P, every_token, causal=equal if every_token else not equal, error=error)
+        equal = bool(
+            difference.abs().max() <= max(_SAME, 16 * error) * both.abs().max()
+        )
+        return cls(
+            oracle,
+            P,
+            every_token,
+            causal=equal if every_token else not equal,
+            error=error,
+        )
 
     def __call__(self, x: Tensor, delta: Tensor) -> Tensor:
         """Return Σ_h f(x_i W̃_h δ)·δṼ_h, (N, d).
 
-        Without a mask, ½Σ_h δṼ_h = ½(δP − δ) is subtracted: f = ½tanh(z/2) has rank H at any scale.
+        Without a mask, ½Σ_h δṼ_h = ½(δP − δ) is subtracted: f = ½tanh(z/2) has rank H
+        at any scale.
         """
         scale = min(_FAR, self.error**-0.25)
-        far, near = scale * x, delta / scale
+        far = scale * x
+        near = delta / scale
         if not self.causal:
             y = last(self.oracle, torch.stack([far + near, far], 1)) - far @ self.P
             return scale * (y - 0.5 * (near @ self.P - near))
         rows: list[Tensor] = []
         for copies in _COPIES:
-            tokens = torch.cat([far[:, None].expand(-1, copies, -1), (far + near)[:, None]], 1)
+            tokens = torch.cat(
+                [far[:, None].expand(-1, copies, -1), (far + near)[:, None]], 1
+            )
             y = last(self.oracle, tokens) - far @ self.P - near
             rows.append(scale * copies * y)
         while len(rows) > 1:  # Neville's scheme in 1/m, which halves from row to row
@@ -169,21 +206,31 @@ def _heads(far: _Far, stream: torch.Generator) -> tuple[Tensor, Tensor, float]:
     """Return W̃ and Ṽ (with a causal mask V) of all heads, (H, d, d), and the length of tokens."""
     d = far.dim
     for share in _LENGTHS:
-        x = torch.randn(3 * d + 16, d, generator=stream, dtype=torch.float64) / math.sqrt(d)
+        x = torch.randn(
+            3 * d + 16, d, generator=stream, dtype=torch.float64
+        ) / math.sqrt(d)
         basis = random_orthogonal(d, stream)
         length = share * _fitting_length(far, x[:8], basis[0])
-        x, first = length * x, length * basis[0]
+        x = length * x
+        first = length * basis[0]
         found = find_network(far.gates, x, far(x, first), stream)
         if found is not None:
             break
     else:
-        raise _unread("no network of as many heads as there seem to be explains the answers")
+        raise _unread(
+            "no network of as many heads as there seem to be explains the answers"
+        )
     g, u = found
-    if not far.causal:  # −g and −u fit as well as g and u: choose the signs with Σ_h u_h = δP − δ
+    if (
+        not far.causal
+    ):  # −g and −u fit as well as g and u: choose the signs with Σ_h u_h = δP − δ
         total = first @ far.P - first
-        signs = torch.tensor(list(itertools.product((1.0, -1.0), repeat=len(u)))).double()
+        signs = torch.tensor(
+            list(itertools.product((1.0, -1.0), repeat=len(u)))
+        ).double()
         best = signs[(signs @ u - total).norm(dim=1).argmin(), :, None]
-        g, u = best * g, best * u
+        g = best * g
+        u = best * u
     x = x[: d + 2 * len(u) + 4]  # a few more than unknowns of each head
     for share in _NEAR:
         followed = _followed(far, x, (first, g, u), share * length * basis)
@@ -197,7 +244,8 @@ def _followed(
 ) -> tuple[Tensor, Tensor] | None:
     """Return W̃ and Ṽ from g and u at d orthogonal steps from δ_0; `known` are δ_0 and its g and u.
 
-    Return None if a fit fails or has exchanged two heads, which the sum of all steps shows.
+    Return None if a fit fails or has exchanged two heads, which the sum of all steps
+    shows.
     """
     first, g, u = known
     W, V = torch.zeros(2, len(u), far.dim, far.dim, dtype=torch.float64)
@@ -208,7 +256,8 @@ def _followed(
         W += (near - g)[:, :, None] * step / step.square().sum()
         V += (step / step.square().sum())[:, None] * (value - u)[:, None]
     other = first + steps.sum(0) / math.sqrt(far.dim)
-    wanted, gates = far(x, other), far.gates(x @ (W @ other).mT)[0]
+    wanted = far(x, other)
+    gates = far.gates(x @ (W @ other).mT)[0]
     left = float((gates @ (other @ V) - wanted).norm() / wanted.norm())
     return (W, V) if left <= _TOGETHER else None
 
@@ -226,7 +275,9 @@ def _fitting_length(far: _Far, x: Tensor, delta: Tensor) -> float:
             length *= 1.25 if bend > 0.01 else 2
         else:
             return length
-    raise Unsuccessful(Status.SATURATED, "answers are linear or saturated at every scale tried")
+    raise Unsuccessful(
+        Status.SATURATED, "answers are linear or saturated at every scale tried"
+    )
 
 
 Gates = Callable[[Tensor], tuple[Tensor, Tensor]]  # f and its slope
@@ -237,7 +288,9 @@ def find_network(
 ) -> tuple[Tensor, Tensor] | None:
     """Return g (H, d) and u (H, d) with `wanted = Σ_h f(x g_h)·u_h`, or None; H is its rank."""
     sizes = torch.linalg.svdvals(wanted)
-    ratios = sizes / torch.cat([sizes[1:], sizes[-1:]]).clamp(min=1e-16 * float(sizes[0]))
+    ratios = sizes / torch.cat([sizes[1:], sizes[-1:]]).clamp(
+        min=1e-16 * float(sizes[0])
+    )
     heads = int(ratios.argmax()) + 1
     if not float(ratios.max()) > _CLEAR:
         raise Unsuccessful(
@@ -246,18 +299,24 @@ def find_network(
         )
     for _ in range(_STARTS):
         shape = heads, x.shape[1]
-        g = torch.randn(shape, generator=stream, dtype=torch.float64) / float(x.norm(dim=1).mean())
+        g = torch.randn(shape, generator=stream, dtype=torch.float64) / float(
+            x.norm(dim=1).mean()
+        )
         g, u, explained = fit_network(gates, x, wanted, g)
         if explained:
             return g, u
     return None
 
 
-def fit_network(gates: Gates, x: Tensor, wanted: Tensor, g: Tensor) -> tuple[Tensor, Tensor, bool]:
+def fit_network(
+    gates: Gates, x: Tensor, wanted: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor, bool]:
     """Return g and u by least squares, starting from g, and whether they fit."""
     heads, d = g.shape
     _, sizes, frame = torch.linalg.svd(wanted, full_matrices=False)
-    frame, size = frame[:heads], float(sizes.norm())  # the u are in the span of `frame`
+    # the u are in the span of `frame`
+    frame = frame[:heads]
+    size = float(sizes.norm())
     allowed = max(_FITTED, _LEFT * float(sizes[heads:].norm()) / size)
     inside = wanted @ frame.mT / size
     identity = torch.eye(heads, dtype=torch.float64)
@@ -270,7 +329,9 @@ def fit_network(gates: Gates, x: Tensor, wanted: Tensor, g: Tensor) -> tuple[Ten
         by_u = torch.einsum("nh,mk->nmhk", value, identity).flatten(2).flatten(0, 1)
         return (value @ u - inside).flatten(), torch.cat([by_g, by_u], 1)
 
-    start = torch.cat([g.flatten(), least_squares(gates(x @ g.mT)[0], inside).flatten()])
+    start = torch.cat(
+        [g.flatten(), least_squares(gates(x @ g.mT)[0], inside).flatten()]
+    )
     point, left = levenberg(misses, start)
     g, u = point.split([heads * d, heads * heads])
     return g.view(heads, d), size * u.view(heads, heads) @ frame, left <= allowed
@@ -282,7 +343,8 @@ def _assigned(
     """Return the assignment of heads to layers that best explains answers to ordinary tokens."""
     tokens = _ordinary(_PROBES, far.dim, length, stream)
     wanted = last(far.oracle, tokens)
-    best, least = None, math.inf
+    best = None
+    least = math.inf
     for depth in range(1, len(W) + 1):
         if depth ** len(W) > _MOST or least <= _CLOSE * float(wanted.norm()):
             break
@@ -291,28 +353,37 @@ def _assigned(
                 model = _in_layers(far, W, V, torch.tensor(layers, dtype=torch.float64))
                 off = float((last(model, tokens) - wanted).norm())
                 if off < least:
-                    best, least = model, off
+                    best = model
+                    least = off
     if best is None:
         raise _unread("no assignment of the heads to layers gives finite answers")
     return best
 
 
-def _in_layers(far: _Far, W: Tensor, V: Tensor, layers: Tensor) -> planted.AttentionLayers:
+def _in_layers(
+    far: _Far, W: Tensor, V: Tensor, layers: Tensor
+) -> planted.AttentionLayers:
     """Return the layers, with V of their heads from Ṽ, the last layer first, and then W from W̃."""
     layers, order = layers.sort(stable=True)
     sizes = layers.unique_consecutive(return_counts=True)[1].tolist()
     identity = torch.eye(far.dim, dtype=torch.float64)
-    values, behind = list(V[order].split(sizes)), identity
+    values = list(V[order].split(sizes))
+    behind = identity
     if not far.causal:
         for depth in reversed(range(len(sizes))):
             values[depth] = values[depth] @ torch.linalg.inv(behind)
             behind = (identity + values[depth].sum(0)) @ behind
-    forms, front = list(W[order].split(sizes)), identity
+    forms = list(W[order].split(sizes))
+    front = identity
     for depth, value in enumerate(values):
         forms[depth] = torch.linalg.inv(front) @ forms[depth]
         front = front @ (identity + value.sum(0))
     return planted.AttentionLayers(
-        torch.cat(forms), torch.cat(values), layers, every_token=far.every_token, causal=far.causal
+        torch.cat(forms),
+        torch.cat(values),
+        layers,
+        every_token=far.every_token,
+        causal=far.causal,
     )
 
 
@@ -322,17 +393,22 @@ def _polished(
     """Fit all numbers at once to answers for ordinary tokens, which have lost no digits."""
     if model.unknowns > _UNKNOWNS:
         return model
-    # An answer gives so many equations, and depends on so many free scores of each head.
-    numbers, scores = model.dim, _TOKENS - 1
+    # An answer gives so many equations, and depends on so many free scores of each
+    # head.
+    numbers = model.dim
+    scores = _TOKENS - 1
     if model.every_token:
-        numbers, scores = _TOKENS * numbers, scores * (_TOKENS // 2 if model.causal else _TOKENS)
+        numbers = _TOKENS * numbers
+        scores = scores * (_TOKENS // 2 if model.causal else _TOKENS)
     count = math.ceil(_MORE * max(model.unknowns / numbers, model.dim**2 / scores)) + 16
     tokens = _ordinary(count, model.dim, length, stream)
     y = ask(far.oracle, tokens)
     model = refined(model, ("W", "V"), [(tokens, y, torch.ones_like(y))])
     left = float((model(tokens) - y).norm() / y.norm())
     if not left <= max(_EXACT, 4 * far.error):
-        raise _unread(f"layers of {model.sizes} heads leave {left:.0e} of the answers unexplained")
+        raise _unread(
+            f"layers of {model.sizes} heads leave {left:.0e} of the answers unexplained"
+        )
     return model
 
 
@@ -344,4 +420,6 @@ def _ordinary(count: int, d: int, length: float, stream: torch.Generator) -> Ten
 
 
 def _unread(why: str) -> Unsuccessful:
-    return Unsuccessful(Status.NOT_APPLICABLE, f"not read as layers of attention alone: {why}")
+    return Unsuccessful(
+        Status.NOT_APPLICABLE, f"not read as layers of attention alone: {why}"
+    )

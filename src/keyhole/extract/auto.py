@@ -1,9 +1,9 @@
 """Choose a method that fits the target, from its answers to a few dozen queries.
 
-First measure how exact the answers are (arithmetic.py), then find and invert the *link*, the
-function that a server applies to its scores (`find_link`). If answers are less exact than float64,
-or if the target normalises its tokens, the weights are fitted within the answers' error
-(fitted.py). Otherwise a few answers show the kind of target:
+First measure how exact the answers are (arithmetic.py), then find and invert the
+*link*, the function that a server applies to its scores (`find_link`). If answers are
+less exact than float64, or if the target normalises its tokens, the weights are fitted
+within the answers' error (fitted.py). Otherwise a few answers show the kind of target:
 
     answers                                       kind of target            method
     vectors                                       an attention layer        FullOutput
@@ -13,10 +13,11 @@ or if the target normalises its tokens, the weights are fitted within the answer
     logits of [x+δ ; x] linear in δ               one head                  LowRank
     logits of [x+δ ; x] not linear in δ           several heads             MultiHead
 
-For one head, `z(δ) = logit((f([x+δ ; x]) − f([x])) / f([δ])) = δᵀWx` is linear in δ; for several
-heads it is a mixture, which is not linear for generic δ. The choice is only a guess, and the judge
-tests its result. If answers are inexact, or if the first method finds that the target is of another
-kind, heads are fitted by least squares before the attack gives up.
+For one head, `z(δ) = logit((f([x+δ ; x]) − f([x])) / f([δ])) = δᵀWx` is linear in δ;
+for several heads it is a mixture, which is not linear for generic δ. The choice is only
+a guess, and the judge tests its result. If answers are inexact, or if the first method
+finds that the target is of another kind, heads are fitted by least squares before the
+attack gives up.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ _WIDEST = 128  # largest dimension for which heads are fitted
 _WIDEST_SIGNS = 32  # the same where answers are signs
 _RECOVERED = (Status.RECOVERED, Status.WITHIN)
 _CLAIMS = (*_RECOVERED, Status.INEXACT)
-_COARSE = 1e-5  # if the relative error of answers is larger, all weights are fitted together
+_COARSE = (
+    1e-5  # if the relative error of answers is larger, all weights are fitted together
+)
 _ANOTHER_KIND = (Status.MISMATCH, Status.SATURATED, Status.NOT_APPLICABLE)
 
 
@@ -88,8 +91,9 @@ class Kind(StrEnum):
 class Arithmetic:
     """How exact the answers are, and the tolerances that follow from it.
 
-    `precision` is the relative error of an answer, and `absolute` an absolute error on top of it.
-    `plain` means that scores are answered as they are, without a link or an offset.
+    `precision` is the relative error of an answer, and `absolute` an absolute error on
+    top of it. `plain` means that scores are answered as they are, without a link or an
+    offset.
     """
 
     precision: float = torch.finfo(torch.float64).eps
@@ -149,7 +153,9 @@ class Choice:
         """Return the oracle with its link inverted."""
         if self.link is None:
             return oracle
-        return Undone(oracle, self.link, self.arithmetic.precision, self.arithmetic.absolute)
+        return Undone(
+            oracle, self.link, self.arithmetic.precision, self.arithmetic.absolute
+        )
 
 
 @dataclass(frozen=True)
@@ -166,16 +172,20 @@ class Auto(Method):
             choice = choose(early, self.seed)
         except BudgetExhausted:
             reason = f"stopped after {counted.queries:,} queries; nothing is known"
-            return Extraction(Status.BUDGET, reason, repr(self), None, counted.queries, 0.0)
+            return Extraction(
+                Status.BUDGET, reason, repr(self), None, counted.queries, 0.0
+            )
         except (OracleError, InputError) as error:
             return Extraction(
                 Status.ORACLE_FAILED, str(error), repr(self), None, counted.queries, 0.0
             )
         view = choice.view(oracle)
         result = choice.method(view)
-        spent, why = counted.queries, f"{type(choice.method).__name__}, since {choice.why}"
+        spent = counted.queries
+        why = f"{type(choice.method).__name__}, since {choice.why}"
         inexact = result.status is Status.INEXACT
-        # Long tokens may saturate a link, and overflow a short format: norms in float32 are NaN.
+        # Long tokens may saturate a link, and overflow a short format: norms in float32
+        # are NaN.
         limited = choice.link is not None or choice.arithmetic.rounded
         failed = (
             inexact
@@ -185,9 +195,12 @@ class Auto(Method):
         )
         for fallback in choice.fallbacks if failed else ():
             second = fallback(view)
-            if second.status in _RECOVERED or (not inexact and second.status not in _ANOTHER_KIND):
+            if second.status in _RECOVERED or (
+                not inexact and second.status not in _ANOTHER_KIND
+            ):
                 why = f"{type(fallback).__name__}, since {why} was wrong"
-                spent, result = spent + _cost(result), second
+                spent = spent + _cost(result)
+                result = second
                 break
             spent += _cost(second)
         result = self._asked_again(result, early, choice)
@@ -202,7 +215,9 @@ class Auto(Method):
             trace=tuple((queries + spent, error) for queries, error in result.trace),
         )
 
-    def _asked_again(self, result: Extraction, early: Witness, choice: Choice) -> Extraction:
+    def _asked_again(
+        self, result: Extraction, early: Witness, choice: Choice
+    ) -> Extraction:
         """Repeat the first queries: the result stands only if the target still answers the same."""
         if result.check is None or result.status not in _CLAIMS:
             return result
@@ -215,11 +230,17 @@ class Auto(Method):
 
         changed = early.contradicted(same, arithmetic.repeated, arithmetic.precision)
         asked = early.queries - before
-        result = replace(result, check=replace(result.check, queries=result.check.queries + asked))
+        result = replace(
+            result, check=replace(result.check, queries=result.check.queries + asked)
+        )
         if changed:
             reason = f"when repeated, {changed} of {asked} queries {CHANGED}"
             return replace(
-                result, status=Status.MISMATCH, reason=reason, guarantee=None, guarantee_v=None
+                result,
+                status=Status.MISMATCH,
+                reason=reason,
+                guarantee=None,
+                guarantee_v=None,
             )
         return result
 
@@ -238,7 +259,12 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
     seen = torch.cat([pairs.flatten(), alone.flatten()])
     if bool(((seen == 0) | (seen == 1)).all()) and bool(seen.any()):
         several = (FittedSigns(seed=seed),) if oracle.dim <= _WIDEST_SIGNS else ()
-        return Choice(Kind.SIGNS, SignOnly(seed=seed), "the answers are 0 and 1", fallbacks=several)
+        return Choice(
+            Kind.SIGNS,
+            SignOnly(seed=seed),
+            "the answers are 0 and 1",
+            fallbacks=several,
+        )
     if pairs.ndim == 1 and bool((seen == seen[0]).all()):
         seen = _further(oracle, torch.stack([a, -a, b, -b]), seen)
     if pairs.ndim == 1 and bool((seen == seen[0]).all()):
@@ -248,14 +274,17 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
     decimals = exact_decimals(seen, most=_DECIMALS) if digits(seen) <= EXACT else None
     noisy = absolute > 0 and decimals is None
     if decimals is not None:  # this rounding hides the smaller errors of the arithmetic
-        precision, absolute = digits(seen), 0.5 * 10.0**-decimals
+        precision = digits(seen)
+        absolute = 0.5 * 10.0**-decimals
     if pairs.ndim == 1 and _flat(oracle, torch.stack([a, b]), alone[:4]):
         fit = Fitted(precision=max(precision, 1e-14), answer_error=absolute, seed=seed)
         why = "answers do not grow with a token"
         return Choice(Kind.HEAD, fit, why, arithmetic=Arithmetic(precision))
     link, odd = find_link(oracle, seed, precision, absolute)
     if noisy and bool((link.offset.abs() <= 2 * absolute).all()):
-        link = Link(link.name, torch.zeros_like(link.offset))  # the offset is only noise
+        link = Link(
+            link.name, torch.zeros_like(link.offset)
+        )  # the offset is only noise
     plain = link.name == "identity" and not bool(link.offset.any())
     if pairs.ndim > 1 and link.name != "softmax":
         absolute = 0.0  # the methods for vectors have no absolute tolerance
@@ -265,18 +294,26 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
     view = oracle if arithmetic.exact else Undone(oracle, link, precision, absolute)
     choice = _choice(view, link.scores(pairs), (a, b, x), odd, seed, arithmetic)
     if decimals is not None and arithmetic.absolute:
-        choice = replace(choice, why=f"the answers have {decimals} decimals and {choice.why}")
+        choice = replace(
+            choice, why=f"the answers have {decimals} decimals and {choice.why}"
+        )
     elif noisy and arithmetic.absolute:
-        choice = replace(choice, why=f"the answers are off by up to {absolute:.0e}, {choice.why}")
+        choice = replace(
+            choice, why=f"the answers are off by up to {absolute:.0e}, {choice.why}"
+        )
     if plain:
         return choice
     return replace(choice, link=link, why=f"behind {link} {choice.why}")
 
 
 def _choice(
-    view: Oracle, pairs: Tensor, tokens: tuple[Tensor, Tensor, Tensor], odd: bool, seed: int,
+    view: Oracle,
+    pairs: Tensor,
+    tokens: tuple[Tensor, Tensor, Tensor],
+    odd: bool,
+    seed: int,
     arithmetic: Arithmetic,
-) -> Choice:  # fmt: skip
+) -> Choice:
     """Choose by the kind of answers, once the link is inverted; `odd` means f([−x]) = −f([x])."""
     accepted = arithmetic.accepted
     # Behind a link such as a sigmoid, scores have fewer digits than answers.
@@ -285,61 +322,81 @@ def _choice(
     answer_error = arithmetic.absolute if unbounded else 0.0
 
     def refined(method: Method) -> Method:
-        return method if arithmetic.exact else Refined(method, method.seed, method.tolerance)
+        if arithmetic.exact:
+            return method
+        return Refined(method, method.seed, method.tolerance)
 
     if pairs.ndim > 1:
         kind = Kind.LAST_VECTOR if pairs.ndim == 2 else Kind.EVERY_VECTOR
-        # With biases, a residual, a norm or positions, the target is an attention sub-layer. With
-        # a feed-forward layer as well it is a block, whose answers have a token's dimension.
+        # With biases, a residual, a norm or positions, the target is an attention
+        # sub-layer. With a feed-forward layer as well it is a block, whose answers have
+        # a token's dimension.
         others: tuple[Method, ...] = (AttentionSubLayer(seed=seed, tolerance=accepted),)
         if pairs.shape[-1] == view.dim:
             whole = (TransformerBlock, TransformerBlocks)
             others = (*others, *(each(seed=seed, tolerance=accepted) for each in whole))
-        method, why = refined(FullOutput(seed=seed, tolerance=accepted)), "the answers are vectors"
-        if pairs.shape[-1] == view.dim and _deep(view, tokens[0], tokens[2], arithmetic.same):
+        method = refined(FullOutput(seed=seed, tolerance=accepted))
+        why = "the answers are vectors"
+        if pairs.shape[-1] == view.dim and _deep(
+            view, tokens[0], tokens[2], arithmetic.same
+        ):
             method = AttentionLayers(seed=seed, tolerance=accepted)
             why = "one layer would weigh long tokens and short differences alike"
         return Choice(kind, method, why, arithmetic=arithmetic, fallbacks=others)
     if not odd:
-        method = OneLayerTransformer(seed=seed, tolerance=accepted, resolution=arithmetic.linear)
+        method = OneLayerTransformer(
+            seed=seed, tolerance=accepted, resolution=arithmetic.linear
+        )
         fit = FittedLayer(precision=precision, answer_error=answer_error, seed=seed)
         if arithmetic.absolute or arithmetic.precision > _COARSE:
             return Choice(Kind.LAYER, fit, _NOT_ODD, arithmetic=arithmetic)
         block = TransformerBlock(seed=seed, tolerance=accepted)
         fallbacks = (block,) if arithmetic.exact else (fit,)
         return Choice(
-            Kind.LAYER, refined(method), _NOT_ODD, arithmetic=arithmetic, fallbacks=fallbacks
+            Kind.LAYER,
+            refined(method),
+            _NOT_ODD,
+            arithmetic=arithmetic,
+            fallbacks=fallbacks,
         )
     fit = None
     if view.dim <= _WIDEST:
         fit = Fitted(precision=precision, answer_error=answer_error, seed=seed)
     others = () if fit is None else (fit,)
     if arithmetic.plain and arithmetic.absolute:
-        # `choose` puts "the answers have 3 decimals and" or the like in front of "no more".
+        # `choose` puts "the answers have 3 decimals and" or the like in front of "no
+        # more".
         tolerant = Tolerant(tolerance=arithmetic.absolute, seed=seed)
-        return Choice(Kind.ROUNDED, tolerant, "no more", arithmetic=arithmetic, fallbacks=others)
+        return Choice(
+            Kind.ROUNDED, tolerant, "no more", arithmetic=arithmetic, fallbacks=others
+        )
     if arithmetic.rounded and fit is not None:
         why = f"the answers are exact to {arithmetic.precision:.0e}"
         return Choice(Kind.HEAD, fit, why, arithmetic=arithmetic)
     if _one_head(view, *tokens, arithmetic.same):
-        kind, why = Kind.HEAD, "its logits add up as one head's do"
+        kind = Kind.HEAD
+        why = "its logits add up as one head's do"
         method = LowRank(seed=seed, tolerance=accepted, resolution=arithmetic.rank)
     else:
-        kind, why = Kind.HEADS, "its logits do not add up as one head's would"
+        kind = Kind.HEADS
+        why = "its logits do not add up as one head's would"
         method = MultiHead(seed=seed, tolerance=accepted)
         if fit is not None and not arithmetic.exact:
-            method, others = fit, ()
+            method = fit
+            others = ()
     return Choice(kind, method, why, arithmetic=arithmetic, fallbacks=others)
 
 
 def _deep(oracle: Oracle, delta: Tensor, x: Tensor, same: float) -> bool:
     """Return whether the target has several layers of attention and nothing else.
 
-    Attention alone is linear in single tokens, and odd. With one layer, with or without a residual,
-    `s·(y([sx + δ/s ; sx]) − y([sx]))` is the same for every s; with several layers it is not.
+    Attention alone is linear in single tokens, and odd. With one layer, with or without
+    a residual, `s·(y([sx + δ/s ; sx]) − y([sx]))` is the same for every s; with several
+    layers it is not.
     """
     y, other, both = last(oracle, torch.stack([x, delta, x + delta]).unsqueeze(1))
-    pair, long = torch.stack([x + delta, x]), torch.stack([2 * x + delta / 2, 2 * x])
+    pair = torch.stack([x + delta, x])
+    long = torch.stack([2 * x + delta / 2, 2 * x])
     near, minus, far = last(oracle, torch.stack([pair, -pair, long]))
     apart = torch.stack([y + other - both, near + minus])
     moved = (near - y) - 2 * (far - 2 * y)
@@ -383,14 +440,16 @@ def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> b
     return False
 
 
-# The link, the function that a server applies to its scores, from answers to single tokens.
+# The link, the function that a server applies to its scores, from answers to single
+# tokens.
 #
-# The scores of every kind of target are linear along a ray of single tokens: if y(t) is the score
-# of [t·a], then y(2) − y(0) = 2·(y(1) − y(0)), and the same holds for −a. The inverse of the right
-# link (identity, sigmoid, tanh or softmax) gives scores that satisfy this. The inverse of a wrong
-# one does not, once tokens are long enough for the link to bend. Tokens are made longer until all
-# links but one violate it by more than the errors of the answers explain. y(0) is the offset, and
-# y(1) + y(−1) = 2y(0) if the target has only heads.
+# The scores of every kind of target are linear along a ray of single tokens: if y(t) is
+# the score of [t·a], then y(2) − y(0) = 2·(y(1) − y(0)), and the same holds for −a. The
+# inverse of the right link (identity, sigmoid, tanh or softmax) gives scores that
+# satisfy this. The inverse of a wrong one does not, once tokens are long enough for the
+# link to bend. Tokens are made longer until all links but one violate it by more than
+# the errors of the answers explain. y(0) is the offset, and y(1) + y(−1) = 2y(0) if the
+# target has only heads.
 
 _STEPS = torch.tensor([0.0, 1.0, 2.0, -1.0, -2.0], dtype=torch.float64)
 _RAYS = 3
@@ -409,9 +468,13 @@ def find_link(
     """
     stream = torch.Generator().manual_seed(seed ^ 0x4C494E4B)
     rays = _STEPS[1:, None, None] * random_units(_RAYS, oracle.dim, stream)
-    questions = torch.cat([torch.zeros_like(rays[0, :1]), rays.flatten(0, 1)]).unsqueeze(1)
-    names, odd = list(_ORDER), dict.fromkeys(_ORDER, True)
-    scale, kept = 1.0, dict[str, Tensor]()
+    questions = torch.cat(
+        [torch.zeros_like(rays[0, :1]), rays.flatten(0, 1)]
+    ).unsqueeze(1)
+    names = list(_ORDER)
+    odd = dict.fromkeys(_ORDER, True)
+    scale = 1.0
+    kept = dict[str, Tensor]()
     for _ in range(_TRIES):
         try:
             flat = ask(oracle, scale * questions)
@@ -423,13 +486,18 @@ def find_link(
         error = max(precision, 1e-10) * answers.abs() + absolute
         names = [name for name in names if _possible(name, answers)]
         if "softmax" in names and answers.shape[-1] == 2 and "sigmoid" in names:
-            names.remove("sigmoid")  # each of two classes behind a softmax is also a sigmoid
+            names.remove(
+                "sigmoid"
+            )  # each of two classes behind a softmax is also a sigmoid
         unmeasured = precision > EXACT and flat.ndim == 1
         for name in list(names):
             bent, uneven = _misses(name, answers, error)
-            if (bent or uneven) and unmeasured:  # the real error exceeds that of the last digit
+            if (
+                bent or uneven
+            ) and unmeasured:  # the real error exceeds that of the last digit
                 own = _by_ray(own_error(oracle, scale * questions, flat, precision))
-                error, unmeasured = torch.maximum(error, own), False
+                error = torch.maximum(error, own)
+                unmeasured = False
                 bent, uneven = _misses(name, answers, error)
             odd[name] &= not uneven
             if bent:
@@ -468,7 +536,8 @@ def _possible(name: str, answers: Tensor) -> bool:
 
 def _misses(name: str, answers: Tensor, error: Tensor) -> tuple[bool, bool]:
     """Return whether scores at 0, ±1, ±2 are off two straight rays, and off one straight line."""
-    scores, errors = undone(name, answers), uncertain(name, answers, error)
+    scores = undone(name, answers)
+    errors = uncertain(name, answers, error)
     zero, single, double, minus, minus_double = scores.unbind(0)
     e0, e1, e2, f1, f2 = errors.unbind(0)
     bent = torch.stack([double + zero - 2 * single, minus_double + zero - 2 * minus])

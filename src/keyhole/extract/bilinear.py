@@ -1,6 +1,7 @@
 """Bilinear forms of a hidden matrix, one query each: the measurement behind every extraction.
 
-*Provably Learning Attention with Queries*, arXiv 2601.16873, proof of Theorem 4.1. For one head
+*Provably Learning Attention with Queries*, arXiv 2601.16873, proof of Theorem 4.1. For
+one head
 
     f([x]) = vᵀx                                     so  v_i = f([e_i]);
     f([x+δ ; x]) = vᵀx + α·vᵀδ,  α = σ(δᵀWx)         so  δᵀWx = logit((f − vᵀx) / vᵀδ).
@@ -8,12 +9,13 @@
 Departures, all for precision:
 
 - Scale. The logit multiplies errors by 1/(α(1−α)), and a tiny logit is lost in rounding. Tokens are
-  scaled by `s` so that the largest |δᵀWx| seen is about 1; the first few queries find `s`. A query
-  whose error bound exceeds `_PRECISION` of the largest form is repeated at the scale known by then.
-  If W is of ordinary size, no query is repeated.
+  scaled by `s` so that the largest |δᵀWx| seen is about 1; the first few queries find
+  `s`. A query whose error bound exceeds `_PRECISION` of the largest form is repeated at
+  the scale known by then. If W is of ordinary size, no query is repeated.
 - Probes. If all elements of a basis have the same inner product with v, no δ is weak, but with
-  orthonormal δ that product is only ‖v‖/√d. Adding v̂ to each (`δ_i = q_i + v̂`) makes it about ‖v‖
-  and leaves the smallest singular value of the basis at 1: √d times the signal at no cost.
+  orthonormal δ that product is only ‖v‖/√d. Adding v̂ to each (`δ_i = q_i + v̂`) makes
+  it about ‖v‖ and leaves the smallest singular value of the basis at 1: √d times the
+  signal at no cost.
 - Random rotations spread the entries of a sparse W, so that one scale suits all forms.
 """
 
@@ -29,13 +31,17 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 
-_PRECISION = 1e-12  # a query with a larger error, relative to the largest form, is repeated
+_PRECISION = (
+    1e-12  # a query with a larger error, relative to the largest form, is repeated
+)
 _EPSILON = torch.finfo(torch.float64).eps
 _BATCH_BYTES = 32 << 20
 _SCALES = (2.0**-60, 2.0**60)  # the least and largest s² that are tried
 _SOUND = 0.1  # a logit known better than this shows the scale; a worse one is saturated
 _TRIES = 12
-_SPARE = 0.5  # share of the queries that may be repeated: this bounds the cost on any oracle
+_SPARE = (
+    0.5  # share of the queries that may be repeated: this bounds the cost on any oracle
+)
 
 
 def read_values(oracle: Oracle) -> Tensor:
@@ -53,7 +59,8 @@ def scalar(answers: Tensor) -> Tensor:
     if answers.ndim != 1:
         shape = tuple(answers.shape[1:])
         raise Unsuccessful(
-            Status.NOT_APPLICABLE, f"expected one score per sequence, got answers of shape {shape}"
+            Status.NOT_APPLICABLE,
+            f"expected one score per sequence, got answers of shape {shape}",
         )
     return answers
 
@@ -61,7 +68,8 @@ def scalar(answers: Tensor) -> Tensor:
 def ask_scores(oracle: Oracle, sequences: Tensor) -> Tensor:
     """Return one score per sequence, from batches of suitable size.
 
-    If the budget ends, the exception holds all scores that were paid for, of earlier batches too.
+    If the budget ends, the exception holds all scores that were paid for, of earlier
+    batches too.
     """
     answers: list[Tensor] = []
     try:
@@ -69,7 +77,9 @@ def ask_scores(oracle: Oracle, sequences: Tensor) -> Tensor:
             answers.append(scalar(ask(oracle, part)))
     except BudgetExhausted as end:
         answers += [] if end.answers is None else [scalar(end.answers)]
-        raise BudgetExhausted(end.budget, torch.cat(answers) if answers else None) from end
+        raise BudgetExhausted(
+            end.budget, torch.cat(answers) if answers else None
+        ) from end
     return torch.cat(answers)
 
 
@@ -119,7 +129,9 @@ class ProbeBasis:
     def draw(cls, v: Tensor, stream: torch.Generator) -> ProbeBasis:
         v = v / v.abs().max()
         unit_v = v / torch.linalg.vector_norm(v)
-        return cls(equalised(unit_v[None], random_orthogonal(len(v), stream))[0], unit_v)
+        return cls(
+            equalised(unit_v[None], random_orthogonal(len(v), stream))[0], unit_v
+        )
 
     @property
     def deltas(self) -> Tensor:
@@ -182,7 +194,8 @@ class _Queries:
 
     def gates(self, answers: Tensor, s: float) -> Tensor:
         """Return `α = (f − vᵀx) / vᵀδ` for the first `len(answers)` pairs."""
-        i, j = self.i[: len(answers)], self.j[: len(answers)]
+        i = self.i[: len(answers)]
+        j = self.j[: len(answers)]
         return (answers / s - self.v_x[j]) / self.v_delta[i]
 
     def errors(self, alpha: Tensor, square: float) -> Tensor:
@@ -194,7 +207,8 @@ class _Queries:
 class BilinearForms:
     """Measures `δᵀWx` for chosen δ and x through an oracle whose `v` is known.
 
-    `headroom` is how much larger than all earlier ones a form may be without being measured again.
+    `headroom` is how much larger than all earlier ones a form may be without being
+    measured again.
     """
 
     def __init__(self, oracle: Oracle, v: Tensor, headroom: float = 1.0) -> None:
@@ -209,7 +223,9 @@ class BilinearForms:
     def grid(self, deltas: Tensor, xs: Tensor, out: Tensor) -> None:
         """Write `δ_iᵀ W x_j` to `out[j, i]`. If the budget ends, `out` holds what was answered."""
         index = torch.arange(len(deltas) * len(xs))
-        self._measure(deltas, xs, index % len(deltas), index // len(deltas), out.view(-1))
+        self._measure(
+            deltas, xs, index % len(deltas), index // len(deltas), out.view(-1)
+        )
 
     def pairs(self, deltas: Tensor, xs: Tensor) -> Tensor:
         """Return `δ_kᵀ W x_k` for each k."""
@@ -218,9 +234,12 @@ class BilinearForms:
         self._measure(deltas, xs, index, index, out)
         return out
 
-    def _measure(self, deltas: Tensor, xs: Tensor, i: Tensor, j: Tensor, out: Tensor) -> None:
+    def _measure(
+        self, deltas: Tensor, xs: Tensor, i: Tensor, j: Tensor, out: Tensor
+    ) -> None:
         """Measure the forms of pairs (δ_i, x_j); repeat those whose scale was unsuitable."""
-        v_delta, v_x = deltas @ self._v, xs @ self._v
+        v_delta = deltas @ self._v
+        v_x = xs @ self._v
         queries = _Queries(deltas, xs, v_delta, v_x, i, j, out, torch.zeros_like(out))
         rows = batch_rows(2, deltas.shape[1])
         start = 0 if self._asked else self._scout(queries)
@@ -250,7 +269,8 @@ class BilinearForms:
 
     def _ask(self, queries: _Queries, rows: Tensor) -> None:
         """Send one batch at the current scale, then adapt the scale to its answers."""
-        square, s = self._square, math.sqrt(self._square)
+        square = self._square
+        s = math.sqrt(self._square)
         part = queries.part(rows)
         try:
             answers = scalar(ask(self._oracle, part.tokens(s)))
@@ -276,7 +296,8 @@ class BilinearForms:
             if not len(rows):
                 return
             # The gate at another scale; a form that is not above rounding may be zero.
-            forms, bounds = queries.forms[rows], queries.bounds[rows]
+            forms = queries.forms[rows]
+            bounds = queries.bounds[rows]
             clear = torch.where(_clear(forms, bounds), forms, 0.0)
             alpha = torch.sigmoid(clear * self._square)
             rows = rows[queries.part(rows).errors(alpha, self._square) < bounds / 2]
@@ -292,9 +313,13 @@ class BilinearForms:
         if len(clear):
             self.largest = max(self.largest, float(clear.abs().max()))
         # The first few forms may be far below the largest: leave headroom above them.
-        headroom = max(self._headroom, 16 if self._asked == 1 else 4 if self._asked <= 5 else 1)
+        headroom = max(
+            self._headroom, 16 if self._asked == 1 else 4 if self._asked <= 5 else 1
+        )
         fitting = 1 / (headroom * self.largest) if self.largest else math.inf
-        if not bool(sound.all()):  # saturated forms do not show by how much s is too large
+        if not bool(
+            sound.all()
+        ):  # saturated forms do not show by how much s is too large
             wanted = min(square / 64, fitting)
         elif 0.25 < square / fitting < 4 * headroom:
             return

@@ -1,13 +1,15 @@
 """A Transformer block as it is: attention, feed-forward layer, biases, norms, residuals (ours).
 
-The target, where N is a norm or the identity (oracle/block.py also has norms behind the sums):
+The target, where N is a norm or the identity (oracle/block.py also has norms behind the
+sums):
 
     h = x_n + Attention(N(x_1), …, N(x_n))_n            (oracle/sub_layer.py)
     y = h + F(h),    F(h) = C·f(N(h)) + c               for scores w·h + F(h), one number
     f_k(u) = φ(A_k·u + a_k)                             (times G_k·u + g_k if gated)
 
-Nothing else is assumed: whether there are norms and which, the activation, gates, widths, heads and
-every ε follow from the last token's vectors or scores. They are read in this order:
+Nothing else is assumed: whether there are norms and which, the activation, gates,
+widths, heads and every ε follow from the last token's vectors or scores. They are read
+in this order:
 
     single tokens          the softmax of one token is 1: y is a function of one vector
     blocks/curvature.py    the units of the feed-forward layer, from second derivatives of y;
@@ -17,19 +19,20 @@ every ε follow from the last token's vectors or scores. They are read in this o
     blocks/peeled.py       h, for any tokens: y = h + F(h) is solved for h, which peels F off
     sub_layer.py           everything else of attention, from h
 
-With norms, M follows from single tokens of ordinary length. Without them, h = v(1 + M) for a single
-token v (b = 0, see below), and y is a feed-forward layer of v plus a linear map. Let v(pair) be the
-single token with the h, and the answer, of a pair of tokens. In [p + x ; p], a head attends to
-p + x with a weight σ(s), and in [p − x ; p] to p − x with σ(−s). As these add up to 1,
+With norms, M follows from single tokens of ordinary length. Without them, h = v(1 + M)
+for a single token v (b = 0, see below), and y is a feed-forward layer of v plus a
+linear map. Let v(pair) be the single token with the h, and the answer, of a pair of
+tokens. In [p + x ; p], a head attends to p + x with a weight σ(s), and in [p − x ; p]
+to p − x with σ(−s). As these add up to 1,
 
     v([p + x ; p]) − v([p − x ; p]) = x·M(1 + M)⁻¹
 
-which gives M closely enough to tell the units' signs; then 1 + M is the linear map. Several v may
-give one y, and the search for v begins near p. So x is short, since the right v is then near p, and
-p is long, since few units bend near a long vector.
+which gives M closely enough to tell the units' signs; then 1 + M is the linear map.
+Several v may give one y, and the search for v begins near p. So x is short, since the
+right v is then near p, and p is long, since few units bend near a long vector.
 
-Blocks with norms in front are read by blocks/pre_norm.py; those with norms behind the sums (BERT,
-PyTorch's layer) by blocks/post_norm.py.
+Blocks with norms in front are read by blocks/pre_norm.py; those with norms behind the
+sums (BERT, PyTorch's layer) by blocks/post_norm.py.
 
 What can be known. Besides the symmetries of attention (sub_layer.py), these are free:
 - the order of the units;
@@ -40,13 +43,15 @@ What can be known. Besides the symmetries of attention (sub_layer.py), these are
 - a norm's gain and bias are part of what follows; behind a LayerNorm rows of A and G, and columns
   of Q, K and V, have mean 0, since the mean of what they are multiplied by is 0.
 
-Limits. Smooth units are told apart by their second derivatives, and their number is bounded by the
-dimension d of tokens: about d²/2, half as many with gates. ReLU units have no such bound.
+Limits. Smooth units are told apart by their second derivatives, and their number is
+bounded by the dimension d of tokens: about d²/2, half as many with gates. ReLU units
+have no such bound.
 
-Scores, `w·y`, are read if there are norms in front (docs/mathematics.md says why nothing but C and
-c is lost). Scores of long tokens show w. Units and M follow as above, with more queries, since an
-answer has one number. As a function of one other token, what a head adds is then itself a unit with
-a gate (blocks/heads.py). Scores without norms, or with positions, are refused.
+Scores, `w·y`, are read if there are norms in front (docs/mathematics.md says why
+nothing but C and c is lost). Scores of long tokens show w. Units and M follow as above,
+with more queries, since an answer has one number. As a function of one other token,
+what a head adds is then itself a unit with a gate (blocks/heads.py). Scores without
+norms, or with positions, are refused.
 """
 
 from __future__ import annotations
@@ -80,24 +85,39 @@ from keyhole.oracle.block import Block
 from keyhole.oracle.protocol import NotFinite, Oracle, ask
 from keyhole.oracle.sub_layer import SubLayer
 
-_SCORES_LENGTH = 2.0**12  # of the last token, relative to √d, where heads are read from scores
-# Lengths of the last token, relative to the others', at which scores are fitted, and what changes.
+_SCORES_LENGTH = (
+    2.0**12
+)  # of the last token, relative to √d, where heads are read from scores
+# Lengths of the last token, relative to the others', at which scores are fitted, and
+# what changes.
 _REFITTED = {16.0: ["O"], 1.0: ["Q", "q", "O"]}
-_RANK = 1e-6  # the least singular value that counts, relative to the largest one of a head's matrix
+# the least singular value that counts, relative to the largest one of a head's matrix
+_RANK = 1e-6
 _ANSWERS = 1.5  # answers for each unknown of a fit
 _MORE_ANSWERS = 4.0  # the same, where more of them have to average their rounding out
 _ATTEMPTS = 3  # to find the units of a block without norms
-# Lengths of p and x in [p + x ; p], relative to √d, in turn. With rotary positions p must be 0: any
-# other p has different scores in the two places, and then the two weights do not add up to 1.
-_PAIRS = ((8.0, 0.125), (16.0, 0.0625), (4.0, 0.25), (0.0, 0.25), (0.0, 2.0**-6), (0.0, 2.0**-10))
-# The length of the last token relative to the others' in each attempt to read attention, if no norm
-# is in front of it: the longer it is, the more likely y has only one h, at the cost of digits.
+# Lengths of p and x in [p + x ; p], relative to √d, in turn. With rotary positions p
+# must be 0: any other p has different scores in the two places, and then the two
+# weights do not add up to 1.
+_PAIRS = (
+    (8.0, 0.125),
+    (16.0, 0.0625),
+    (4.0, 0.25),
+    (0.0, 0.25),
+    (0.0, 2.0**-6),
+    (0.0, 2.0**-10),
+)
+# The length of the last token relative to the others' in each attempt to read
+# attention, if no norm is in front of it: the longer it is, the more likely y has only
+# one h, at the cost of digits.
 REACHES = {
     "none": (64.0, 256.0, 16.0, 256.0, 64.0, 1024.0),
     "behind": (4.0, 8.0, 2.0, 16.0, 32.0, 4.0),
 }
 _PRE_NORM_ATTEMPTS = 6  # to read attention with norms in front
-_CHECKED, _TOKENS = 8, 4  # sequences on which a block is checked, and the tokens of each
+# sequences on which a block is checked, and the tokens of each
+_CHECKED = 8
+_TOKENS = 4
 _ROUGH = 1e-3  # how far answers may be off before the last fit, relative to the largest
 _MOST_FITTED = 3000  # numbers that are fitted together in the end
 
@@ -114,7 +134,8 @@ class TransformerBlock(Method):
         yield from blaming_inexact_answers(oracle, self._steps(oracle))
 
     def _steps(self, oracle: Oracle) -> Iterator[Step]:
-        stream, device = torch.Generator().manual_seed(self.seed), torch.device(self.device)
+        stream = torch.Generator().manual_seed(self.seed)
+        device = torch.device(self.device)
         view = View.open(oracle, stream)
         if view.norm == "behind":
             peeled = post_norm.read(partial(last, oracle), view.dim, device, stream)
@@ -125,15 +146,23 @@ class TransformerBlock(Method):
             peeled = pre_norm.read(view, device, stream)
         model = self._model(view, peeled, stream)
         yield Step(
-            model, model.unknowns, model.unknowns, numbers=view.numbers, remark=_described(model)
+            model,
+            model.unknowns,
+            model.unknowns,
+            numbers=view.numbers,
+            remark=_described(model),
         )
 
-    def _model(self, view: View, peeled: Peeled | PeeledPostNorm, stream: torch.Generator) -> Block:
+    def _model(
+        self, view: View, peeled: Peeled | PeeledPostNorm, stream: torch.Generator
+    ) -> Block:
         """Return the block, attention included.
 
         Attention is read again with other queries if an h was not the right one.
         """
-        tokens = torch.randn(_CHECKED, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
+        tokens = torch.randn(
+            _CHECKED, _TOKENS, view.dim, generator=stream, dtype=torch.float64
+        )
         answers = last(view.oracle, tokens)
         why = "what was read gives other answers"
         for reach in REACHES.get(view.norm, (1.0,) * _PRE_NORM_ATTEMPTS):
@@ -174,13 +203,16 @@ def _relative_error(oracle: Oracle) -> float:
     y = ask(oracle, x)
     decimals = exact_decimals(y)
     error, _ = measured_errors(oracle, x, y, y)
-    return error if decimals is None else 10.0**-decimals / float(y.abs().max().clamp(min=1e-300))
+    if decimals is None:
+        return error
+    return 10.0**-decimals / float(y.abs().max().clamp(min=1e-300))
 
 
 def _fitted_together(view: View, model: Block, stream: torch.Generator) -> Block:
     """Fit all numbers at once, by least squares: each solve that needs an earlier one costs digits.
 
-    In a wide block only the numbers of attention are fitted, or none if even these are too many.
+    In a wide block only the numbers of attention are fitted, or none if even these are
+    too many.
     """
 
     def count(names: list[str]) -> int:
@@ -195,23 +227,30 @@ def _fitted_together(view: View, model: Block, stream: torch.Generator) -> Block
         return model
     names = [name for name in names if name != "b" or model.norm != "none"]
     sequences = math.ceil(answers_each * count(names) / view.numbers) + 16
-    tokens = torch.randn(sequences, _TOKENS, view.dim, generator=stream, dtype=torch.float64)
+    tokens = torch.randn(
+        sequences, _TOKENS, view.dim, generator=stream, dtype=torch.float64
+    )
     if model.norm == "behind":  # both ε have been read one by one so far
         names = [*names, "epsilon", "epsilon_behind"]
         # The first ε counts most next to short tokens, so half of them are short.
-        tokens[::2] *= torch.logspace(-3, 0, len(tokens[::2]), dtype=torch.float64)[:, None, None]
+        tokens[::2] *= torch.logspace(-3, 0, len(tokens[::2]), dtype=torch.float64)[
+            :, None, None
+        ]
     y = ask(view.oracle, tokens)
     model = refined(model, names, [(tokens, y, torch.ones_like(y))])
-    epsilon, behind = (max(0.0, float(each)) for each in (model.epsilon, model.epsilon_behind))
+    epsilon, behind = (
+        max(0.0, float(each)) for each in (model.epsilon, model.epsilon_behind)
+    )
     return replace(model, epsilon=epsilon, epsilon_behind=behind)
 
 
 def _without_norm(view: View, seed: int, stream: torch.Generator) -> Peeled:
     """Return the feed-forward layer and M of a block without norms, as explained at the top.
 
-    Units and a linear map are fitted as functions of a single token v. As functions of h = v(1 + M)
-    they are A·Rᵀ and R·linear, R = (1 + M)⁻¹. There the linear map is the identity (the residual),
-    plus a term for each unit that was read as φ(−z) = φ(z) − z: `flips` finds these units.
+    Units and a linear map are fitted as functions of a single token v. As functions of
+    h = v(1 + M) they are A·Rᵀ and R·linear, R = (1 + M)⁻¹. There the linear map is the
+    identity (the residual), plus a term for each unit that was read as φ(−z) = φ(z) −
+    z: `flips` finds these units.
     """
     d = view.dim
     identity = torch.eye(d, dtype=torch.float64)
@@ -221,21 +260,27 @@ def _without_norm(view: View, seed: int, stream: torch.Generator) -> Peeled:
         if smooth:
             units = find_units(Field(view.ask, d, sphere=False, numbers=d), stream)
             lengths = (1.0,)
-        else:  # of long tokens, half are on either side of every kink, whatever the unit's bias
-            units, lengths = kinks.find_relu_units(view.ask, d, seed, stream), pre_norm.LENGTHS[:-1]
+        else:
+            # of long tokens, half are on either side of every kink, whatever the unit's
+            # bias
+            units = kinks.find_relu_units(view.ask, d, seed, stream)
+            lengths = pre_norm.LENGTHS[:-1]
         x = pre_norm.tokens_of_lengths(view, units, lengths, stream, _MORE_ANSWERS)
         units, _, linear, left = fit(units, Known(x, with_ones(x)), view.ask(x))
         expect_fitted(left)
         return units, linear
 
-    units, linear = attempted(start, _ATTEMPTS if smooth else 1)  # (d + 1, d), the constant last
+    units, linear = attempted(
+        start, _ATTEMPTS if smooth else 1
+    )  # (d + 1, d), the constant last
     single = Network(view, units, linear[-1], linear[:-1])
     for long, short in _PAIRS:
         p = long * math.sqrt(d) * random_orthogonal(d, stream)[0]
         basis = short * math.sqrt(d) * random_orthogonal(d, stream)
         both = torch.cat([basis, -basis])
         y = last(view.oracle, torch.stack([p + both, p.expand_as(both)], 1))
-        # If all weights are ½, v is p + x·M(1 + M)⁻¹/2, or p + x/4 for M = 1: a start near enough.
+        # If all weights are ½, v is p + x·M(1 + M)⁻¹/2, or p + x/4 for M = 1: a start
+        # near enough.
         forth, back = single.inverse(y, p + both / 4).chunk(2)
         R = identity - least_squares(basis, forth - back)  # 1 − M(1 + M)⁻¹ = (1 + M)⁻¹
         flips = replace(units, A=units.A @ R.mT).flips(R @ linear[:-1] - identity)
@@ -247,40 +292,57 @@ def _without_norm(view: View, seed: int, stream: torch.Generator) -> Peeled:
         placed = replace(units, A=A, G=G).flipped(flips)
         c = linear[-1] + units.C @ (flips * units.a)
         network = Network(view, placed, c, view.residual)
-        return Peeled(view, network, through - identity, torch.zeros(d, dtype=torch.float64))
+        return Peeled(
+            view, network, through - identity, torch.zeros(d, dtype=torch.float64)
+        )
     raise not_a_block()
 
 
 def _from_scores(peeled: Peeled, stream: torch.Generator) -> Block:
     """Return a block that answers with scores.
 
-    Next to a very long last token, a score minus that of the last token alone is what the heads
-    add: `read_heads` fits their Q_j K_jᵀ and M_j·w to it. To begin with, K_j = V_j = 1 (times
-    `grow`), so that Q_j holds all of Q_j K_jᵀ and O_j all of M_j. Then scores of long and ordinary
-    last tokens refit Q, q and O, and at the end the products are factored to their rank.
+    Next to a very long last token, a score minus that of the last token alone is what
+    the heads add: `read_heads` fits their Q_j K_jᵀ and M_j·w to it. To begin with, K_j
+    = V_j = 1 (times `grow`), so that Q_j holds all of Q_j K_jᵀ and O_j all of M_j. Then
+    scores of long and ordinary last tokens refit Q, q and O, and at the end the
+    products are factored to their rank.
     """
-    view, M = peeled.view, peeled.M
-    (d, e), w = view.axes.shape, view.residual  # e is d, or d − 1 behind a LayerNorm
+    view = peeled.view
+    M = peeled.M
+    # e is d, or d − 1 behind a LayerNorm
+    (d, e) = view.axes.shape
+    w = view.residual
 
     def value(t: Tensor, last_token: Tensor) -> Tensor:
         """Return what the heads add to scores if N of the first token is t."""
         share = 1 - t.square().sum(1, keepdim=True) / d
         # N(x) = x/√(|x|²/d + ε) is t if x = t·√(ε/share).
         first_token = (peeled.epsilon / share).sqrt() * t
-        tokens = torch.stack([first_token, _SCORES_LENGTH * last_token], 1) @ view.axes.mT
-        return last(view.oracle, tokens) - peeled.network(peeled.added_alone(tokens[:, -1]))
+        tokens = (
+            torch.stack([first_token, _SCORES_LENGTH * last_token], 1) @ view.axes.mT
+        )
+        return last(view.oracle, tokens) - peeled.network(
+            peeled.added_alone(tokens[:, -1])
+        )
 
     heads = read_heads(value, e, math.sqrt(d), stream)
     count = len(heads.v)
-    # M_j starts as an equal share of M, changed along w to have the M_j·w that was read.
+    # M_j starts as an equal share of M, changed along w to have the M_j·w that was
+    # read.
     missing = heads.v - (M @ w)[:, 0] / count
     O = M / count + missing[..., None] * w[:, 0] / w.square().sum()  # noqa: E741
     grow = math.sqrt(d / e)  # an RMS norm of the e coordinates returns √e instead of √d
     identity = torch.eye(e, dtype=torch.float64).expand(count, e, e)
     layer = SubLayer(
-        Q=grow * heads.W.mT, q=heads.c, K=grow * identity, V=grow * identity, O=O, b=peeled.b,
-        frequencies=heads.c[:, :0], epsilon=peeled.epsilon * d / e,
-    )  # fmt: skip
+        Q=grow * heads.W.mT,
+        q=heads.c,
+        K=grow * identity,
+        V=grow * identity,
+        O=O,
+        b=peeled.b,
+        frequencies=heads.c[:, :0],
+        epsilon=peeled.epsilon * d / e,
+    )
     model = peeled.block(layer)
     for length, names in _REFITTED.items():
         unknowns = sum(getattr(model, name).numel() for name in names)
@@ -289,7 +351,9 @@ def _from_scores(peeled: Peeled, stream: torch.Generator) -> Block:
         tokens[:, -1] *= length
         y = ask(view.oracle, tokens)
         model = refined(model, names, [(tokens, y, torch.ones_like(y))])
-    seen = view.axes @ view.axes.mT  # the fit may leave directions in Q that no token has
+    seen = (
+        view.axes @ view.axes.mT
+    )  # the fit may leave directions in Q that no token has
     Q, K = factored(seen @ model.Q @ model.K.mT)
     V, O = factored(model.V @ model.O)  # noqa: E741
     q = torch.linalg.lstsq(K, model.K @ model.q[..., None]).solution[..., 0]
@@ -308,10 +372,18 @@ def _described(model: Block) -> str:
     """Return the kind and number of the block's parts, in words."""
     parts = heads_described(model.sub_layer)
     if len(model.places):
-        parts.append(f"a bias of positions up to a distance of {model.places.shape[1] - 1}")
-    parts.append(f"{len(model.A)} {model.activation} units" + " with gates" * bool(len(model.G)))
-    norm = {"none": "no norms", "rms": "RMS norms", "layer": "LayerNorms",
-            "behind": "LayerNorms behind the sums"}[model.norm]  # fmt: skip
+        parts.append(
+            f"a bias of positions up to a distance of {model.places.shape[1] - 1}"
+        )
+    parts.append(
+        f"{len(model.A)} {model.activation} units" + " with gates" * bool(len(model.G))
+    )
+    norm = {
+        "none": "no norms",
+        "rms": "RMS norms",
+        "layer": "LayerNorms",
+        "behind": "LayerNorms behind the sums",
+    }[model.norm]
     if model.epsilon or model.epsilon_behind:
         norm += f" (epsilon {model.epsilon:.2e} and {model.epsilon_behind:.2e})"
     return ", ".join([*parts, norm])

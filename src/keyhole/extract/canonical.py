@@ -1,19 +1,20 @@
 """Canonical forms of heads and of blocks: what an oracle shows of them, and nothing else.
 
-Proposition 7.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873): heads with equal W
-act as one with the summed v, and a head with v = 0 is invisible. Merged and without invisible
-heads, two sets of heads are the same function exactly when they agree up to order (ours; the paper
-asks whether this can be decided). Proof: let heads with different W_h add up to the function 0.
-Ask `[x+δ, k times ; x]` for k = 0 … H. The attention to the copies is `k/(k + e^−z_h)`,
-z_h = δᵀW_hx, so
+Proposition 7.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873): heads
+with equal W act as one with the summed v, and a head with v = 0 is invisible. Merged
+and without invisible heads, two sets of heads are the same function exactly when they
+agree up to order (ours; the paper asks whether this can be decided). Proof: let heads
+with different W_h add up to the function 0. Ask `[x+δ, k times ; x]` for k = 0 … H. The
+attention to the copies is `k/(k + e^−z_h)`, z_h = δᵀW_hx, so
 
     Σ_h v_hᵀδ · k / (k + e^−z_h) = 0   for k = 1 … H.
 
-For all x and δ but a set of measure 0 the z_h differ, the matrix 1/(k + e^−z_h) is Cauchy's and has
-an inverse, and v_hᵀδ = 0; so v_h = 0. Now let two canonical forms be the same function. Then the
-heads of one, and those of the other with −v, add up to 0. Merge those with equal W: what is left
-has different W, so all its v are 0, and every head has an equal one in the other form.
-docs/papers.md says which question of the paper this answers.
+For all x and δ but a set of measure 0 the z_h differ, the matrix 1/(k + e^−z_h) is
+Cauchy's and has an inverse, and v_hᵀδ = 0; so v_h = 0. Now let two canonical forms be
+the same function. Then the heads of one, and those of the other with −v, add up to 0.
+Merge those with equal W: what is left has different W, so all its v are 0, and every
+head has an equal one in the other form. docs/papers.md says which question of the paper
+this answers.
 """
 
 from __future__ import annotations
@@ -33,15 +34,18 @@ from keyhole.oracle.sub_layer import rotated
 def canonical(model: MultiHead, tolerance: float = 1e-12) -> MultiHead:
     """Merge equal heads and drop invisible ones; the first of equal heads keeps its place.
 
-    `tolerance` is relative to the largest entry of any W (for equality) or of any v (for zero). If
-    every head is invisible one head of zeros is kept, since a model has at least one.
+    `tolerance` is relative to the largest entry of any W (for equality) or of any v
+    (for zero). If every head is invisible one head of zeros is kept, since a model has
+    at least one.
     """
     W, v = _stacked(model)
     groups, seen = _groups(model, tolerance)
     kept = [group for group, visible in zip(groups, seen, strict=True) if visible]
     if not kept:
         return MultiHead([torch.zeros_like(W[0])], [torch.zeros_like(v[0])])
-    return MultiHead([W[group[0]] for group in kept], [v[group].sum(0) for group in kept])
+    return MultiHead(
+        [W[group[0]] for group in kept], [v[group].sum(0) for group in kept]
+    )
 
 
 def remarks(model: MultiHead, tolerance: float = 1e-12) -> tuple[str, ...]:
@@ -50,8 +54,13 @@ def remarks(model: MultiHead, tolerance: float = 1e-12) -> tuple[str, ...]:
     for group, visible in zip(*_groups(model, tolerance), strict=True):
         names = ", ".join(str(head) for head in group)
         if not visible:
-            what = f"heads {names} cancel" if len(group) > 1 else f"head {names} is invisible"
-            words.append(f"{what}: their v adds up to 0" if len(group) > 1 else f"{what}: v = 0")
+            if len(group) > 1:
+                what = f"heads {names} cancel"
+            else:
+                what = f"head {names} is invisible"
+            words.append(
+                f"{what}: their v adds up to 0" if len(group) > 1 else f"{what}: v = 0"
+            )
         elif len(group) > 1:
             words.append(f"heads {names} act as one: equal W")
     return tuple(words)
@@ -70,7 +79,8 @@ def difference(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> str:
     expect_number("tolerance", tolerance, least=0, below=1)  # from 1 on, all is equal
     if a.dim != b.dim:
         return f"d = {a.dim} against d = {b.dim}"
-    (W, v), (W2, v2) = _stacked(canonical(a, tolerance)), _stacked(canonical(b, tolerance))
+    (W, v) = _stacked(canonical(a, tolerance))
+    (W2, v2) = _stacked(canonical(b, tolerance))
     if len(W) != len(W2):
         return f"{len(W)} against {len(W2)} heads in canonical form"
     # Canonical heads differ in W, so each has at most one partner.
@@ -78,9 +88,12 @@ def difference(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> str:
     if len(partner.unique()) < len(W):
         return "heads of one have no partner in the other"
     for name, first, other in (("W", W, W2[partner]), ("v", v, v2[partner])):
-        apart, largest = (first - other).abs().max(), max(first.abs().max(), other.abs().max())
+        apart = (first - other).abs().max()
+        largest = max(first.abs().max(), other.abs().max())
         if float(apart) > tolerance * float(largest):
-            return f"{name} differs by {float(apart / largest):.1e} of its largest entry"
+            return (
+                f"{name} differs by {float(apart / largest):.1e} of its largest entry"
+            )
     return ""
 
 
@@ -109,8 +122,8 @@ def _stacked(model: MultiHead) -> tuple[Tensor, Tensor]:
     return torch.stack(list(model.W)), torch.stack(list(model.v))
 
 
-# Blocks. A block (oracle/block.py) can be changed without changing its function. `canonical_block`
-# removes these freedoms:
+# Blocks. A block (oracle/block.py) can be changed without changing its function.
+# `canonical_block` removes these freedoms:
 #
 #     a ReLU unit times s > 0, C's column by 1/s    → rows of A have length 1
 #     a ReLU unit without a row or gate             → its constant moves into c
@@ -121,16 +134,18 @@ def _stacked(model: MultiHead) -> tuple[Tensor, Tensor]:
 #     norm "behind": the norms ignore the means of  → O, b, C, c and rows of A and G have mean 0
 #         both sums, and the second one its scale   → mean(D²) = 1, sum(D) ≥ 0
 #
-# In stacked blocks with LayerNorms, the means of all c move into that of the last block.
+# In stacked blocks with LayerNorms, the means of all c move into that of the last
+# block.
 #
-# `compared` removes the rest. Heads and units may have any order, so partners are matched. Inside
-# a head only products show: Q_h R_m K_gᵀ, q_h R_m K_gᵀ and V_g O_h, where R_m is the rotation at
-# distance m and g the key group of h. A number added to all biases of positions does not show, so
-# their softmax is compared. Heads or units that could be merged, or that do not show, are not
-# looked for: blocks that differ only in those are said to differ.
+# `compared` removes the rest. Heads and units may have any order, so partners are
+# matched. Inside a head only products show: Q_h R_m K_gᵀ, q_h R_m K_gᵀ and V_g O_h,
+# where R_m is the rotation at distance m and g the key group of h. A number added to
+# all biases of positions does not show, so their softmax is compared. Heads or units
+# that could be merged, or that do not show, are not looked for: blocks that differ only
+# in those are said to differ.
 
-# Where Q_h and K_g have rank k, distances 0 and 1 determine all others: with M_m = Q_h R_m K_gᵀ,
-# M_{m+1} = M_1 M_0⁺ M_m. At distance 5 slow rotations show more.
+# Where Q_h and K_g have rank k, distances 0 and 1 determine all others: with M_m = Q_h
+# R_m K_gᵀ, M_{m+1} = M_1 M_0⁺ M_m. At distance 5 slow rotations show more.
 _DISTANCES = (0, 1, 5)
 
 
@@ -140,20 +155,34 @@ def canonical_block(block: Block) -> Block:
     if block.norm in ("layer", "behind"):
         block = replace(block, A=_centred(block.A), G=_centred(block.G))
     if block.norm == "layer":
-        Q, K, V = (_centred(part.mT).mT.contiguous() for part in (block.Q, block.K, block.V))
+        Q, K, V = (
+            _centred(part.mT).mT.contiguous() for part in (block.Q, block.K, block.V)
+        )
         mean = block.b.mean()
-        block = replace(block, Q=Q, K=K, V=V, b=block.b - mean,
-                        c=block.c + mean * (block.w.sum() if block.scores else 1))  # fmt: skip
+        block = replace(
+            block,
+            Q=Q,
+            K=K,
+            V=V,
+            b=block.b - mean,
+            c=block.c + mean * (block.w.sum() if block.scores else 1),
+        )
     if block.norm == "behind":
         sign = -1.0 if float(block.D.sum()) < 0 else 1.0
         scale = sign * (float(block.D.square().mean().sqrt()) or 1.0)
         block = replace(
-            block, O=_centred(block.O), b=_centred(block.b),
-            C=_centred(block.C.mT).mT.contiguous() / scale, c=_centred(block.c) / scale,
-            D=block.D / scale, E=block.E * sign, epsilon_behind=block.epsilon_behind / scale**2,
-        )  # fmt: skip
+            block,
+            O=_centred(block.O),
+            b=_centred(block.b),
+            C=_centred(block.C.mT).mT.contiguous() / scale,
+            c=_centred(block.c) / scale,
+            D=block.D / scale,
+            E=block.E * sign,
+            epsilon_behind=block.epsilon_behind / scale**2,
+        )
     if block.norm == "none":
-        a, g = block.a + block.A @ block.b, block.g + block.G @ block.b
+        a = block.a + block.A @ block.b
+        g = block.g + block.G @ block.b
         moved = block.w @ block.b if block.scores else block.b
         block = replace(block, a=a, g=g, c=block.c + moved, b=torch.zeros_like(block.b))
     if len(block.G):
@@ -161,17 +190,26 @@ def canonical_block(block: Block) -> Block:
         largest = gates.gather(1, gates.abs().argmax(1, keepdim=True))[:, 0]
         length = gates.norm(dim=1).copysign(largest)
         length[largest == 0] = 1
-        block = replace(block, G=block.G / length[:, None], g=block.g / length, C=block.C * length)
+        block = replace(
+            block, G=block.G / length[:, None], g=block.g / length, C=block.C * length
+        )
     if block.activation == "relu":
         length = block.A.norm(dim=1)
         constant = length <= 16 * torch.finfo(torch.float64).eps * lengths_given
         length[constant] = 1
-        block = replace(block, A=block.A / length[:, None], a=block.a / length, C=block.C * length)
+        block = replace(
+            block, A=block.A / length[:, None], a=block.a / length, C=block.C * length
+        )
         if not len(block.G):
             shows = (~constant).double()
             moved = block.C[:, constant] @ block.a[constant].relu()
-            block = replace(block, A=block.A * shows[:, None], a=block.a * shows,
-                            C=block.C * shows, c=block.c + moved)  # fmt: skip
+            block = replace(
+                block,
+                A=block.A * shows[:, None],
+                a=block.a * shows,
+                C=block.C * shows,
+                c=block.c + moved,
+            )
     return block
 
 
@@ -191,9 +229,12 @@ def compared(first: Block | Blocks, second: Block | Blocks) -> dict[str, float]:
 
     An ε is added to the mean square of a token, so its difference is relative to 1.
     """
-    ones, others = _each(first), _each(second)
+    ones = _each(first)
+    others = _each(second)
     if len(ones) != len(others):
-        raise InputError(f"there are {len(ones)} blocks in one, and {len(others)} in the other")
+        raise InputError(
+            f"there are {len(ones)} blocks in one, and {len(others)} in the other"
+        )
     parts = [_compared(*pair) for pair in zip(ones, others, strict=True)]
     return {name: max(part[name] for part in parts) for name in parts[0]}
 
@@ -201,13 +242,18 @@ def compared(first: Block | Blocks, second: Block | Blocks) -> dict[str, float]:
 def _settings(block: Block) -> dict[str, object]:
     """Return what must be equal in equal blocks; a causal mask shows only in answers of tokens."""
     return {
-        "dim": block.dim, "norm": block.norm, "activation": block.activation,
-        "heads": len(block.Q), "units": len(block.A), "gates": len(block.G),
-        "scores": block.scores, "every_token": block.every_token,
+        "dim": block.dim,
+        "norm": block.norm,
+        "activation": block.activation,
+        "heads": len(block.Q),
+        "units": len(block.A),
+        "gates": len(block.G),
+        "scores": block.scores,
+        "every_token": block.every_token,
         "causal": block.causal and block.every_token,
         "rotary positions": bool(block.frequencies.any()),
         "bias of positions": len(block.places) > 0,
-    }  # fmt: skip
+    }
 
 
 def _compared(first: Block, second: Block) -> dict[str, float]:
@@ -215,15 +261,20 @@ def _compared(first: Block, second: Block) -> dict[str, float]:
     settings = _settings(second)
     for name, value in _settings(first).items():
         if value != settings[name]:
-            raise InputError(f"the blocks differ in {name}: {value} and {settings[name]}")
+            raise InputError(
+                f"the blocks differ in {name}: {value} and {settings[name]}"
+            )
     reach = max(first.places.shape[1], second.places.shape[1])
-    pairs = {**_matched(_heads(first, reach), _heads(second, reach)),
-             **_matched(_units(first), _units(second))}  # fmt: skip
+    pairs = {
+        **_matched(_heads(first, reach), _heads(second, reach)),
+        **_matched(_units(first), _units(second)),
+    }
     pairs |= {name: (getattr(first, name), getattr(second, name)) for name in "bcDEew"}
     sizes = {
         name: max(float(part.abs().max()) for part in pair) or 1.0
-        for name, pair in pairs.items() if pair[0].numel()
-    }  # fmt: skip
+        for name, pair in pairs.items()
+        if pair[0].numel()
+    }
     # A bias may be 0: its errors are relative to the matrix it belongs to.
     beside = {"qK": "QK", "a": "A", "g": "G", "b": "VO", "c": "C", "e": "E"}
     errors = {
@@ -232,7 +283,8 @@ def _compared(first: Block, second: Block) -> dict[str, float]:
         for name, size in sizes.items()
     }
     for name in ("epsilon", "epsilon_behind") if first.norm != "none" else ():
-        one, other = getattr(first, name), getattr(second, name)
+        one = getattr(first, name)
+        other = getattr(second, name)
         errors[name] = abs(one - other) / max(1.0, one, other)
     return errors
 
@@ -247,7 +299,9 @@ def difference_of_blocks(
     except InputError as error:
         return str(error)
     name = max(errors, key=lambda each: errors[each])
-    return "" if errors[name] <= tolerance else f"{name} differs by {errors[name]:.1e}, relatively"
+    if errors[name] <= tolerance:
+        return ""
+    return f"{name} differs by {errors[name]:.1e}, relatively"
 
 
 def _centred(rows: Tensor) -> Tensor:
@@ -258,12 +312,16 @@ def _matched(
     first: dict[str, Tensor], second: dict[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Pair the parts of heads, or of units, of two blocks: partners are those that differ least."""
-    exact = "donot_use_mm_for_euclid_dist"  # products of matrices would lose half of the digits
-    apart = torch.stack([
-        torch.cdist(part.flatten(1), second[name].flatten(1), compute_mode=exact)
-        / (float(part.abs().max()) or 1.0)
-        for name, part in first.items() if part.numel()
-    ])  # fmt: skip
+    # products of matrices would lose half of the digits
+    exact = "donot_use_mm_for_euclid_dist"
+    apart = torch.stack(
+        [
+            torch.cdist(part.flatten(1), second[name].flatten(1), compute_mode=exact)
+            / (float(part.abs().max()) or 1.0)
+            for name, part in first.items()
+            if part.numel()
+        ]
+    )
     _, partners = linear_sum_assignment(apart.sum(0).numpy())
     return {name: (part, second[name][partners]) for name, part in first.items()}
 
@@ -277,7 +335,8 @@ def _heads(block: Block, reach: int) -> dict[str, Tensor]:
     """Return what shows of each head, with a bias of positions at `reach` distances."""
     shared = len(block.Q) // len(block.K)
     K, V, turns = (
-        part.repeat_interleave(shared, 0) for part in (block.K, block.V, block.frequencies)
+        part.repeat_interleave(shared, 0)
+        for part in (block.K, block.V, block.frequencies)
     )
     keys = [K]
     if bool(turns.any()):
@@ -289,5 +348,7 @@ def _heads(block: Block, reach: int) -> dict[str, Tensor]:
     }
     if len(block.places):
         last = block.places.shape[1] - 1
-        parts["places"] = block.places[:, torch.arange(reach).clamp(max=last)].softmax(1)
+        parts["places"] = block.places[:, torch.arange(reach).clamp(max=last)].softmax(
+            1
+        )
     return parts

@@ -11,10 +11,10 @@ The attacker knows the defence, but not the weights (`Adapted`):
     refuses unusual inputs            sends ordinary ones (ordinary_questions.py)
     answers only one odd length       sends ordinary ones (ordinary_questions.py)
 
-The errors of the attacker's copy and of the server's own answers are measured on one set of
-queries, against the answers of the bare target. If the copy's error is smaller, the attacker has a
-better server than its clients. `keyhole audit --against-defences` and `keyhole lab defences` run
-this.
+The errors of the attacker's copy and of the server's own answers are measured on one
+set of queries, against the answers of the bare target. If the copy's error is smaller,
+the attacker has a better server than its clients. `keyhole audit --against-defences`
+and `keyhole lab defences` run this.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ from keyhole.oracle.defences import Degradation, Wrapper
 from keyhole.oracle.http import Refused
 from keyhole.oracle.protocol import Counted, Oracle, ask
 
-_INSIDE = 1 - 1e-9  # share of a bound on norms that tokens use, so that rounding does not exceed it
+_INSIDE = (
+    1 - 1e-9
+)  # share of a bound on norms that tokens use, so that rounding does not exceed it
 _LABELS = 1e-4  # the accuracy to which weights are bisected
 _USELESS = 0.1  # relative error from which a copy is of no use, whatever clients get
 _SAME = 1e-8  # relative error up to which a copy counts as the target
@@ -53,7 +55,8 @@ _SAME = 1e-8  # relative error up to which a copy counts as the target
 class Adapted:
     """The attack on one head behind a known `change`: a method, and whether tokens are copied.
 
-    If answers are inexact, it sends `repeats` times as many queries as there are unknowns.
+    If answers are inexact, it sends `repeats` times as many queries as there are
+    unknowns.
     """
 
     change: Degradation
@@ -78,42 +81,57 @@ class Adapted:
 
     @property
     def method(self) -> Method:
-        change, error, seed = self.change, self.answer_error, self.seed
+        change = self.change
+        error = self.answer_error
+        seed = self.seed
         least = change.min_tokens or 1
-        pair = 2 * math.ceil(least / 2)  # the length of a pair repeated until it is long enough
+        pair = 2 * math.ceil(
+            least / 2
+        )  # the length of a pair repeated until it is long enough
         ordinary = change.usual_norm is not None or pair > (change.max_tokens or pair)
         if ordinary and change.sign_only:
             return OrdinaryLabels(change.usual_norm, least, seed=seed)
         if change.sign_only:
             return SignOnly(accuracy=_LABELS, seed=seed)
         if ordinary or (change.max_norm is not None and not error):
-            longest = None if change.max_norm is None else _INSIDE * change.max_norm / LONG
+            if change.max_norm is None:
+                longest = None
+            else:
+                longest = _INSIDE * change.max_norm / LONG
             norms = [norm for norm in (change.usual_norm, longest) if norm is not None]
             oversampling = self.repeats / 2 if error else 1.5
             norm = min(norms, default=None)
             return OrdinaryQuestions(norm, least, error, oversampling, seed)
         if error:
-            return Tolerant(error, max_norm=change.max_norm, repeats=self.repeats, seed=seed)
+            return Tolerant(
+                error, max_norm=change.max_norm, repeats=self.repeats, seed=seed
+            )
         return SingleHead(seed=seed)
 
     @property
     def _copies(self) -> bool:
         """Whether tokens are copied until a sequence is long enough."""
-        limited = self.change.min_tokens is not None or self.change.max_tokens is not None
+        limited = (
+            self.change.min_tokens is not None or self.change.max_tokens is not None
+        )
         return limited and not isinstance(self.method, OrdinaryQuestions)
 
 
 class Copied(Wrapper):
     """Sends shorter sequences to a server that takes `min_tokens` to `max_tokens` tokens.
 
-    Repeating a whole sequence does not change a head's answer: c copies of a token share the
-    attention that one had. This assumes that the target does not add positions to its inputs.
+    Repeating a whole sequence does not change a head's answer: c copies of a token
+    share the attention that one had. This assumes that the target does not add
+    positions to its inputs.
     """
 
-    def __init__(self, inner: Oracle, min_tokens: int, max_tokens: int | None = None) -> None:
+    def __init__(
+        self, inner: Oracle, min_tokens: int, max_tokens: int | None = None
+    ) -> None:
         expect_count("min_tokens", min_tokens)
         super().__init__(inner)  # answers do not change, and neither does the identity
-        self._min, self._max = min_tokens, max_tokens
+        self._min = min_tokens
+        self._max = max_tokens
 
     def __call__(self, sequences: Tensor) -> Tensor:
         length = sequences.shape[1]
@@ -127,7 +145,11 @@ class Copied(Wrapper):
 
 
 def try_defence(
-    trial: Trial, target: Oracle, client: HonestClient, seed: int, progress: Progress = silent
+    trial: Trial,
+    target: Oracle,
+    client: HonestClient,
+    seed: int,
+    progress: Progress = silent,
 ) -> Tried:
     """Attack the target behind one defence, and measure both the copy and the service."""
     change = trial.change
@@ -154,14 +176,17 @@ def try_defence(
 def _verdict(status: Status, error: float | None, honest: float) -> Status:
     """Return the status by the copy's error on queries that the attack never saw.
 
-    A copy that is better than what honest clients get counts too, unless both are useless.
+    A copy that is better than what honest clients get counts too, unless both are
+    useless.
     """
     if error is None:
         untried = status in (Status.ORACLE_FAILED, Status.NOT_APPLICABLE)
         return status if untried else Status.UNSOLVED
     if error <= _SAME:
         return Status.RECOVERED
-    return Status.INEXACT if error <= NEARLY or error <= min(honest, _USELESS) else Status.UNSOLVED
+    if error <= NEARLY or error <= min(honest, _USELESS):
+        return Status.INEXACT
+    return Status.UNSOLVED
 
 
 def _setting(trial: Trial, dim: int) -> str:
@@ -215,20 +240,27 @@ def trials(dim: int, seed: int = 0) -> list[Trial]:
     """Return one defence of each kind, alone and combined, for scores of about 1."""
     norm = usual_norm_of(dim)
     none = Degradation(seed=seed)
-    bounded, usual = replace(none, max_norm=norm), replace(none, usual_norm=norm)
+    bounded = replace(none, max_norm=norm)
+    usual = replace(none, usual_norm=norm)
     return [
         Trial("no defence", none),
         Trial("rounding", replace(none, decimals=2)),
         Trial("rounding, norms clipped", replace(bounded, decimals=2)),
-        Trial("noise, the same for a question, norms clipped", replace(bounded, noise=0.01)),
-        Trial("noise, anew each time, norms clipped", replace(bounded, fresh_noise=0.01)),
+        Trial(
+            "noise, the same for a question, norms clipped",
+            replace(bounded, noise=0.01),
+        ),
+        Trial(
+            "noise, anew each time, norms clipped", replace(bounded, fresh_noise=0.01)
+        ),
         Trial("label only", replace(none, sign_only=True)),
         Trial("norms clipped", bounded),
         Trial("short sequences refused", replace(none, min_tokens=3)),
         Trial("unusual inputs refused", usual),
         Trial("short and unusual inputs refused", replace(usual, min_tokens=3)),
         Trial(
-            "short and unusual inputs refused, rounding", replace(usual, min_tokens=3, decimals=2)
+            "short and unusual inputs refused, rounding",
+            replace(usual, min_tokens=3, decimals=2),
         ),
         Trial(
             "short and unusual inputs refused, label only",
@@ -269,10 +301,14 @@ class HonestClient:
         for length in _LENGTHS:
             shape = (_EACH, length, target.dim)
             tokens = torch.randn(shape, generator=stream, dtype=torch.float64)
-            sizes = _SPREAD * torch.randn(*shape[:2], 1, generator=stream, dtype=torch.float64)
+            sizes = _SPREAD * torch.randn(
+                *shape[:2], 1, generator=stream, dtype=torch.float64
+            )
             tokens = torch.nn.functional.normalize(tokens, dim=-1)
             questions.append(norm * sizes.exp() * tokens)
-        return cls(tuple(questions), torch.cat([ask(target, part) for part in questions]))
+        return cls(
+            tuple(questions), torch.cat([ask(target, part) for part in questions])
+        )
 
     def served(self, defended: Oracle, labels: bool = False) -> Service:
         """Measure a server's answers; a refused one counts as 0."""

@@ -1,11 +1,12 @@
 """The domain of a model: the lengths and norms up to which it agrees with the target.
 
-A judge that asks only short sequences of ordinary tokens would call a head recovered although its
-attention ends after eight tokens, or its server clips long ones. So a model that passed is tested
-further out: on sequences of up to 64 tokens, on tokens a hundred times shorter and longer, on
-repeated tokens, and on combinations. Its claim is limited to the domain in which it agrees. If the
-target answers differently beyond, that is an outcome of its own; a target that refuses a query (one
-with a limit on lengths, say) ends the domain without contradicting the model.
+A judge that asks only short sequences of ordinary tokens would call a head recovered
+although its attention ends after eight tokens, or its server clips long ones. So a
+model that passed is tested further out: on sequences of up to 64 tokens, on tokens a
+hundred times shorter and longer, on repeated tokens, and on combinations. Its claim is
+limited to the domain in which it agrees. If the target answers differently beyond, that
+is an outcome of its own; a target that refuses a query (one with a limit on lengths,
+say) ends the domain without contradicting the model.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError
 from keyhole.extract.arithmetic import within_own_error
-from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError, ask, finite
+from keyhole.oracle.protocol import (
+    BudgetExhausted,
+    Counted,
+    Oracle,
+    OracleError,
+    ask,
+    finite,
+)
 
 _STREAM = 0x444F4D41  # makes these queries differ from those of every attack
 _LONGER = (16, 32, 64)
@@ -33,11 +41,17 @@ _EACH = 2
 _HALVINGS = 5  # of tokens whose scores a sigmoid or tanh hides
 
 _COARSE = 0.1  # relative error of a model above which a comparison means nothing
-_FAINT = 1e-6  # answers smaller than this, relative to the tokens' size, may be all rounding
+_FAINT = (
+    1e-6  # answers smaller than this, relative to the tokens' size, may be all rounding
+)
 
 CHANGED = "had other answers: the target changes, or answers at random"
-Agrees = Callable[[Tensor, Tensor, float], bool]  # the model's answers, the target's, an error
-Same = Callable[[Tensor, Tensor, Tensor, float], bool]  # the same, with the questions first
+Agrees = Callable[
+    [Tensor, Tensor, float], bool
+]  # the model's answers, the target's, an error
+Same = Callable[
+    [Tensor, Tensor, Tensor, float], bool
+]  # the same, with the questions first
 
 
 def within(given: Tensor, answers: Tensor, allowed: float) -> bool:
@@ -58,7 +72,8 @@ class Domain:
         """Return the domain that sequences (b, n, d) and their answers cover."""
         norms = [torch.linalg.vector_norm(part, dim=-1) for part in questions]
         lengths = [part.shape[1] for part in questions]
-        low, high = min(float(n.min()) for n in norms), max(float(n.max()) for n in norms)
+        low = min(float(n.min()) for n in norms)
+        high = max(float(n.max()) for n in norms)
         largest = max((float(part.abs().max()) for part in answers), default=0.0)
         return cls((min(lengths), max(lengths)), (low, high), largest)
 
@@ -69,7 +84,8 @@ class Domain:
         return Domain((min(low), max(high)), (min(least), max(most)), largest)
 
     def __str__(self) -> str:
-        (short, long), (low, high) = self.lengths, self.norms
+        (short, long) = self.lengths
+        (low, high) = self.norms
         tokens = f"{short} to {long} tokens" if long > short else f"{short} token"
         return f"{tokens} of norm {low:.2g} to {high:.2g}, answers up to {self.largest:.2g}"
 
@@ -94,8 +110,8 @@ def within_reach(oracle: Oracle, sequences: Tensor) -> tuple[Tensor, Tensor]:
 class Explorer:
     """Tests a model beyond the domain in which it is known to agree.
 
-    `error` is the model's own relative error for tokens of ordinary size; `max_norm` is the largest
-    norm of a token that the target is known to accept.
+    `error` is the model's own relative error for tokens of ordinary size; `max_norm` is
+    the largest norm of a token that the target is known to accept.
     """
 
     oracle: Oracle
@@ -111,14 +127,18 @@ class Explorer:
     def explore(self, known: Domain) -> tuple[Domain, bool]:
         """Return the domain in which the model agrees, and whether the target differs beyond it.
 
-        The domain is grown from `known`; if that has one length, only other norms are tested.
+        The domain is grown from `known`; if that has one length, only other norms are
+        tested.
         """
         several = known.lengths[1] > 1
-        domain, differs = known, False
+        domain = known
+        differs = False
         if several:
             agrees, _ = self._ask(known.lengths[1], 1.0, repeats=True)
             differs |= agrees is False
-        ways: list[list[tuple[int, float]]] = [[(length, 1.0) for length in _LONGER if several]]
+        ways: list[list[tuple[int, float]]] = [
+            [(length, 1.0) for length in _LONGER if several]
+        ]
         for factors in _FACTORS:
             lengths = _LENGTHS if several else (1,)
             ways.append([(length, factor) for factor in factors for length in lengths])
@@ -143,11 +163,14 @@ class Explorer:
     ) -> tuple[bool | None, Domain]:
         """Return whether both agree on tokens of norm about `factor` and `factor·√d`, or None.
 
-        None means that there is no answer. An error of W has a larger effect on longer tokens,
-        since scores grow with the square: if it may be too large, nothing is asked.
+        None means that there is no answer. An error of W has a larger effect on longer
+        tokens, since scores grow with the square: if it may be too large, nothing is
+        asked.
         """
         dim = self.oracle.dim
-        sequences = torch.randn(2, _EACH, length, dim, generator=self._stream, dtype=torch.float64)
+        sequences = torch.randn(
+            2, _EACH, length, dim, generator=self._stream, dtype=torch.float64
+        )
         sequences[0] /= math.sqrt(dim)
         sequences = factor * sequences.flatten(0, 1)
         if repeats:
@@ -155,7 +178,8 @@ class Explorer:
         norms = torch.linalg.vector_norm(sequences, dim=-1, keepdim=True)
         # In spite of rounding, no token is longer than the target accepts.
         sequences = sequences * (self.max_norm * (1 - 1e-12) / norms).clamp(max=1.0)
-        domain, error = Domain.of([sequences]), self.error * max(1.0, factor**2)
+        domain = Domain.of([sequences])
+        error = self.error * max(1.0, factor**2)
         if error > _COARSE:
             return None, domain
         try:
@@ -166,7 +190,9 @@ class Explorer:
             given = ask(self.model, sequences)
         except OracleError:
             return False, domain
-        same = given.shape == answers.shape and self.same(sequences, given, answers, error)
+        same = given.shape == answers.shape and self.same(
+            sequences, given, answers, error
+        )
         return same, Domain.of([sequences], [answers])
 
 
@@ -196,13 +222,16 @@ class Witness:
         sizes = [float(answers.abs().max()) for _, answers in self.kept]
         norms = [Domain.of([sequences]).norms[1] for sequences, _ in self.kept]
         gain = max(
-            (size / norm for size, norm in zip(sizes, norms, strict=True) if norm), default=0
+            (size / norm for size, norm in zip(sizes, norms, strict=True) if norm),
+            default=0,
         )
         with suppress(BudgetExhausted, OracleError, InputError):
             for (sequences, answers), norm in zip(self.kept, norms, strict=True):
                 now = ask(self.inner, sequences)
                 largest = max(float(now.abs().max()), float(answers.abs().max()))
-                if largest <= _FAINT * gain * norm:  # answers that cancel may be all rounding
+                if (
+                    largest <= _FAINT * gain * norm
+                ):  # answers that cancel may be all rounding
                     continue
                 changed += now.shape != answers.shape or not (
                     agrees(now, answers, error)

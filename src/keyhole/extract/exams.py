@@ -1,9 +1,9 @@
 """Exams for answers that are signs or inexact, and tests of what a proof about them assumes.
 
-A proof assumes that every answer is within ±τ, or that every sign is right. To test that, queries
-are repeated in an equivalent form: a sequence repeated two and three times, or, where only signs
-count, a token twice as long. A head gives the same answer to both, and an oracle that changes its
-answers at random, or by the query, does not.
+A proof assumes that every answer is within ±τ, or that every sign is right. To test
+that, queries are repeated in an equivalent form: a sequence repeated two and three
+times, or, where only signs count, a token twice as long. A head gives the same answer
+to both, and an oracle that changes its answers at random, or by the query, does not.
 """
 
 from __future__ import annotations
@@ -22,18 +22,29 @@ from keyhole.extract.domain import Domain
 from keyhole.extract.extraction import Check, Step
 from keyhole.extract.gauss_newton import Pairs, SingleTokens
 from keyhole.extract.halfspace import signs
-from keyhole.extract.judge import LENGTHS, NEARLY, PER_KIND, Exam, Method, differences, verdict
+from keyhole.extract.judge import (
+    LENGTHS,
+    NEARLY,
+    PER_KIND,
+    Exam,
+    Method,
+    differences,
+    verdict,
+)
 from keyhole.oracle.defences import SignOnly
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import Oracle, OracleError, ask
 
 _STREAM = 0x4558414D  # so that the exam has other queries than any attack
 _COARSEST = 0.1  # the first level: a model whose signs are wrong there is refuted
-_CHOICE = 4  # lines drawn for each one used: those with the largest answers at their ends are used
+# lines drawn for each one used: those with the largest answers at their ends are used
+_CHOICE = 4
 _HALVINGS = 60  # of a line
 
 
-def _draw(size: float, length: int, count: int, dim: int, stream: torch.Generator) -> Tensor:
+def _draw(
+    size: float, length: int, count: int, dim: int, stream: torch.Generator
+) -> Tensor:
     """Return random sequences (count, length, dim) of tokens of norm about `size`·√d."""
     return size * torch.randn(count, length, dim, generator=stream, dtype=torch.float64)
 
@@ -42,11 +53,12 @@ def _draw(size: float, length: int, count: int, dim: int, stream: torch.Generato
 class SignExam(Exam):
     """Queries near the decision boundary of one model, equally many at each of the `levels`.
 
-    Random queries show little about a model whose sign is nearly always right. So each query is
-    moved along a line to where the *model* answers ±m, for levels m = 0.1, 0.01, …, relative to the
-    answers at the ends of the line. An oracle whose answer there has another sign differs from the
-    model by more than m: one such query refutes the model at that level. The queries depend on the
-    model, but the attack never sees them.
+    Random queries show little about a model whose sign is nearly always right. So each
+    query is moved along a line to where the *model* answers ±m, for levels m = 0.1,
+    0.01, …, relative to the answers at the ends of the line. An oracle whose answer
+    there has another sign differs from the model by more than m: one such query refutes
+    the model at that level. The queries depend on the model, but the attack never sees
+    them.
     """
 
     levels: tuple[float, ...]
@@ -61,7 +73,10 @@ class SignExam(Exam):
         sizes = 1 / math.sqrt(oracle.dim), 1.0
         for length in LENGTHS:
             shape = (length, _CHOICE * PER_KIND, oracle.dim)
-            lines = [(_draw(size, *shape, stream), _draw(size, *shape, stream)) for size in sizes]
+            lines = [
+                (_draw(size, *shape, stream), _draw(size, *shape, stream))
+                for size in sizes
+            ]
             try:
                 questions = _near_zero(step.model, lines, levels, stream).flatten(0, 1)
             except OracleError as error:  # of the model: the oracle is asked below
@@ -78,21 +93,29 @@ class SignExam(Exam):
         for questions, answers in self.sets:
             right = differences(sign, questions, answers) == 0
             right = right.unflatten(0, (len(self.levels), -1))
-            agreeing = right.long().cumprod(0).sum(0)  # levels before the first wrong sign
+            agreeing = (
+                right.long().cumprod(0).sum(0)
+            )  # levels before the first wrong sign
             errors.append(bounds[agreeing])
         return self.check(errors)
 
     def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
         """Return whether the signs agree wherever `given`, the model's answer, is clear of zero."""
-        if bool(((given == 0) | (given == 1)).all()):  # signs: earlier answers of the target itself
+        if bool(
+            ((given == 0) | (given == 1)).all()
+        ):  # signs: earlier answers of the target itself
             return bool((given == answers).all())
         clear = given.abs() > max(allowed, NEARLY) * given.abs().max()
         return bool(((given > 0) == (answers > 0))[clear].all())
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
-        # If every entry of W may be off by the guarantee, scores of long tokens may be off by
-        # guarantee · d, and answers, which are small differences of values, by several times that.
-        possible = 0.0 if step.guarantee is None else 10 * step.guarantee * step.model.dim
+        # If every entry of W may be off by the guarantee, scores of long tokens may be
+        # off by guarantee · d, and answers, which are small differences of values, by
+        # several times that.
+        if step.guarantee is None:
+            possible = 0.0
+        else:
+            possible = 10 * step.guarantee * step.model.dim
         if check.worst > _COARSEST and possible > _COARSEST:
             return Status.UNVERIFIED, (
                 f"W is only known to ±{step.guarantee:.1e}, too little to be refuted by signs"
@@ -134,7 +157,8 @@ def _near_zero(
     shape = (len(levels), len(size))
     sides = torch.randint(0, 2, shape, generator=stream).double() * 2 - 1
     wanted = sides * torch.tensor(levels, dtype=torch.float64)[:, None] * size
-    low, high = torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64)
+    low = torch.zeros(shape, dtype=torch.float64)
+    high = torch.ones(shape, dtype=torch.float64)
 
     def at(place: Tensor) -> Tensor:
         return torch.lerp(start, end, place[..., None, None])
@@ -143,16 +167,21 @@ def _near_zero(
         middle = (low + high) / 2
         value = ask(model, at(middle).flatten(0, 1)).reshape(shape)
         before = (value < wanted) == rising
-        low, high = torch.where(before, middle, low), torch.where(before, high, middle)
+        low = torch.where(before, middle, low)
+        high = torch.where(before, high, middle)
     return at((low + high) / 2)
 
 
-def _longest_reach(model: Oracle, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _longest_reach(
+    model: Oracle, start: Tensor, end: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Choose the lines whose smaller answer at an end is largest; return their ends and it.
 
-    A head is an odd function, so if both ends have the same sign, one of them is negated.
+    A head is an odd function, so if both ends have the same sign, one of them is
+    negated.
     """
-    first, last = ask(model, start), ask(model, end)
+    first = ask(model, start)
+    last = ask(model, end)
     end = torch.where((first * last > 0)[:, None, None], -end, end)
     size = torch.minimum(first.abs(), last.abs())
     best = size.argsort(descending=True)[:PER_KIND]
@@ -163,9 +192,9 @@ def _longest_reach(model: Oracle, start: Tensor, end: Tensor) -> tuple[Tensor, T
 class AmplifiedExam(Exam):
     """Queries whose answers are known to ±τ: in `sets`, ordinary and amplified ones take turns.
 
-    Ordinary answers, which may be off by τ, can only refute a model. Amplified queries have long
-    keys and a short last token, which leaves the attention as it is and makes the answers large
-    next to τ.
+    Ordinary answers, which may be off by τ, can only refute a model. Amplified queries
+    have long keys and a short last token, which leaves the attention as it is and makes
+    the answers large next to τ.
     """
 
     tolerance: float  # τ
@@ -178,11 +207,20 @@ class AmplifiedExam(Exam):
 
     @classmethod
     def amplified(
-        cls, oracle: Oracle, seed: int, tolerance: float, reach: float, max_norm: float | None
+        cls,
+        oracle: Oracle,
+        seed: int,
+        tolerance: float,
+        reach: float,
+        max_norm: float | None,
     ) -> AmplifiedExam:
         """Draw the exam; amplified tokens have norm `reach`, and all have at most `max_norm`."""
         stream = torch.Generator().manual_seed(seed ^ _STREAM)
-        limit = math.inf if max_norm is None else max_norm * (1 - 1e-12)  # less rounding
+        # less rounding
+        if max_norm is None:
+            limit = math.inf
+        else:
+            limit = max_norm * (1 - 1e-12)
         sets: list[tuple[Tensor, Tensor]] = []
         for length in LENGTHS:
             for size, amplified in ((1 / math.sqrt(oracle.dim), False), (1.0, True)):
@@ -191,7 +229,9 @@ class AmplifiedExam(Exam):
                 gain = reach / largest if amplified else min(1.0, limit / largest)
                 sequences[:, :-1] *= gain
                 # A single token has no attention to preserve, so it is made longer too.
-                sequences[:, -1] *= gain if length == 1 else min(1 / gain, limit / largest)
+                sequences[:, -1] *= (
+                    gain if length == 1 else min(1 / gain, limit / largest)
+                )
                 sets.append((sequences, ask(oracle, sequences)))
         return cls(tuple(sets), tolerance=tolerance, limit=limit)
 
@@ -213,10 +253,11 @@ class AmplifiedExam(Exam):
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
         """Return status and reason; errors that τ and the proved error of W explain are excused.
 
-        But if the proved error is half of W's largest entry or more, and may change a score of the
-        longest tokens by 1, the answers have shown nothing of W.
+        But if the proved error is half of W's largest entry or more, and may change a
+        score of the longest tokens by 1, the answers have shown nothing of W.
         """
-        model, error = step.model, step.guarantee
+        model = step.model
+        error = step.guarantee
         if check.worst <= NEARLY or error is None or not isinstance(model, Head):
             return verdict(check, accepted)
         max_norm = min(self.limit, math.sqrt(model.dim))
@@ -230,11 +271,13 @@ class AmplifiedExam(Exam):
     def explained(self, step: Step, sequences: Tensor, answers: Tensor) -> bool:
         """Return whether τ and the proved errors can cause the whole difference.
 
-        An entrywise error e of W changes a score by s ≤ e·‖x_i‖₁‖x_N‖₁ at most. Scores that change
-        by s move tanh(s/2) of the attention, and so an answer by up to that share of the spread of
-        the values, 2·max|vᵀx_i|.
+        An entrywise error e of W changes a score by s ≤ e·‖x_i‖₁‖x_N‖₁ at most. Scores
+        that change by s move tanh(s/2) of the attention, and so an answer by up to that
+        share of the spread of the values, 2·max|vᵀx_i|.
         """
-        model, error, error_v = step.model, step.guarantee, step.guarantee_v
+        model = step.model
+        error = step.guarantee
+        error_v = step.guarantee_v
         if not isinstance(model, Head) or error is None or error_v is None:
             return False
         sizes = sequences.abs().sum(-1)
@@ -250,17 +293,26 @@ class AmplifiedExam(Exam):
 
 _COPIES = (2, 3)  # copies of a sequence: each token keeps its attention
 _FACTORS = (0.5, 2.0)  # factors on a token: its score keeps its sign, without rounding
-_ARRANGEMENTS = ([0, 0, 1, 1], [1, 0, 0, 1])  # of a pair: each token keeps its attention
+_ARRANGEMENTS = (
+    [0, 0, 1, 1],
+    [1, 0, 0, 1],
+)  # of a pair: each token keeps its attention
 
 
 def asked_again(
-    oracle: Oracle, asked: Sequence[SingleTokens | Pairs], tolerance: float, precision: float
+    oracle: Oracle,
+    asked: Sequence[SingleTokens | Pairs],
+    tolerance: float,
+    precision: float,
 ) -> tuple[int, int]:
     """Return how many repeated answers contradict ±τ, and how many were repeated.
 
-    Two answers that are more than 2τ (and rounding) apart cannot both be within τ of one truth.
+    Two answers that are more than 2τ (and rounding) apart cannot both be within τ of
+    one truth.
     """
-    dim, against, count = oracle.dim, 0, 0
+    dim = oracle.dim
+    against = 0
+    count = 0
     size = batch_rows(2 * max(_COPIES), dim)
     for part in asked:
         rounding = (4 * dim + 16) * precision * part.answers.abs().max()
@@ -277,7 +329,9 @@ def labels_again(
     oracle: Oracle, tokens: Tensor, positive: Tensor, pairs: Tensor, above: Tensor
 ) -> tuple[int, int]:
     """Return how many labels of tokens (m, d) and pairs (k, 2, d) change, and of how many."""
-    single_tokens = [signs(oracle, factor * tokens.unsqueeze(1)) != positive for factor in _FACTORS]
+    single_tokens = [
+        signs(oracle, factor * tokens.unsqueeze(1)) != positive for factor in _FACTORS
+    ]
     doubles = [signs(oracle, pairs[:, order]) != above for order in _ARRANGEMENTS]
     differ = torch.cat([*single_tokens, *doubles])
     return int(differ.sum()), len(differ)

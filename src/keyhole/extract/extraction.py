@@ -26,7 +26,8 @@ def setting(default: Any, about: str) -> Any:
 class Check:
     """The judge's measurement on fresh queries, relative to the largest answer of their kind.
 
-    `queries` are all that the judge sent; of these, a ledger answered `remembered` at no cost.
+    `queries` are all that the judge sent; of these, a ledger answered `remembered` at
+    no cost.
     """
 
     worst: float
@@ -39,8 +40,8 @@ class Check:
 class Statement:
     """What a theorem states in advance: how exact, with how many queries, under which conditions.
 
-    `accuracy` bounds ‖Ŵ − W‖_F and ‖v̂ − v‖. The `guarantee` of an extraction is about single
-    entries, and follows from the answers.
+    `accuracy` bounds ‖Ŵ − W‖_F and ‖v̂ − v‖. The `guarantee` of an extraction is about
+    single entries, and follows from the answers.
     """
 
     theorem: str
@@ -64,7 +65,8 @@ class Extraction(Result):
     - `lower_bound`: the number of unknowns over the numbers in an answer, below which no attack can
       work. While the rank is not known it is an upper estimate, or None.
     - `known`: the share of the unknowns that the answers determine, if the target is what the
-      method assumes; 0 if the answers contradict that, or if the unknowns cannot be counted.
+      method assumes; 0 if the answers contradict that, or if the unknowns cannot be
+      counted.
     - `trace`: (queries, worst fresh-query error) along the way.
     - `domain`: where the model was tried and agrees: lengths of sequences, norms of tokens.
     - `guarantee` and `guarantee_v`: bounds on the error of every entry of W and of v that the
@@ -140,8 +142,8 @@ class Step:
     - `known` of `unknowns` numbers are determined. While their number is not certain, `unknowns` is
       the largest possible one, or None.
     - `guarantee`, `guarantee_v`, `stated` and `layer` are as in Extraction. A guarantee holds if
-      what `assumed` says holds; `confirm` tests that with other queries, and returns how many
-      answers contradict it, of how many.
+      what `assumed` says holds; `confirm` tests that with other queries, and returns
+      how many answers contradict it, of how many.
     - `numbers` is how many numbers an answer has, so `unknowns / numbers` answers are the fewest.
     - `remark` is what was found besides the weights; it joins the reason of a judged result.
     - `uncertainty` returns the standard error of the model's answers (b,) to sequences (b, n, d),
@@ -169,22 +171,26 @@ class Step:
     @property
     def lower_bound(self) -> int | None:
         """The fewest answers that can be enough."""
-        return None if self.unknowns is None else math.ceil(self.unknowns / self.numbers)
+        if self.unknowns is None:
+            return None
+        return math.ceil(self.unknowns / self.numbers)
 
 
 @dataclass(frozen=True)
 class LastLayer:
     """The rank of a last layer's answers, the width that follows, and how exactly it is known.
 
-    `above` and `below` are the last singular value that counts and the first that does not. If
-    there is no cliff between them, `width` is None and `rank` a lower bound. `decimals` are the
-    digits that answers were rounded to, if they were. `tokens` of the `vocabulary` have their row
-    of the matrix. `stated` is the width that the server itself states.
+    `above` and `below` are the last singular value that counts and the first that does
+    not. If there is no cliff between them, `width` is None and `rank` a lower bound.
+    `decimals` are the digits that answers were rounded to, if they were. `tokens` of
+    the `vocabulary` have their row of the matrix. `stated` is the width that the server
+    itself states.
 
-    `rms` is the difference from the true matrix, if that was given, after the best linear map, and
-    `relative` is the same relative to the matrix. `tied` means that the matrix is also the table of
-    input embeddings. `ellipsoid` is the error of the answers on the final norm's ellipsoid, if the
-    matrix is known up to a rotation, and `no_rotation` is why it is not, if that was wanted.
+    `rms` is the difference from the true matrix, if that was given, after the best
+    linear map, and `relative` is the same relative to the matrix. `tied` means that the
+    matrix is also the table of input embeddings. `ellipsoid` is the error of the
+    answers on the final norm's ellipsoid, if the matrix is known up to a rotation, and
+    `no_rotation` is why it is not, if that was wanted.
     """
 
     rank: int
@@ -206,7 +212,10 @@ class LastLayer:
 
     def __str__(self) -> str:
         if self.width is None:
-            claimed = "" if self.stated is None else f", of {self.stated:,} that the server states"
+            if self.stated is None:
+                claimed = ""
+            else:
+                claimed = f", of {self.stated:,} that the server states"
             return f"{self.rank:,} directions or more{claimed}: no cliff yet"
         words = (
             f"width {self.width:,}: {self.rank:,} singular values down to {self.above:.1e}, "
@@ -228,14 +237,22 @@ class LastLayer:
                 f"; {self.rms:.1e} RMS from the true matrix after the best linear map, "
                 f"{self.relative:.1e} of its own"
             )
-        return words + ("; it is the table of input embeddings too" if self.tied else "")
+        return words + (
+            "; it is the table of input embeddings too" if self.tied else ""
+        )
 
     def _norm(self) -> str:
         """Return what the constant shows of the layer's biases; OutputMatrix.width says why."""
         rank = self.rank - self.blocks
-        blocks = f"; {self.blocks} of them from a matrix in blocks of 32" if self.blocks else ""
+        if self.blocks:
+            blocks = f"; {self.blocks} of them from a matrix in blocks of 32"
+        else:
+            blocks = ""
         if self.constant:
-            likely = "a LayerNorm with biases" if rank == self.width else "an output bias"
+            if rank == self.width:
+                likely = "a LayerNorm with biases"
+            else:
+                likely = "an output bias"
             return f"answers share a constant ({likely}){blocks}"
         likely = "an RMSNorm" if rank == self.width else "a LayerNorm without biases"
         return f"no constant, so no biases ({likely}){blocks}"

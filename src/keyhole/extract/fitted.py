@@ -1,16 +1,17 @@
 """Heads fitted to inexact answers by least squares (ours): several, with biases, behind a norm.
 
-The exact methods solve for one number at a time, at scales where everything else vanishes. Answers
-in float32 or less, or behind a sigmoid, are not exact enough for that. Here the weights are fitted
-to many answers of ordinary size. Fix the last token x, and put δ = n(y) − n(x), where n is a norm
-or the identity, and g_h = W_h n(x) + c_h. Then
+The exact methods solve for one number at a time, at scales where everything else
+vanishes. Answers in float32 or less, or behind a sigmoid, are not exact enough for
+that. Here the weights are fitted to many answers of ordinary size. Fix the last token
+x, and put δ = n(y) − n(x), where n is a norm or the identity, and g_h = W_h n(x) + c_h.
+Then
 
     φ(y) = f([y ; x]) − f([x]) = Σ_h σ(g_hᵀδ)·v_hᵀδ,                  u = Σ_h v_h,
     φ(y) − ½uᵀδ               = ½ Σ_h tanh(½g_hᵀδ)·v_hᵀδ.
 
-u is known from single tokens, f([x]) = b + uᵀn(x). The right side is the same for (g_h, v_h) and
-(−g_h, −v_h), so no fit fails because of a wrong sign; Σ_h v_h = u settles the signs afterwards. The
-stages:
+u is known from single tokens, f([x]) = b + uᵀn(x). The right side is the same for (g_h,
+v_h) and (−g_h, −v_h), so no fit fails because of a wrong sign; Σ_h v_h = u settles the
+signs afterwards. The stages:
 
     b and u                     linear least squares on single tokens
     g_h and v_h at one x        Levenberg–Marquardt, 2dH unknowns, several starts; H = 1, 2, …
@@ -18,17 +19,18 @@ stages:
     W_h and c_h                 linear least squares
     all of them                 Gauss–Newton on every answer
 
-H is the smallest number of heads that explains the answers within their own error (arithmetic.py),
-and fresh queries confirm it. c = 0 is tried first. This takes a few times as many queries as there
-are unknowns. A norm shows on one token: f([t·a]) hardly depends on t > 0, and where it does depends
-on the norm's ε.
+H is the smallest number of heads that explains the answers within their own error
+(arithmetic.py), and fresh queries confirm it. c = 0 is tried first. This takes a few
+times as many queries as there are unknowns. A norm shows on one token: f([t·a]) hardly
+depends on t > 0, and where it does depends on the norm's ε.
 
-If answers are off by up to ±τ (`answer_error`), they are amplified as in tolerant.py: y is made t
-times longer and x t times shorter, which leaves every gate as it is and divides the effect of τ by
-t. That is not possible with biases c or a norm, which f([tδ ; 0]) ≠ ½(f([tδ]) + f([0])) shows. If
-answers are coarse (bfloat16, or 3 decimals behind a sigmoid), their rounding error is known, and
-heads are added until only that error remains. The covariance of the fit tells the judge how far the
-model may be off (`uncertainty`).
+If answers are off by up to ±τ (`answer_error`), they are amplified as in tolerant.py: y
+is made t times longer and x t times shorter, which leaves every gate as it is and
+divides the effect of τ by t. That is not possible with biases c or a norm, which f([tδ
+; 0]) ≠ ½(f([tδ]) + f([0])) shows. If answers are coarse (bfloat16, or 3 decimals behind
+a sigmoid), their rounding error is known, and heads are added until only that error
+remains. The covariance of the fit tells the judge how far the model may be off
+(`uncertainty`).
 """
 
 from __future__ import annotations
@@ -52,26 +54,44 @@ from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.gauss_newton import refined, uncertainty
 from keyhole.extract.judge import NEARLY, Exam, Method
 from keyhole.oracle.links import Link, Undone
-from keyhole.oracle.planted import Attention, BiasedHeads, Head, MultiHead, OneLayer, Parametric
+from keyhole.oracle.planted import (
+    Attention,
+    BiasedHeads,
+    Head,
+    MultiHead,
+    OneLayer,
+    Parametric,
+)
 from keyhole.oracle.protocol import Oracle, OracleError, ask
 
 _EPSILON = torch.finfo(torch.float64).eps
-_SQUARES = 4.0 ** torch.arange(-6, 7, dtype=torch.float64)  # the s² that are tried for a scale
+_SQUARES = 4.0 ** torch.arange(
+    -6, 7, dtype=torch.float64
+)  # the s² that are tried for a scale
 _PAIRS = 16  # pairs that find a scale, and that measure the answers' own error
-_BLUR = 0.5  # a scale must show this share of the effect of the gates that the best scale shows,
+# a scale must show this share of the effect of the gates that the best scale shows,
+_BLUR = 0.5
 _PLENTY = 1e3  # or so many times the errors of the answers
 _OPEN = 0.2  # |α − ½| of gates that count as half open
-_EXPLAINED = 5.0  # root mean square residual, in units of the answers' own error, of a right model
+# root mean square residual, in units of the answers' own error, of a right model
+_EXPLAINED = 5.0
 _ROUNDED = 1.3  # the same for coarse answers, in units of their rounding error
 _COARSE = 1e-5  # answers with a larger relative error are coarse
 _MORE = 3  # factor on the number of random sequences if answers are coarse
 _BETTER = 0.7  # further heads must reduce the residuals to this share
-_AMPLE = 1e9  # tokens are made so many times longer than answers may be off, if that is possible
-_NONLINEAR = 30.0  # the same as `_EXPLAINED` for single tokens, beyond which no heads explain them
-_SETTLED = 0.35  # a model known to this share of an answer's rounding needs no more answers
-_TEMPERED = 1e-2  # least error that a first fit assumes, as a share of the answers' size
+# tokens are made so many times longer than answers may be off, if that is possible
+_AMPLE = 1e9
+# the same as `_EXPLAINED` for single tokens, beyond which no heads explain them
+_NONLINEAR = 30.0
+_SETTLED = (
+    0.35  # a model known to this share of an answer's rounding needs no more answers
+)
+_TEMPERED = (
+    1e-2  # least error that a first fit assumes, as a share of the answers' size
+)
 _LEAST = 0.3  # share of the tenth percentile of the errors that is the least error
-_UNEVEN = 100.0  # ratio of the largest error to the smallest beyond which errors count as uneven
+# ratio of the largest error to the smallest beyond which errors count as uneven
+_UNEVEN = 100.0
 _STEPS = 150
 _STALLED = 15  # steps within which the loss of some start has to fall by a fifth
 _BATCH = 4096
@@ -125,7 +145,9 @@ class Fitted(Method):
         if gain == 1:
             return gain
         try:
-            single = ask(oracle, torch.stack([0 * a, gain * a, 2 * gain * a]).unsqueeze(1))
+            single = ask(
+                oracle, torch.stack([0 * a, gain * a, 2 * gain * a]).unsqueeze(1)
+            )
             pair = ask(oracle, torch.stack([gain * a, 0 * a]).unsqueeze(0))
         except (OracleError, InputError):
             return 1.0
@@ -146,7 +168,8 @@ class Fitted(Method):
         counts = range(1, most + 1) if self.heads is None else (self.heads,)
         best, miss, least = self._search(field, counts)
         if best is None or miss > 2 * field.possible:
-            # A fit of one head cannot end in a local minimum, so its failure is a proof.
+            # A fit of one head cannot end in a local minimum, so its failure is a
+            # proof.
             refuted = self.heads == 1 and least > field.possible
             raise Unsuccessful(
                 Status.MISMATCH if refuted else Status.UNVERIFIED,
@@ -156,19 +179,26 @@ class Fitted(Method):
         error = torch.cat([error for _, _, error in field.asked]).median()
         model, remark = _simplest(best, float(error))
         if len(best.v) > 1:
-            remark = "; ".join(filter(None, (f"{len(best.v)} heads explain the answers", remark)))
-        free = tuple(name for name in ("W", "v", "c", "b") if name != "c" or bool(best.c.any()))
+            remark = "; ".join(
+                filter(None, (f"{len(best.v)} heads explain the answers", remark))
+            )
+        free = tuple(
+            name for name in ("W", "v", "c", "b") if name != "c" or bool(best.c.any())
+        )
         uncertain = None
         if best.unknowns <= UNKNOWNS:
             uncertain = uncertainty(best, free, field.asked)
-        yield Step(model, model.unknowns, model.unknowns, remark=remark, uncertainty=uncertain)
+        yield Step(
+            model, model.unknowns, model.unknowns, remark=remark, uncertainty=uncertain
+        )
 
     def _search(
         self, field: _NearField, counts: Sequence[int]
     ) -> tuple[BiasedHeads | None, float, float]:
         """Return the best model of any number of heads, its misfit, and the least at one token."""
         fits: dict[int, tuple[Tensor, Tensor, float]] = {}
-        miss, best = math.inf, None
+        miss = math.inf
+        best = None
 
         def try_everywhere(heads: int) -> None:
             """Extend the fit at one token to all tokens, and keep the model if it is better."""
@@ -178,7 +208,8 @@ class Fitted(Method):
                 if (known := field.further_tokens(g, v)) is not None:
                     model, missed = self._fitted(field, *known, v)
                     if best is None or missed < _BETTER * miss:
-                        miss, best = missed, model
+                        miss = missed
+                        best = model
                 if miss <= field.enough or not field.coarse:
                     break
 
@@ -192,31 +223,42 @@ class Fitted(Method):
                 field.expect_steady()  # before the long search for more heads
         least = min(at_one for _, _, at_one in fits.values())
         if best is None and least <= field.possible:
-            try_everywhere(next(heads for heads, fit in fits.items() if fit[2] <= 2 * least))
+            try_everywhere(
+                next(heads for heads, fit in fits.items() if fit[2] <= 2 * least)
+            )
         return best, miss, least
 
     def _fitted(
         self, field: _NearField, x: Tensor, g: Tensor, v: Tensor
     ) -> tuple[BiasedHeads, float]:
         """Fit W and c to g (tokens, H, d) at tokens x, then everything; return model and misfit."""
-        b, norm, dim = field.b, field.norm, field.oracle.dim
-        n, ones = norm.applied(x), torch.ones(len(x), 1, dtype=torch.float64)
-        values, heads = g.flatten(1), len(v)
+        b = field.b
+        norm = field.norm
+        dim = field.oracle.dim
+        n = norm.applied(x)
+        ones = torch.ones(len(x), 1, dtype=torch.float64)
+        values = g.flatten(1)
+        heads = len(v)
         plain = least_squares(n, values).unflatten(1, (heads, dim))
-        biased = least_squares(torch.cat([n, ones], 1), values).unflatten(1, (heads, dim))
+        biased = least_squares(torch.cat([n, ones], 1), values).unflatten(
+            1, (heads, dim)
+        )
         zero = torch.zeros_like(v)
         candidates = [
             (("W", "v", "b"), plain, zero),
             (("W", "v", "c", "b"), biased[:-1], biased[-1]),
         ]
-        near, count = list(field.asked), self.oversampling / 2 * heads * (dim + 1) * dim
+        near = list(field.asked)
+        count = self.oversampling / 2 * heads * (dim + 1) * dim
         field.ask_at_large(math.ceil((_MORE if field.coarse else 1) * count))
         models: list[BiasedHeads] = []
         for free, Wt, c in candidates[norm.normed :]:
             W = Wt.permute(1, 2, 0).contiguous()
             model = BiasedHeads(W, v, c, b, norm.normed, norm.centred, norm.epsilon)
             if model.unknowns <= UNKNOWNS:
-                if field.uneven:  # first the answers near x, then all, with larger errors assumed
+                if (
+                    field.uneven
+                ):  # first the answers near x, then all, with larger errors assumed
                     for asked in (near, field.asked):
                         model = refined(model, free, tempered(asked))
                 model = refined(model, free, field.asked)
@@ -229,13 +271,16 @@ class Fitted(Method):
         return best, misfit(best, field.asked)
 
 
-def _simplest(model: BiasedHeads, error: float) -> tuple[Head | MultiHead | BiasedHeads, str]:
+def _simplest(
+    model: BiasedHeads, error: float
+) -> tuple[Head | MultiHead | BiasedHeads, str]:
     """Return the model as plain heads if it has nothing else, and a remark on what else it has."""
     if model.normed:
         return model, "behind a LayerNorm" if model.centred else "behind an RMSNorm"
     if bool(model.c.any()) or float(model.b.abs()) > _EXPLAINED * error:
         return model, "with biases"
-    W, v = model.W, model.v
+    W = model.W
+    v = model.v
     return (Head(W[0], v[0]) if len(v) == 1 else MultiHead(list(W), list(v))), ""
 
 
@@ -268,7 +313,9 @@ def find_norm(oracle: Oracle, stream: torch.Generator) -> Norm:
     first = odd(a)
     size = first.abs().max()
     for factor in (8.0, 0.125):
-        if not bool(((odd(factor * a) - first).abs() <= 0.01 * size).all()) or not float(size):
+        if not bool(
+            ((odd(factor * a) - first).abs() <= 0.01 * size).all()
+        ) or not float(size):
             return Norm()
     shifted = scores(oracle, torch.stack([a[0], a[0] + 1]).unsqueeze(1))
     centred = bool((shifted[1] - shifted[0]).abs() <= 0.01 * size)
@@ -313,11 +360,20 @@ class _NearField:
     """Answers to single tokens and to pairs [y ; x], and what they show of the heads."""
 
     def __init__(
-        self, method: Fitted, oracle: Oracle, norm: Norm, gain: float, stream: torch.Generator
+        self,
+        method: Fitted,
+        oracle: Oracle,
+        norm: Norm,
+        gain: float,
+        stream: torch.Generator,
     ) -> None:
-        self.method, self.oracle, self.norm, self.stream = method, oracle, norm, stream
+        self.method = method
+        self.oracle = oracle
+        self.norm = norm
+        self.stream = stream
         self.asked: Asked = []
-        self.error, self.precision = 0.0, method.precision
+        self.error = 0.0
+        self.precision = method.precision
         dim = oracle.dim
         scale = token_size(oracle, stream, gain, self.precision, norm)
         # Behind a norm, the length of x does not matter: δ alone sets the scale.
@@ -334,25 +390,32 @@ class _NearField:
         if not bool(answers.any()):
             if method.answer_error or self.precision > _EPSILON:
                 raise Unsuccessful(
-                    Status.UNVERIFIED, "every answer of ordinary size is rounded to zero"
+                    Status.UNVERIFIED,
+                    "every answer of ordinary size is rounded to zero",
                 )
-            raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero, whatever W may be")
+            raise Unsuccessful(
+                Status.NOT_IDENTIFIABLE, "every answer is zero, whatever W may be"
+            )
         self._weigh(self._ask(self._pairs(self.x, _PAIRS)))
-        n, weights = norm.applied(tokens), 1 / self.asked[0][2][:, None]
+        n = norm.applied(tokens)
+        weights = 1 / self.asked[0][2][:, None]
         rows = torch.cat([n, torch.ones(len(n), 1, dtype=torch.float64)], 1)
         solution = least_squares(weights * rows, weights * answers[:, None])
-        self.u, self.b = solution[:-1, 0], solution[-1]
+        self.u = solution[:-1, 0]
+        self.b = solution[-1]
         miss = weights * (answers[:, None] - rows @ solution)
         if float(miss.square().mean().sqrt()) > _NONLINEAR * self.possible / _EXPLAINED:
             raise Unsuccessful(
-                Status.MISMATCH, "answers to single tokens are not linear: no heads explain them"
+                Status.MISMATCH,
+                "answers to single tokens are not linear: no heads explain them",
             )
 
     def _weigh(self, paired: Tensor) -> None:
         """Find the error of an answer; for coarse answers it is that of their rounding.
 
-        In units of that error, `sure` is the residual of a right model, and `possible` what the
-        residual may be if the target's arithmetic is worse than its answers show.
+        In units of that error, `sure` is the residual of a right model, and `possible`
+        what the residual may be if the target's arithmetic is worse than its answers
+        show.
         """
         known = torch.cat([y for _, y, _ in self.asked])
         rounded = rounding(self.oracle, paired, self.precision)
@@ -360,14 +423,21 @@ class _NearField:
         own = own.clamp(max=4 * float(own.median()))
         least = smallest_error(rounded, known)
         self.coarse = float(rounded.median()) > _COARSE * float(known.abs().max())
-        self.error, self.sure, self.enough = least, _ROUNDED, _ROUNDED
+        self.error = least
+        self.sure = _ROUNDED
+        self.enough = _ROUNDED
         if not self.coarse:
-            self.sure, self.enough = _EXPLAINED, 2 * _EXPLAINED
-            if float(rounded.max()) <= _UNEVEN * float(rounded.median()):  # no link near its end
+            self.sure = _EXPLAINED
+            self.enough = 2 * _EXPLAINED
+            if float(rounded.max()) <= _UNEVEN * float(
+                rounded.median()
+            ):  # no link near its end
                 self.error += float(own.square().mean().sqrt())
         errors = torch.cat([self._errors(y) for _, y, _ in self.asked])
         self.uneven = self.coarse or float(errors.max()) > _UNEVEN * float(errors.min())
-        self.possible = _EXPLAINED * max(1.0, float((own / self._errors(paired)).median()))
+        self.possible = _EXPLAINED * max(
+            1.0, float((own / self._errors(paired)).median())
+        )
         # For the answers from before the error was known.
         self.asked = [(X, y, self._errors(y)) for X, y, _ in self.asked]
 
@@ -396,7 +466,8 @@ class _NearField:
     def _even(self, x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return δ (count, d), φ − ½uᵀδ and its error (count,) of new queries at x."""
         answers = self._ask(self._pairs(x, count))
-        pairs, error = self.norm.applied(self.asked[-1][0]), self.asked[-1][2]
+        pairs = self.norm.applied(self.asked[-1][0])
+        error = self.asked[-1][2]
         delta = pairs[:, 0] - pairs[:, 1]
         phi = answers - self.b - pairs[:, 1] @ self.u
         return delta, phi - 0.5 * delta @ self.u, error
@@ -414,10 +485,13 @@ class _NearField:
         small = heads < 4 or heads * dim <= _SMALL
         for _ in range(1 if heads == 1 else 2 * _ROUNDS if small else _ROUNDS // 2):
             shape = self.method.starts, heads, dim
-            g, v = spread * self._normals(*shape), size * self._normals(*shape)
+            g = spread * self._normals(*shape)
+            v = size * self._normals(*shape)
             if heads == 1:
                 g[0], v = 0.0, self.u.expand(shape)
-            g, v, misses = _annealed(delta, even, g, v, error, self.sure, fixed=heads == 1)
+            g, v, misses = _annealed(
+                delta, even, g, v, error, self.sure, fixed=heads == 1
+            )
             for k in range(len(g)):
                 free = self.coarse or float(misses[k]) <= self.sure
                 signs = _signs(v[k], self.u, math.inf if free else _UNSIGNED)
@@ -432,7 +506,8 @@ class _NearField:
         heads, dim = v.shape
         count = math.ceil(self.method.oversampling / 2 * heads * dim) + 8
         steps = _FURTHER * self.size * random_orthogonal(dim, self.stream)
-        tokens, known = self.x.unsqueeze(0), g.unsqueeze(0)
+        tokens = self.x.unsqueeze(0)
+        known = g.unsqueeze(0)
         for _ in range(_ROUNDS):
             x = self.x + steps
             data = [self._even(each, count) for each in x]
@@ -441,13 +516,23 @@ class _NearField:
                 steps = steps / 2
                 continue
             columns = zip(*data, strict=True)
-            delta, even, error = (torch.stack([p[:least] for p in part]) for part in columns)
+            delta, even, error = (
+                torch.stack([p[:least] for p in part]) for part in columns
+            )
             start = g.expand(len(x), heads, dim)
             found, _, misses = _annealed(
-                delta, even, start, v.expand_as(start), error, self.sure, fixed=True, every=True
+                delta,
+                even,
+                start,
+                v.expand_as(start),
+                error,
+                self.sure,
+                fixed=True,
+                every=True,
             )
             good = misses <= 2 * self.sure
-            tokens, known = torch.cat([tokens, x[good]]), torch.cat([known, found[good]])
+            tokens = torch.cat([tokens, x[good]])
+            known = torch.cat([known, found[good]])
             steps = steps[~good] / 2
             if not len(steps):
                 return tokens, known
@@ -460,10 +545,19 @@ class _NearField:
             shape = math.ceil(count / len(_LENGTHS)), length, dim
             tokens = self._normals(*shape) / math.sqrt(dim)
             if self.coarse:  # rounding hides at one size what it shows at another
-                tokens *= 2 * torch.rand(len(tokens), 1, 1, generator=self.stream).double() + 0.2
-            self._ask(torch.cat([self.longest * tokens[:, :-1], self.size * tokens[:, -1:]], 1))
+                tokens *= (
+                    2 * torch.rand(len(tokens), 1, 1, generator=self.stream).double()
+                    + 0.2
+                )
+            self._ask(
+                torch.cat(
+                    [self.longest * tokens[:, :-1], self.size * tokens[:, -1:]], 1
+                )
+            )
 
-    def settled(self, model: BiasedHeads, free: tuple[str, ...], count: int) -> BiasedHeads:
+    def settled(
+        self, model: BiasedHeads, free: tuple[str, ...], count: int
+    ) -> BiasedHeads:
         """Fit the model to more and more answers, until it is known better than an answer."""
         dim = len(self.x)
         ordinary = self._normals(4 * _PAIRS, 3, dim) / math.sqrt(dim)
@@ -473,7 +567,8 @@ class _NearField:
             if float((error / own).quantile(0.95)) <= _SETTLED:
                 break
             self.ask_at_large(count)
-            model, count = refined(model, free, self.asked), 2 * count
+            model = refined(model, free, self.asked)
+            count = 2 * count
         return model
 
     def expect_steady(self) -> None:
@@ -483,23 +578,35 @@ class _NearField:
         changed = int((off > 4 * self.possible * error).sum())
         if changed:
             raise Unsuccessful(
-                Status.MISMATCH, f"when repeated, {changed} of {len(answers)} queries {CHANGED}"
+                Status.MISMATCH,
+                f"when repeated, {changed} of {len(answers)} queries {CHANGED}",
             )
 
 
 def _signs(v: Tensor, u: Tensor, allowed: float) -> Tensor | None:
     """Return signs (H, 1) for which the values v (H, d) add up to u, within `allowed`, or None."""
-    choices = torch.tensor(list(itertools.product((1.0, -1.0), repeat=len(v))), dtype=v.dtype)
+    choices = torch.tensor(
+        list(itertools.product((1.0, -1.0), repeat=len(v))), dtype=v.dtype
+    )
     misses = torch.linalg.vector_norm(choices @ v - u, dim=1)
     best = int(misses.argmin())
-    size = float(torch.linalg.vector_norm(v, dim=1).max().clamp(min=torch.linalg.vector_norm(u)))
+    size = float(
+        torch.linalg.vector_norm(v, dim=1).max().clamp(min=torch.linalg.vector_norm(u))
+    )
     return choices[best].unsqueeze(1) if float(misses[best]) <= allowed * size else None
 
 
 def _annealed(
-    delta: Tensor, even: Tensor, g: Tensor, v: Tensor, error: Tensor, sure: float, *, fixed: bool,
+    delta: Tensor,
+    even: Tensor,
+    g: Tensor,
+    v: Tensor,
+    error: Tensor,
+    sure: float,
+    *,
+    fixed: bool,
     every: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Run `_levenberg`; if errors are uneven, start with larger errors for exact answers."""
     if float(error.max()) > _UNEVEN * float(error.min()):
         larger = error.clamp(min=_TEMPERED * float(even.square().mean().sqrt()))
@@ -508,16 +615,24 @@ def _annealed(
 
 
 def _levenberg(
-    delta: Tensor, even: Tensor, g: Tensor, v: Tensor, error: Tensor, sure: float, *, fixed: bool,
+    delta: Tensor,
+    even: Tensor,
+    g: Tensor,
+    v: Tensor,
+    error: Tensor,
+    sure: float,
+    *,
+    fixed: bool,
     every: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Fit g and v (S, H, d) from S starts as one batch, with v constant if `fixed`.
 
-    δ (N, d) is the same for all starts, or each has its own (S, N, d). The fit ends when one start
-    explains the answers and gains no more (with `every`, when each does). The residuals are in
-    units of the error.
+    δ (N, d) is the same for all starts, or each has its own (S, N, d). The fit ends
+    when one start explains the answers and gains no more (with `every`, when each
+    does). The residuals are in units of the error.
     """
-    shape, count = g.shape, g[0].numel()
+    shape = g.shape
+    count = g[0].numel()
     damping = torch.full((len(g),), 0.1, dtype=torch.float64)
     r, J = _residuals(delta, even, g, v, error, fixed)
     loss = mark = r.square().mean(1)
@@ -526,10 +641,13 @@ def _levenberg(
             if not bool((loss < 0.8 * mark).any()):
                 break  # local minima
             mark = loss
-        square, slope = J.mT @ J, J.mT @ r.unsqueeze(-1)
+        square = J.mT @ J
+        slope = J.mT @ r.unsqueeze(-1)
         diagonal = square.diagonal(dim1=-2, dim2=-1)
         least = 1e-12 * diagonal.amax(1, keepdim=True).clamp(min=1e-300)
-        system = square + torch.diag_embed(damping[:, None] * torch.maximum(diagonal, least))
+        system = square + torch.diag_embed(
+            damping[:, None] * torch.maximum(diagonal, least)
+        )
         step, _ = torch.linalg.solve_ex(system, slope)
         step = step.squeeze(-1).nan_to_num(0.0)
         ahead_g = g + step[:, :count].view(shape)
@@ -538,8 +656,12 @@ def _levenberg(
         ahead = ahead_r.square().mean(1)
         better = ahead < loss
         small = better & (loss - ahead < 1e-3 * loss) | (damping > 1e6)
-        g, v = torch.where(_like(better, g), ahead_g, g), torch.where(_like(better, g), ahead_v, v)
-        r, J = torch.where(better[:, None], ahead_r, r), torch.where(_like(better, J), ahead_J, J)
+        g, v = (
+            torch.where(_like(better, g), ahead_g, g),
+            torch.where(_like(better, g), ahead_v, v),
+        )
+        r = torch.where(better[:, None], ahead_r, r)
+        J = torch.where(_like(better, J), ahead_J, J)
         loss = torch.where(better, ahead, loss)
         damping = torch.where(better, damping / 4, damping * 4).clamp(1e-14, 1e14)
         done = small & (loss <= sure**2) | (damping > 1e12) | (loss <= 1e-4)
@@ -557,7 +679,8 @@ def _residuals(
     delta: Tensor, even: Tensor, g: Tensor, v: Tensor, error: Tensor, fixed: bool
 ) -> tuple[Tensor, Tensor]:
     """Return residuals (S, N) in units of the error, and the model's Jacobian (S, N, unknowns)."""
-    tanh, values = torch.tanh(0.5 * g @ delta.mT), v @ delta.mT
+    tanh = torch.tanh(0.5 * g @ delta.mT)
+    values = v @ delta.mT
     r = (even - 0.5 * (tanh * values).sum(1)) / error
     slopes = [0.25 * (1 - tanh.square()) * values] + ([] if fixed else [0.5 * tanh])
     rows = delta.unsqueeze(-2)  # (…, N, 1, d)
@@ -570,27 +693,39 @@ def token_size(
 ) -> float:
     """Return the size of tokens (behind a norm, of δ) at which gates are half open.
 
-    α of `[s(x+δ) ; sx]` leaves ½ where s²·δᵀWx is about 1. The result is the smallest such s, or,
-    if a link is nearly saturated there, the s at which errors of the answers hide the least of α.
+    α of `[s(x+δ) ; sx]` leaves ½ where s²·δᵀWx is about 1. The result is the smallest
+    such s, or, if a link is nearly saturated there, the s at which errors of the
+    answers hide the least of α.
     """
     raw = torch.randn(2, _PAIRS, oracle.dim, generator=stream, dtype=torch.float64)
     x, delta = raw / math.sqrt(oracle.dim)
     if norm.normed:
         x = x * math.sqrt(oracle.dim)
-    best, clearest = 1.0, 0.0
+    best = 1.0
+    clearest = 0.0
     for square in _SQUARES.tolist():
         s = math.sqrt(square)
-        y, last = (x + s * delta, x) if norm.normed else (s * gain * (x + delta), s / gain * x)
+        if norm.normed:
+            y = x + s * delta
+            last = x
+        else:
+            y = s * gain * (x + delta)
+            last = s / gain * x
         single = scores(oracle, torch.cat([last, y]).unsqueeze(1))
         both = scores(oracle, torch.stack([y, last], 1))
         every = torch.cat([single, both]).view(3, -1)
         error = rounding(oracle, every, precision).nan_to_num(torch.inf).amax(0)
-        apart, off = every[1] - every[0], both - every[:2].mean(0)
+        apart = every[1] - every[0]
+        off = both - every[:2].mean(0)
         clear = every.isfinite().all(0) & (apart.abs() > 8 * error)
         seen = float((off.abs() / error).nan_to_num(0.0).median())
         if seen > clearest:
-            best, clearest = s, seen
-        if 2 * int(clear.sum()) >= _PAIRS and float((off / apart).abs()[clear].median()) > _OPEN:
+            best = s
+            clearest = seen
+        if (
+            2 * int(clear.sum()) >= _PAIRS
+            and float((off / apart).abs()[clear].median()) > _OPEN
+        ):
             return s if seen > min(_BLUR * clearest, _PLENTY) else best
     return best
 
@@ -604,7 +739,8 @@ def scores(oracle: Oracle, sequences: Tensor) -> Tensor:
 class Refined(Method):
     """A method for exact answers whose result is then fitted to many answers.
 
-    Parameters that are read one by one inherit the rounding of one answer; a fit averages it out.
+    Parameters that are read one by one inherit the rounding of one answer; a fit
+    averages it out.
     """
 
     method: Method
@@ -617,16 +753,27 @@ class Refined(Method):
             yield step
         if step is None or not isinstance(step.model, OneLayer | Attention):
             return
-        model, stream = step.model, torch.Generator().manual_seed(self.seed)
+        model = step.model
+        stream = torch.Generator().manual_seed(self.seed)
         if model.unknowns > UNKNOWNS:
             return
-        # However many numbers an answer has, it shows one gate for each token but the last.
-        lengths, share = ((1, 2, 3, 4), 1) if isinstance(model, OneLayer) else ((1, 4, 8), 8)
+        # However many numbers an answer has, it shows one gate for each token but the
+        # last.
+        if isinstance(model, OneLayer):
+            lengths = (1, 2, 3, 4)
+            share = 1
+        else:
+            lengths = (1, 4, 8)
+            share = 8
         asked: list[tuple[Tensor, Tensor, Tensor]] = []
         for length in lengths:
             shape = math.ceil(model.unknowns / share) + 8, length, oracle.dim
             tokens = torch.randn(shape, generator=stream, dtype=torch.float64)
-            tokens[::2] /= oracle.dim**0.25  # scores of about 1, where W is of ordinary size
+            tokens[::2] /= (
+                oracle.dim**0.25
+            )  # scores of about 1, where W is of ordinary size
             answers = ask(oracle, tokens)
-            asked.append((tokens, answers, torch.full_like(answers, float(answers.abs().max()))))
+            asked.append(
+                (tokens, answers, torch.full_like(answers, float(answers.abs().max())))
+            )
         yield replace(step, model=refined(model, tuple(model.tensors()), asked))

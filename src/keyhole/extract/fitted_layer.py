@@ -1,18 +1,20 @@
 """A one-layer Transformer from coarse answers, by least squares (ours).
 
-`F(X) = wᵀ ReLU(A · attn(X))` as in one_layer.py, whose bisection needs answers that are exact to
-many digits. With fewer digits, or a sigmoid on top, weights are fitted, as in fitted.py. The
-stages:
+`F(X) = wᵀ ReLU(A · attn(X))` as in one_layer.py, whose bisection needs answers that are
+exact to many digits. With fewer digits, or a sigmoid on top, weights are fitted, as in
+fitted.py. The stages:
 
     F([x]) + F([−x]) = Σ_i w_i |a_iᵀx|     folds are added one by one, in the best of many random
-                                           directions, and all are fitted again each time; their
-                                           number is the smallest that explains the answers
+                                           directions, and all are fitted again each
+                                           time; their number is the smallest that
+                                           explains the answers
     F([x]) − F([−x]) = (Aᵀw)ᵀx             on which side of its fold each neuron is on: the signs
                                            for which the w_i a_i add up to Aᵀw
     F(X) − F(−X) = (Aᵀw)ᵀattn(X)           W: one head, smooth, starting from W = 0
     all of them                            Gauss–Newton on every answer
 
-If the error of answers is ±τ whatever their size, tokens are made longer: φ(tx) = tφ(x).
+If the error of answers is ±τ whatever their size, tokens are made longer: φ(tx) =
+tφ(x).
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ _ALL = ("W", "A", "w")
 _LENGTHS = (2, 3, 4)
 _SIDED = 0.1  # relative size of a linear part that signs need not explain
 
-_Part = tuple[Tensor, Tensor, Tensor]  # sequences, an even or odd part of their answers, its errors
+_Part = tuple[
+    Tensor, Tensor, Tensor
+]  # sequences, an even or odd part of their answers, its errors
 
 
 @dataclass(frozen=True)
@@ -72,23 +76,34 @@ class FittedLayer(Fitted):
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
-        dim, gain = oracle.dim, self.gain(oracle)
+        dim = oracle.dim
+        gain = self.gain(oracle)
         size = token_size(_Odd(oracle), stream, gain, self.precision, Norm())
-        tokens = torch.randn(_EACH * (self.width + 1) * dim, 1, dim, generator=stream).double()
+        tokens = torch.randn(
+            _EACH * (self.width + 1) * dim, 1, dim, generator=stream
+        ).double()
         asked = self._both_ways(oracle, size * gain / math.sqrt(dim) * tokens)
         even, odd = _parts(asked)
         folds = self._folds(even, stream)
         X, rise, error = odd
         v = least_squares(X[:, 0] / error[:, None], (rise / error)[:, None])[:, 0]
-        n, sign = folds.w.abs()[:, None] * folds.A, folds.w.sign()
+        n = folds.w.abs()[:, None] * folds.A
+        sign = folds.w.sign()
         layer, _ = neurons(Folds(n, sign), v / 2, exact=_SIDED)
-        A, w = layer.A, layer.w
+        A = layer.A
+        w = layer.w
         if dim * (dim + len(A)) > UNKNOWNS:
-            raise Unsuccessful(Status.UNVERIFIED, "the layer is too wide to be fitted at once")
+            raise Unsuccessful(
+                Status.UNVERIFIED, "the layer is too wide to be fitted at once"
+            )
         heads: Asked = []
         for length in _LENGTHS:
             shape = math.ceil(_EACH * dim * dim / len(_LENGTHS) / 2), length, dim
-            long = torch.randn(shape, generator=stream, dtype=torch.float64) * size / math.sqrt(dim)
+            long = (
+                torch.randn(shape, generator=stream, dtype=torch.float64)
+                * size
+                / math.sqrt(dim)
+            )
             long = torch.cat([gain * long[:, :-1], long[:, -1:] / gain], 1)
             pairs = self._both_ways(oracle, long)
             heads.append(_parts(pairs)[1])
@@ -103,7 +118,9 @@ class FittedLayer(Fitted):
             raise _unexplained(missed, f"a layer with {len(w)} neurons")
         known_by = uncertainty(model, _ALL, asked)
         remark = f"{len(w)} neurons explain the answers"
-        yield Step(model, model.unknowns, model.unknowns, remark=remark, uncertainty=known_by)
+        yield Step(
+            model, model.unknowns, model.unknowns, remark=remark, uncertainty=known_by
+        )
 
     def _both_ways(self, oracle: Oracle, sequences: Tensor) -> Asked:
         """Return answers to X and to −X with their errors, where both are finite."""
@@ -118,8 +135,11 @@ class FittedLayer(Fitted):
 
     def _folds(self, even: _Part, stream: torch.Generator) -> _Folds:
         """Return the fewest folds that explain the even part of the answers to single tokens."""
-        least, asked, (X, wanted, error) = math.inf, [even], even
-        x, dim = X[:, 0], X.shape[2]
+        least = math.inf
+        asked = [even]
+        (X, wanted, error) = even
+        x = X[:, 0]
+        dim = X.shape[2]
         for _ in range(_STARTS):
             folds = _Folds(torch.zeros(0, dim).double(), torch.zeros(0).double())
             for _ in range(self.width):
@@ -131,7 +151,8 @@ class FittedLayer(Fitted):
                 best = int((gain.square() / square).argmax())
                 share = gain[best] / square[best]
                 folds = _Folds(
-                    torch.cat([folds.A, some[best : best + 1]]), torch.cat([folds.w, share[None]])
+                    torch.cat([folds.A, some[best : best + 1]]),
+                    torch.cat([folds.w, share[None]]),
                 )
                 for answers in (tempered(asked), asked):
                     folds = refined(folds, ("A", "w"), answers)
@@ -177,7 +198,8 @@ class _Odd:
     """`F(X) − F(−X)`: one head, whose gates show how long tokens have to be."""
 
     def __init__(self, inner: Oracle) -> None:
-        self.inner, self.dim = inner, inner.dim
+        self.inner = inner
+        self.dim = inner.dim
 
     def __call__(self, sequences: Tensor) -> Tensor:
         return scores(self.inner, sequences) - scores(self.inner, -sequences)

@@ -1,15 +1,16 @@
 """Several heads from the signs of their scores: scores by bisection, then a fit (ours).
 
-sign_only.py reads one head, whose answer to a pair has one gate. For several heads, with
-u = Σ_h v_h and δ_i = x_i − x for the tokens before the last one, x,
+sign_only.py reads one head, whose answer to a pair has one gate. For several heads,
+with u = Σ_h v_h and δ_i = x_i − x for the tokens before the last one, x,
 
     f(X) = uᵀx + Φ,    Φ = Σ_h Σ_i α_hi·v_hᵀδ_i,    α_h = softmax of δ_iᵀW_h x and 0.
 
-With λx for x and δ_i/λ for δ_i every α is as it was, and the score is λ·uᵀx + Φ/λ: its sign changes
-where λ² = −Φ/uᵀx. So bisecting λ measures Φ relative to uᵀx, for sequences of any length, if the
-two have opposite signs; otherwise a query shows nothing. The direction of u comes from single
-tokens (halfspace.py). Scores are then known in units of |u|, and fitted.py reads them like those of
-a target that answers with as many digits. If Σ_h v_h = 0, this method does not work.
+With λx for x and δ_i/λ for δ_i every α is as it was, and the score is λ·uᵀx + Φ/λ: its
+sign changes where λ² = −Φ/uᵀx. So bisecting λ measures Φ relative to uᵀx, for sequences
+of any length, if the two have opposite signs; otherwise a query shows nothing. The
+direction of u comes from single tokens (halfspace.py). Scores are then known in units
+of |u|, and fitted.py reads them like those of a target that answers with as many
+digits. If Σ_h v_h = 0, this method does not work.
 """
 
 from __future__ import annotations
@@ -28,9 +29,14 @@ from keyhole.extract.fitted import Fitted
 from keyhole.extract.halfspace import Ratios, bisect, centre, signs
 from keyhole.oracle.protocol import Oracle
 
-_FINER = 64.0  # Φ, of which a score is a difference, and u are bisected to 1/64 of the accuracy
-_LOW, _HIGH = -20.0, 12.0  # range of log₂ of −Φ/uᵀx, relative to Σ|δ_i|/|uᵀx|
-_OVERSAMPLING = 8.0  # twice as much as usual, since half of the scores cannot be measured
+# Φ, of which a score is a difference, and u are bisected to 1/64 of the accuracy
+_FINER = 64.0
+# range of log₂ of −Φ/uᵀx, relative to Σ|δ_i|/|uᵀx|
+_LOW = -20.0
+_HIGH = 12.0
+_OVERSAMPLING = (
+    8.0  # twice as much as usual, since half of the scores cannot be measured
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,10 @@ class FittedSigns(SignMethod):
         direction = Ratios(oracle, torch.Generator().manual_seed(self.seed))
         direction.sharpen(self.accuracy / _FINER)
         fit = Fitted(
-            self.heads, precision=self.accuracy, oversampling=_OVERSAMPLING, seed=self.seed
+            self.heads,
+            precision=self.accuracy,
+            oversampling=_OVERSAMPLING,
+            seed=self.seed,
         )
         yield from fit.steps(_Scores(oracle, direction.v, self.accuracy))
 
@@ -58,8 +67,10 @@ class _Scores:
     """Scores measured through signs, with NaN where −Φ/uᵀx is negative or out of range."""
 
     def __init__(self, oracle: Oracle, u: Tensor, precision: float) -> None:
-        self.dim, self.precision = oracle.dim, precision
-        self._oracle, self._u = oracle, u
+        self.dim = oracle.dim
+        self.precision = precision
+        self._oracle = oracle
+        self._u = u
 
     def __call__(self, sequences: Tensor) -> Tensor:
         x = sequences[:, -1]
@@ -74,7 +85,9 @@ class _Scores:
             """Return which scores have the sign of uᵀx where log₂ of λ² is `logs`."""
             scale = (torch.exp2(logs[rows]) * size[rows]).sqrt()[:, None]
             last = scale * x[rows]
-            tokens = torch.cat([last[:, None] + deltas[rows] / scale[:, None], last[:, None]], 1)
+            tokens = torch.cat(
+                [last[:, None] + deltas[rows] / scale[:, None], last[:, None]], 1
+            )
             return signs(self._oracle, tokens) == (alone[rows] > 0)
 
         low, high = (torch.full_like(alone, end) for end in (_LOW, _HIGH))

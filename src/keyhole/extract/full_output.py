@@ -1,25 +1,27 @@
 """Attention layers, exactly, from the vectors they return (ours).
 
-*Provably Learning Attention with Queries* (arXiv 2601.16873) reads scores only. `FullOutput` takes
-the vectors O of a layer, of every token or of the last, and returns W and V of every head. For one
-head
+*Provably Learning Attention with Queries* (arXiv 2601.16873) reads scores only.
+`FullOutput` takes the vectors O of a layer, of every token or of the last, and returns
+W and V of every head. For one head
 
     O = A·(XV),  A = softmax_rows(X W Xᵀ):
 
-V is read where A is known whatever W is; with V known, O is solved for A, and log-ratios of A are
-bilinear forms of W, as many in an answer as V has rank r. In queries:
+V is read where A is known whatever W is; with V known, O is solved for A, and
+log-ratios of A are bilinear forms of W, as many in an answer as V has rank r. In
+queries:
 
     every token, causal      1 + ⌈d/r⌉        V from one sequence
     every token              d + ⌈d/r⌉        one row of V per query, then all of W at once
     last token               d + d·⌈d/r⌉ + 2  two of them test whether there is one head
 
-For the last token, d + d²/r is also the number of unknowns over the numbers per answer. The answers
-themselves show which of these an oracle is. Several heads are separated in the far field, with d
-more queries if every token answers and about (H − 1)·d + 32 if the last one does; an answer then
-holds ⌊m/H⌋ forms of each head.
+For the last token, d + d²/r is also the number of unknowns over the numbers per answer.
+The answers themselves show which of these an oracle is. Several heads are separated in
+the far field, with d more queries if every token answers and about (H − 1)·d + 32 if
+the last one does; an answer then holds ⌊m/H⌋ forms of each head.
 
-The direct way sends d + 1 tokens and solves one square system. Here keys are long and queries
-short, so that a rank below d, masks, and scales of W from 2⁻⁸⁰ to 2⁸⁰ need the same computation.
+The direct way sends d + 1 tokens and solves one square system. Here keys are long and
+queries short, so that a rank below d, masks, and scales of W from 2⁻⁸⁰ to 2⁸⁰ need the
+same computation.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ _SAME = 1e-6  # forms with a larger relative difference do not come from one hea
 _INDEPENDENT = 1e4  # the worst condition number of values that are solved for together
 _NONE = 1e-6  # smaller singular values of V, relative to the largest, count as zero
 _ATTEMPTS = 3
-_EXTRA = 4  # tokens beyond a basis, which test whether the forms are linear; they cost no query
+# tokens beyond a basis, which test whether the forms are linear; they cost no query
+_EXTRA = 4
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,12 @@ class FullOutput(Method):
         self, vectors: VectorOracle, total: Tensor, stream: torch.Generator
     ) -> Iterator[Step]:
         """Try one head if the answers can be one head's, and then several."""
-        d, unknowns = vectors.dim, vectors.dim * (vectors.dim + vectors.outputs)
+        d = vectors.dim
+        unknowns = vectors.dim * (vectors.dim + vectors.outputs)
         # The number of heads, and so that of the unknowns, is not known yet.
-        first = Step(_layer(vectors, torch.zeros(1, d, d), total[None]), total.numel(), None)
+        first = Step(
+            _layer(vectors, torch.zeros(1, d, d), total[None]), total.numel(), None
+        )
         yield first
         same = max(_SAME, 16 * self.tolerance)  # inexact answers differ by more
         if _may_be_one_head(vectors, total, stream, same):
@@ -90,7 +96,11 @@ class FullOutput(Method):
 
 
 def _several_heads(
-    vectors: VectorOracle, total: Tensor, stream: torch.Generator, unknowns: int, same: float
+    vectors: VectorOracle,
+    total: Tensor,
+    stream: torch.Generator,
+    unknowns: int,
+    same: float,
 ) -> Iterator[Step]:
     """Find values, then weights, with another key if two heads look like one at the first."""
     d = vectors.dim
@@ -99,7 +109,9 @@ def _several_heads(
         try:
             V = separate_values(vectors, total, stream, pairs=16 * 4**attempt)
             everything = len(V) * unknowns
-            yield Step(_layer(vectors, torch.zeros(len(V), d, d), V), V.numel(), everything)
+            yield Step(
+                _layer(vectors, torch.zeros(len(V), d, d), V), V.numel(), everything
+            )
             layer = _layer(vectors, _all_heads(vectors, V, stream), V)
         except Unsuccessful as end:
             if last or end.status is Status.NOT_IDENTIFIABLE:
@@ -116,8 +128,8 @@ def _may_be_one_head(
 ) -> bool:
     """Return whether it can be one head; if only the last token answers, test it by a query.
 
-    With one head, the answer to one key has the direction of the key's value. Answers of one number
-    always do. If every token answers, the forms will show it at no cost.
+    With one head, the answer to one key has the direction of the key's value. Answers
+    of one number always do. If every token answers, the forms will show it at no cost.
     """
     _, rank = key_basis(V)
     if not rank or vectors.every_token:
@@ -130,7 +142,11 @@ def _may_be_one_head(
 
 
 def _one_head(
-    vectors: VectorOracle, V: Tensor, stream: torch.Generator, unknowns: int, same: float
+    vectors: VectorOracle,
+    V: Tensor,
+    stream: torch.Generator,
+    unknowns: int,
+    same: float,
 ) -> Generator[Step, None, bool]:
     """Read the answers as those of one head with values V; return whether that was right."""
     d = vectors.dim
@@ -147,7 +163,8 @@ def _one_head(
         more = random_units(_EXTRA, d, stream)
         Z, errors = (part[0] for part in forms.measure(torch.cat([X, more])))
         apart = (Z[d:] - (more @ X.mT) @ Z[:d]).abs() - errors[d:] - errors[:d].sum(0)
-        confirmed, Z = bool((apart <= same * Z.abs().max()).all()), Z[:d]
+        confirmed = bool((apart <= same * Z.abs().max()).all())
+        Z = Z[:d]
     else:
         Z = torch.empty(0, d, dtype=torch.float64)
         if_one_head = unknowns if vectors.outputs > 1 else None  # not tested for m = 1
@@ -165,9 +182,9 @@ def _one_head(
 def key_basis(V: Tensor) -> tuple[Tensor, int]:
     """Return a basis of keys (rows) and the rank r of V, so that any r in a row are independent.
 
-    It is the values of the keys that are independent. The first r keys are the left singular
-    vectors u_i of V, whose values are orthogonal. A direction k whose value is zero is added to
-    one: u_i + k.
+    It is the values of the keys that are independent. The first r keys are the left
+    singular vectors u_i of V, whose values are orthogonal. A direction k whose value is
+    zero is added to one: u_i + k.
     """
     U, sizes, _ = torch.linalg.svd(V, full_matrices=True)
     rank = int((sizes > _NONE * sizes[0]).sum())
@@ -181,7 +198,8 @@ def key_basis(V: Tensor) -> tuple[Tensor, int]:
 def _all_heads(vectors: VectorOracle, V: Tensor, stream: torch.Generator) -> Tensor:
     """Return W of every head, with as many keys in a sequence as have independent values."""
     d = vectors.dim
-    keys, X = random_orthogonal(d, stream), random_orthogonal(d, stream)
+    keys = random_orthogonal(d, stream)
+    X = random_orthogonal(d, stream)
     for p in range(min(d, vectors.outputs // len(V)), 0, -1):
         blocks = list(keys.split(p))
         values = ((block @ V).flatten(0, 1) for block in blocks)
@@ -197,9 +215,12 @@ def _all_heads(vectors: VectorOracle, V: Tensor, stream: torch.Generator) -> Ten
     return X.mT @ Z @ keys
 
 
-def _agrees(vectors: VectorOracle, layer: Attention, stream: torch.Generator, same: float) -> bool:
+def _agrees(
+    vectors: VectorOracle, layer: Attention, stream: torch.Generator, same: float
+) -> bool:
     """Test the heads by one query with two keys and scores of about 1."""
-    keys, x = random_units(2, vectors.dim, stream), random_units(1, vectors.dim, stream)
+    keys = random_units(2, vectors.dim, stream)
+    x = random_units(1, vectors.dim, stream)
     z = (x @ layer.W @ keys.mT).squeeze(1)  # (H, 2)
     square = float(1 / z.abs().max().clamp(min=2.0**-80))
     weights = (square * z).exp()
@@ -217,13 +238,17 @@ def _require_known(errors: Tensor) -> None:
 
 
 def _layer(vectors: VectorOracle, W: Tensor, V: Tensor) -> Attention:
-    W, V = W.to(torch.float64), V.contiguous()
+    W = W.to(torch.float64)
+    V = V.contiguous()
     if not bool(torch.isfinite(W).all() and torch.isfinite(V).all()):
         raise Unsuccessful(Status.MISMATCH, "no finite weights explain the answers")
-    return Attention(W.contiguous(), V, every_token=vectors.every_token, causal=vectors.causal)
+    return Attention(
+        W.contiguous(), V, every_token=vectors.every_token, causal=vectors.causal
+    )
 
 
-# Chosen keys and short queries, and what their answers show: scores and values of heads.
+# Chosen keys and short queries, and what their answers show: scores and values of
+# heads.
 #
 # With c = the number of zero tokens and queries, the sequence
 #
@@ -234,20 +259,22 @@ def _layer(vectors: VectorOracle, W: Tensor, V: Tensor) -> Attention:
 #     o_i / T = Σ_h Σ_j a_hj · V_hᵀδ_j,   a_hj = e^{z_hj} / (c + Σ_j e^{z_hj}),
 #                                         z_hj = s²·x_iᵀ W_h δ_j.
 #
-# This is the paper's `[x+δ ; x]` (proof of Theorem 4.1) with two changes. The query is so short
-# that its own value, and its scores with other queries, vanish: so any number of queries share one
-# sequence. And since the answer is a vector, a sequence may hold as many keys as have independent
-# values `V_hᵀδ_j`: their weights follow from a linear solve, and their forms from
-# `z_hj = log(c·a_hj / (1 − Σ_j a_hj))`. If only the last token answers, k = 1 and each query is a
-# sequence of its own; if every token does, k queries cost one sequence.
+# This is the paper's `[x+δ ; x]` (proof of Theorem 4.1) with two changes. The query is
+# so short that its own value, and its scores with other queries, vanish: so any number
+# of queries share one sequence. And since the answer is a vector, a sequence may hold
+# as many keys as have independent values `V_hᵀδ_j`: their weights follow from a linear
+# solve, and their forms from `z_hj = log(c·a_hj / (1 − Σ_j a_hj))`. If only the last
+# token answers, k = 1 and each query is a sequence of its own; if every token does, k
+# queries cost one sequence.
 #
-# Long keys make long answers, next to which noise or rounding of a fixed size is small: this is the
-# amplification of tolerant.py, without further queries.
+# Long keys make long answers, next to which noise or rounding of a fixed size is small:
+# this is the amplification of tolerant.py, without further queries.
 
 _REACH = 2.0**45  # R: the square of this is far beyond rounding
 _FAR = 2.0**60  # the length of keys in the far field
 # The same for answers of float32, where scores of two such keys would overflow.
-_SHORT_REACH, _SHORT_FAR = 2.0**24, 2.0**34
+_SHORT_REACH = 2.0**24
+_SHORT_FAR = 2.0**34
 _EPSILON = torch.finfo(torch.float64).eps
 _LEAK = 2.0**-60
 _ALIKE = 1e-9  # rows that differ by less, relative to the largest, count as equal
@@ -268,7 +295,9 @@ class VectorOracle:
     def dim(self) -> int:
         return self.oracle.dim
 
-    def respond(self, keys: Tensor, xs: Tensor, square: float = 1.0, zeros: int = 0) -> Tensor:
+    def respond(
+        self, keys: Tensor, xs: Tensor, square: float = 1.0, zeros: int = 0
+    ) -> Tensor:
         """Return `o_i / T`, (groups, len(xs), m), for groups of keys (groups, p, d) and each x."""
         s = math.sqrt(square)
         groups, p, d = keys.shape
@@ -304,7 +333,10 @@ class VectorOracle:
         """Return the answers to one batch; raise Unsuccessful if their shape changes."""
         answers = ask(self.oracle, sequences)
         count, length, _ = sequences.shape
-        wanted = (count, length, self.outputs) if self.every_token else (count, self.outputs)
+        if self.every_token:
+            wanted = (count, length, self.outputs)
+        else:
+            wanted = (count, self.outputs)
         if answers.shape != wanted:
             raise Unsuccessful(
                 Status.MISMATCH,
@@ -316,17 +348,20 @@ class VectorOracle:
 def open_vectors(oracle: Oracle) -> tuple[VectorOracle, Tensor]:
     """Find whether every token answers and whether the mask is causal, and return `Σ_h V_h` (d×m).
 
-    A zero token's scores are all zero, so its answer is the mean of what it sees, whatever W is.
-    The sequence `[0 ; e_1 ; 0 ; e_2 ; … ; 0]` then shows everything: causal zero tokens answer with
-    running sums of the rows of V, which give all of V at once; others agree on the sum of all rows,
-    and d − 1 queries of one token give the rows.
+    A zero token's scores are all zero, so its answer is the mean of what it sees,
+    whatever W is. The sequence `[0 ; e_1 ; 0 ; e_2 ; … ; 0]` then shows everything:
+    causal zero tokens answer with running sums of the rows of V, which give all of V at
+    once; others agree on the sum of all rows, and d − 1 queries of one token give the
+    rows.
     """
     d = oracle.dim
     basis = _REACH * torch.eye(d, dtype=torch.float64)
     tokens = torch.zeros(1, 2 * d + 1, d, dtype=torch.float64)
     tokens[0, 1::2] = basis
     answers = ask(oracle, tokens)
-    if answers.ndim not in (2, 3) or (answers.ndim == 3 and answers.shape[1] != 2 * d + 1):
+    if answers.ndim not in (2, 3) or (
+        answers.ndim == 3 and answers.shape[1] != 2 * d + 1
+    ):
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
             "expected a vector for the last token or for every token, "
@@ -349,42 +384,56 @@ def open_vectors(oracle: Oracle) -> tuple[VectorOracle, Tensor]:
     return vectors, last / _REACH
 
 
-def solve_scores(answers: Tensor, values: Tensor, references: Tensor) -> tuple[Tensor, Tensor]:
+def solve_scores(
+    answers: Tensor, values: Tensor, references: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the scores z and bounds on their rounding errors, both (…, k, H, p).
 
-    `answers` is (…, k, m) as from `VectorOracle.respond`; `values` (H, p, m) holds the `V_hᵀδ_j`.
+    `answers` is (…, k, m) as from `VectorOracle.respond`; `values` (H, p, m) holds the
+    `V_hᵀδ_j`.
     """
     heads, p, _ = values.shape
     inverse = torch.linalg.pinv(values.flatten(0, 1), rtol=_EPSILON)
     weights = (answers @ inverse).unflatten(-1, (heads, p))
     size = lengths(answers)[..., None, None]
     spread = torch.linalg.vector_norm(inverse, dim=0).reshape(heads, p)
-    # Answers also hold the values of the queries, each 1/R² of a key's; this allows for many.
+    # Answers also hold the values of the queries, each 1/R² of a key's; this allows for
+    # many.
     leak = _LEAK * lengths(values).max()
     noise = _EPSILON * (size * spread + weights.abs()) + leak * spread
     rest = 1 - weights.sum(-1, keepdim=True)
     tiny = _EPSILON**2
-    z = torch.log(weights.clamp(min=tiny) / rest.clamp(min=tiny) * references[:, None, None])
+    z = torch.log(
+        weights.clamp(min=tiny) / rest.clamp(min=tiny) * references[:, None, None]
+    )
     errors = noise / weights.clamp(min=tiny)
     errors = errors + (noise.sum(-1, keepdim=True) + _EPSILON) / rest.clamp(min=tiny)
     return z, torch.where((weights > 0) & (rest > 0), errors, torch.inf)
 
 
-# Bilinear forms of every head of a layer whose values are known, at a scale that suits them.
+# Bilinear forms of every head of a layer whose values are known, at a scale that suits
+# them.
 #
-# The error of `z = s²·xᵀWδ` grows with e^{|z|}, because of the softmax, and with 1/|z|, because of
-# rounding, so |z| should be about 1; but the size of W is not known. If every token answers, each x
-# is sent at a ladder of lengths within one sequence, which costs nothing, and for each entry the
-# best rung is used. If only the last token answers, the first query settles the scale, and only
-# pairs that prove saturated, or heads far weaker than the others, are measured again at another.
+# The error of `z = s²·xᵀWδ` grows with e^{|z|}, because of the softmax, and with 1/|z|,
+# because of rounding, so |z| should be about 1; but the size of W is not known. If
+# every token answers, each x is sent at a ladder of lengths within one sequence, which
+# costs nothing, and for each entry the best rung is used. If only the last token
+# answers, the first query settles the scale, and only pairs that prove saturated, or
+# heads far weaker than the others, are measured again at another.
 
 _RUNGS = 8.0 ** torch.arange(-5, 6, dtype=torch.float64)
 _SOUND = 0.1  # a score known better than this shows the scale; a worse one is saturated
-_LARGE, _SMALL = 8.0, 0.05  # scores outside are measured again at another scale
-_PRECISION, _BLUNT = 1e-12, 4.0  # so are those that lost more than this because they are large
+# scores outside are measured again at another scale
+_LARGE = 8.0
+_SMALL = 0.05
+# so are those that lost more than this because they are large
+_PRECISION = 1e-12
+_BLUNT = 4.0
 _TRIES = 12
 _SQUARES = (2.0**-80, 2.0**80)
-_SPARE = 0.5  # share of the queries that may be repeated: this bounds the cost on any oracle
+_SPARE = (
+    0.5  # share of the queries that may be repeated: this bounds the cost on any oracle
+)
 
 
 _Measured = tuple[Tensor, Tensor]  # forms and bounds on their errors
@@ -415,8 +464,13 @@ class LayerForms:
             return self._fitting(lambda: self._ladder(block, xs), *ends)
         if not self._settled:
             self._settled = True
-            first = self._fitting(lambda: self._at(self._square, block, xs[:1]), 1.0, 1.0)
-            measured = [first, *([self._at(self._square, block, xs[1:])] if len(xs) > 1 else [])]
+            first = self._fitting(
+                lambda: self._at(self._square, block, xs[:1]), 1.0, 1.0
+            )
+            measured = [
+                first,
+                *([self._at(self._square, block, xs[1:])] if len(xs) > 1 else []),
+            ]
             forms, errors = (torch.cat(parts) for parts in zip(*measured, strict=True))
         else:
             forms, errors = self._at(self._square, block, xs)
@@ -432,7 +486,9 @@ class LayerForms:
         z, errors = solve_scores(answers, block @ self._V, references)
         return z / square, errors / square
 
-    def _fitting(self, measure: Callable[[], _Measured], low: float, high: float) -> _Measured:
+    def _fitting(
+        self, measure: Callable[[], _Measured], low: float, high: float
+    ) -> _Measured:
         """Measure again until the scale, times `low` to `high`, fits."""
         forms, errors = measure()
         for _ in range(_TRIES):
@@ -462,15 +518,20 @@ class LayerForms:
         else:
             return False
         wanted = 4.0 ** round(math.log(min(max(wanted, _SQUARES[0]), _SQUARES[1]), 4))
-        moved, self._square = wanted != self._square, wanted
+        moved = wanted != self._square
+        self._square = wanted
         return moved
 
     def _mend(self, block: Tensor, xs: Tensor, forms: Tensor, errors: Tensor) -> None:
         """Measure again, at another scale, what was saturated or too faint; keep the better."""
         for factor in (1 / 8, 1 / 64, 2.0**-12, 2.0**-18):
             z = forms.abs() * self._square
-            blunt = (errors > _PRECISION * forms.abs().amax((0, 2), keepdim=True)) & (z > _BLUNT)
-            self._repeat(self._square * factor, blunt.flatten(1).any(1), block, xs, forms, errors)
+            blunt = (errors > _PRECISION * forms.abs().amax((0, 2), keepdim=True)) & (
+                z > _BLUNT
+            )
+            self._repeat(
+                self._square * factor, blunt.flatten(1).any(1), block, xs, forms, errors
+            )
         sound = torch.where(errors * self._square < _SOUND, forms.abs(), 0.0)
         for head in range(len(self._V) if len(self._V) > 1 else 0):
             faint = float(sound[:, head].max()) * self._square
@@ -480,7 +541,13 @@ class LayerForms:
                 self._repeat(square, everyone, block, xs, forms, errors)
 
     def _repeat(
-        self, square: float, rows: Tensor, block: Tensor, xs: Tensor, forms: Tensor, errors: Tensor
+        self,
+        square: float,
+        rows: Tensor,
+        block: Tensor,
+        xs: Tensor,
+        forms: Tensor,
+        errors: Tensor,
     ) -> None:
         """Measure some rows at another scale, within the limit on repeated queries."""
         count = int(rows.sum())
@@ -495,8 +562,9 @@ class LayerForms:
 
 # The values of several heads, separated in the far field.
 #
-# As in heads/far_field.py, but vector answers need algebra instead of a search. The *gate* of a
-# head is its weight on a single key δ. If δ and the query x are very long, every gate is 0 or 1, so
+# As in heads/far_field.py, but vector answers need algebra instead of a search. The
+# *gate* of a head is its weight on a single key δ. If δ and the query x are very long,
+# every gate is 0 or 1, so
 #
 #     o(x, δ) = Σ_h [xᵀW_hδ > 0]·V_hᵀδ,      o(x, δ) − o(−x, δ) = Σ_h s_h(x)·V_hᵀδ,  s_h = ±1.
 #
@@ -509,15 +577,17 @@ class LayerForms:
 #    are open. H such sums with independent patterns (one of them is `Σ_h V_h`, known already) are
 #    solved for all V_h. If a gate flipped within a step, the value at δ₀ is off, and shows it.
 #
-# Heads with equal W_h are found as one (Proposition 7.1). So are heads with W_2 = c·W_1, whose
-# gates change at the same x: if c < 0, step 2 notices; if c > 0, the gate is not logistic and the
-# judge rejects the result. The gate of a *constant* head, W_h = 0, never changes: its value is what
-# the others leave of `Σ_h V_h`.
+# Heads with equal W_h are found as one (Proposition 7.1). So are heads with W_2 =
+# c·W_1, whose gates change at the same x: if c < 0, step 2 notices; if c > 0, the gate
+# is not logistic and the judge rejects the result. The gate of a *constant* head, W_h =
+# 0, never changes: its value is what the others leave of `Σ_h V_h`.
 
 _ROUNDS = 4  # batches of x, until their sign patterns tell the heads apart
 _MOST = 16
 _ZEROS = 15  # zero tokens, so that the weight of a constant head is far from ½
-_RESOLUTION = 1e-10  # smaller singular values of D, relative to the largest, are rounding
+_RESOLUTION = (
+    1e-10  # smaller singular values of D, relative to the largest, are rounding
+)
 _EXACT = 1e-6  # how far from ±1 a computed sign may be
 _STEPS = (2.0**-6, 2.0**-9, 2.0**-12, 2.0**-15)  # from δ₀ in step 3
 
@@ -536,7 +606,8 @@ def separate_values(
 ) -> Tensor:
     """Return `V_h` of all heads, (H, d, m), from `Σ_h V_h` and far-field answers.
 
-    `pairs` of x and −x are sent at a time; the more alike two heads are, the more are needed.
+    `pairs` of x and −x are sent at a time; the more alike two heads are, the more are
+    needed.
     """
     key = random_units(1, vectors.dim, stream)[0]
     # If every token answers, queries that share a sequence cost nothing.
@@ -546,25 +617,36 @@ def separate_values(
     return torch.cat([V, (total - V.sum(0)).unsqueeze(0)]) if gates.constant else V
 
 
-def _far_field(vectors: VectorOracle, keys: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
+def _far_field(
+    vectors: VectorOracle, keys: Tensor, xs: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return answers (keys, xs, m), and the weight that a key of score 0 has in each."""
-    answers = vectors.respond((keys * vectors.far).unsqueeze(1), xs, zeros=_ZEROS) / vectors.far
+    answers = (
+        vectors.respond((keys * vectors.far).unsqueeze(1), xs, zeros=_ZEROS)
+        / vectors.far
+    )
     return answers, 1 / (1 + vectors.references(len(xs), _ZEROS))
 
 
 def _at_one_key(
-    vectors: VectorOracle, whole: Tensor, key: Tensor, stream: torch.Generator, pairs: int
+    vectors: VectorOracle,
+    whole: Tensor,
+    key: Tensor,
+    stream: torch.Generator,
+    pairs: int,
 ) -> tuple[Tensor, _Gates]:
     """Run steps 1 and 2, with more and more x until exactly H sign vectors fit."""
     xs = torch.empty(0, vectors.dim, dtype=torch.float64)
     D = torch.empty(0, vectors.outputs, dtype=torch.float64)
     totals = torch.empty_like(D)
-    heads, signs = 0, xs
+    heads = 0
+    signs = xs
     for _ in range(_ROUNDS):
         more = random_units(pairs, vectors.dim, stream)
         apart, total = _pairs(vectors, whole, key, more)
         xs = torch.cat([xs, more])
-        D, totals = torch.cat([D, apart]), torch.cat([totals, total])
+        D = torch.cat([D, apart])
+        totals = torch.cat([totals, total])
         left, sizes, _ = torch.linalg.svd(D, full_matrices=False)
         heads = int((sizes > _RESOLUTION * sizes[0]).sum())
         if heads > _MOST:
@@ -581,15 +663,21 @@ def _at_one_key(
     return xs, _orient(signs, least_squares(signs, D), totals.mean(0), whole)
 
 
-def _pairs(vectors: VectorOracle, whole: Tensor, key: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
+def _pairs(
+    vectors: VectorOracle, whole: Tensor, key: Tensor, xs: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return `o(x) − o(−x)` and `o(x) + o(−x)` for each x, without a constant head."""
-    answers, flat = _far_field(vectors, key.unsqueeze(0), torch.stack([xs, -xs], 1).flatten(0, 1))
-    answers, flat = answers[0].unflatten(0, (-1, 2)), flat.unflatten(0, (-1, 2))
+    answers, flat = _far_field(
+        vectors, key.unsqueeze(0), torch.stack([xs, -xs], 1).flatten(0, 1)
+    )
+    answers = answers[0].unflatten(0, (-1, 2))
+    flat = flat.unflatten(0, (-1, 2))
     if not bool(answers.any() | whole.any()):
         raise Unsuccessful(
             Status.NOT_IDENTIFIABLE, "V = 0: every answer is zero, whatever W may be"
         )
-    # A constant head has the weight `flat`; its value is what the others leave of the whole.
+    # A constant head has the weight `flat`; its value is what the others leave of the
+    # whole.
     twice = flat.sum(1, keepdim=True)
     total = (answers.sum(1) - twice * whole) / (1 - twice)
     constant = whole - total.mean(0)
@@ -621,7 +709,9 @@ def _sign_vectors(basis: Tensor) -> Tensor:
     rows = _pivots(basis * math.sqrt(len(basis)), heads, basis[:0])
     if len(rows) < heads:
         return basis[:, :0]
-    choices = torch.tensor(list(itertools.product((1.0, -1.0), repeat=heads)), dtype=torch.float64)
+    choices = torch.tensor(
+        list(itertools.product((1.0, -1.0), repeat=heads)), dtype=torch.float64
+    )
     choices = choices[: len(choices) // 2]  # the first sign is +: each only once
     vectors = basis @ torch.linalg.solve(basis[rows], choices.mT)
     return vectors[:, ((vectors.abs() - 1).abs() < _EXACT).all(0)].round()
@@ -645,31 +735,37 @@ def _solve_maps(
     vectors: VectorOracle, total: Tensor, basis: ProbeBasis, gates: _Gates, xs: Tensor
 ) -> Tensor:
     """Return V_h of all heads but a constant one, from linear maps at enough x."""
-    d, heads = vectors.dim, gates.open.shape[1]
+    d = vectors.dim
+    heads = gates.open.shape[1]
 
     def linear_maps(rows: Tensor, step: float) -> tuple[Tensor, Tensor]:
         """Return maps (k, d, m) and their weights (k, H) for those x where no gate flipped.
 
-        Around δ₀ they are `o − w·Σ_h V_hᵀδ = Σ_h (open_h − w)·V_hᵀδ`, with w the weight of a
-        constant head, whose value is in the sum on the left only, where it cancels.
+        Around δ₀ they are `o − w·Σ_h V_hᵀδ = Σ_h (open_h − w)·V_hᵀδ`, with w the weight
+        of a constant head, whose value is in the sum on the left only, where it
+        cancels.
         """
         keys = basis.unit_v + step * basis.Q
         answers, flat = _far_field(vectors, keys, xs[rows])
         answers = answers.transpose(0, 1) - flat[:, None, None] * (keys @ total)
         weights = gates.open[rows] - flat.unsqueeze(1)
         at_key = (weights @ gates.values).unsqueeze(1)
-        # The keys add up to a multiple of δ₀, so a gate that flipped at one of them shows here.
+        # The keys add up to a multiple of δ₀, so a gate that flipped at one of them
+        # shows here.
         apart = answers.sum(1, keepdim=True) / (d + step * math.sqrt(d)) - at_key
         calm = apart.abs().amax((1, 2)) <= _EXACT / d * gates.values.abs().max()
         return basis.Q.mT @ (answers - at_key)[calm] / step, weights[calm]
 
     ones = torch.ones(1, heads, dtype=torch.float64)
     known = ones[:0] if gates.constant else ones
-    maps, weights = total.unsqueeze(0)[: len(known)], known
+    maps = total.unsqueeze(0)[: len(known)]
+    weights = known
     for step in _STEPS:
         left = torch.ones(len(xs), dtype=torch.bool)
         while len(weights) < heads and bool(left.any()):
-            wanted = _pivots(gates.open * left.unsqueeze(1), heads - len(weights), weights)
+            wanted = _pivots(
+                gates.open * left.unsqueeze(1), heads - len(weights), weights
+            )
             if not wanted:
                 break
             # If every token answers, queries that share a sequence cost nothing.
@@ -677,7 +773,8 @@ def _solve_maps(
             left[rows] = False
             fresh, patterns = linear_maps(rows, step)
             best = _pivots(patterns, heads - len(weights), weights)
-            maps, weights = torch.cat([maps, fresh[best]]), torch.cat([weights, patterns[best]])
+            maps = torch.cat([maps, fresh[best]])
+            weights = torch.cat([weights, patterns[best]])
     if len(weights) < heads:
         raise Unsuccessful(Status.MISMATCH, "the far field is not linear around a key")
     return torch.linalg.solve(weights, maps.flatten(1)).unflatten(1, total.shape)

@@ -1,8 +1,8 @@
 """The direction of v from the signs of single tokens: learning a halfspace (Appendix B).
 
-*Provably Learning Attention with Queries* (arXiv 2601.16873) averages signs, and its error falls
-with the root of the number of queries (sign_only_as_published.py). Here every query is a step of a
-bisection, and gains a bit of one coordinate.
+*Provably Learning Attention with Queries* (arXiv 2601.16873) averages signs, and its
+error falls with the root of the number of queries (sign_only_as_published.py). Here
+every query is a step of a bisection, and gains a bit of one coordinate.
 """
 
 from __future__ import annotations
@@ -42,15 +42,18 @@ class Ratios:
         with_v, against_v = self._positive(torch.stack([towards, -towards])).tolist()
         if not with_v and not against_v:
             raise Unsuccessful(
-                Status.NOT_IDENTIFIABLE, "v = 0: no score is positive, whatever W may be"
+                Status.NOT_IDENTIFIABLE,
+                "v = 0: no score is positive, whatever W may be",
             )
         if against_v:
             raise Unsuccessful(
-                Status.MISMATCH, "the signs of single tokens are not those of a linear function"
+                Status.MISMATCH,
+                "the signs of single tokens are not those of a linear function",
             )
         largest = self._largest(Q)
         others = [i for i in range(len(Q)) if i != largest]
-        self._top, self._Q = Q[largest], Q[others]
+        self._top = Q[largest]
+        self._Q = Q[others]
         self._low = torch.zeros(len(others), dtype=torch.float64)
         self._high = torch.ones(len(others), dtype=torch.float64)
 
@@ -97,7 +100,9 @@ class Ratios:
         """Find the largest q_iᵀv by a tournament: d − 1 queries in log₂ d batches."""
         left = torch.arange(len(Q))
         while len(left) > 1:
-            a, b, odd = left[: len(left) // 2], left[len(left) // 2 :][: len(left) // 2], left[-1:]
+            a = left[: len(left) // 2]
+            b = left[len(left) // 2 :][: len(left) // 2]
+            odd = left[-1:]
             winners = torch.where(self._positive(Q[a] - Q[b]), a, b)
             left = torch.cat([winners, odd]) if len(left) % 2 else winners
         return int(left[0])

@@ -4,10 +4,11 @@ With unit δ and x, lengths g and ξ, and `D = vᵀδ`,
 
     a = f([ξx + gδ ; ξx]) ± τ,   α = (a − ξ·vᵀx) / (g·D),   δᵀWx = logit(α) / (gξ).
 
-Intervals for a, v and D give an interval for α, cut to [0, 1]; since the logit is monotone, it
-gives one for the form. Long δ make α precise (g as large as tokens may be), and ξ determines where
-the logit is read. If α has the error e, the largest form should be at the z that minimises the
-width of `logit(σ(z) ± e)` over z: 1.5 for small e, less for larger ones (`best_logit`).
+Intervals for a, v and D give an interval for α, cut to [0, 1]; since the logit is
+monotone, it gives one for the form. Long δ make α precise (g as large as tokens may
+be), and ξ determines where the logit is read. If α has the error e, the largest form
+should be at the z that minimises the width of `logit(σ(z) ± e)` over z: 1.5 for small
+e, less for larger ones (`best_logit`).
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from keyhole.extract.gauss_newton import Pairs
 from keyhole.oracle.protocol import Oracle
 
 _SCOUTS = 8
-_MARGIN = 2.0  # the largest form may be so many times the scouts' largest without loss of precision
+# the largest form may be so many times the scouts' largest without loss of precision
+_MARGIN = 2.0
 _FURTHER = 16.0  # factor between the scales that scouts try
 _TRIES = 32
 _CLEAR = 0.25  # an error of α up to which a gate of ½ can be told from 0 and 1
 _AGAIN = 4.0  # a query is repeated if that makes its interval so many times narrower
-_SPARE = 0.5  # share of the queries that may be repeated: this bounds the cost on any oracle
+_SPARE = (
+    0.5  # share of the queries that may be repeated: this bounds the cost on any oracle
+)
 _SLACK = 1e-9  # relative: rounding, which is only added at the end, is no contradiction
 
 
@@ -42,7 +46,9 @@ class Interval:
 
     @classmethod
     def unknown(cls, *shape: int, bound: float | None = None) -> Interval:
-        high = torch.full(shape, math.inf if bound is None else bound, dtype=torch.float64)
+        high = torch.full(
+            shape, math.inf if bound is None else bound, dtype=torch.float64
+        )
         return cls(-high, high)
 
     @classmethod
@@ -74,7 +80,8 @@ class Interval:
 
     def meet(self, other: Interval, what: str) -> Interval:
         """Return the intersection; raise Unsuccessful if it is empty."""
-        low, high = self.low.maximum(other.low), self.high.minimum(other.high)
+        low = self.low.maximum(other.low)
+        high = self.high.minimum(other.high)
         apart = low - high
         if bool((apart > _SLACK * torch.maximum(low.abs(), high.abs())).any()):
             raise Unsuccessful(
@@ -123,7 +130,8 @@ class Forms:
             left = everything[~torch.isin(everything, scouts)]
             sizes = torch.full((len(everything),), size, dtype=torch.float64)
         else:
-            left, sizes = everything, self._foreseen(W).flatten()
+            left = everything
+            sizes = self._foreseen(W).flatten()
         self._ask(left, self._short(sizes[left]))
         self._repeat()
         if not bool(self.interval.finite.all()):
@@ -141,17 +149,23 @@ class Forms:
 
     def forget(self, columns: Tensor) -> None:
         """Set these columns to zero."""
-        low, high = self.interval.low, self.interval.high
-        self.interval = Interval(low.masked_fill(columns, 0.0), high.masked_fill(columns, 0.0))
+        low = self.interval.low
+        high = self.interval.high
+        self.interval = Interval(
+            low.masked_fill(columns, 0.0), high.masked_fill(columns, 0.0)
+        )
 
     def _short(self, sizes: Tensor) -> Tensor:
         """Return ξ for forms of these sizes, at most a third of the reach since ξ shortens g."""
-        return (best_logit(self._error) / (self._reach * sizes)).clamp(max=self._reach / 3)
+        return (best_logit(self._error) / (self._reach * sizes)).clamp(
+            max=self._reach / 3
+        )
 
     def _scout(self, rows: Tensor) -> float:
         """Return the size of the largest of a few forms, with a margin for the others."""
         start = 1.0 if self._bound is None else self._bound
-        best, limit = best_logit(self._error), self._reach / 3
+        best = best_logit(self._error)
+        limit = self._reach / 3
         xi = float(self._short(torch.tensor(start, dtype=torch.float64)))
         size = math.inf
         for _ in range(_TRIES):
@@ -165,39 +179,50 @@ class Forms:
                 break
         if not math.isfinite(size):
             if self._error < _CLEAR:
-                raise Unsuccessful(Status.SATURATED, "the gates are at 0 or 1 at every scale")
+                raise Unsuccessful(
+                    Status.SATURATED, "the gates are at 0 or 1 at every scale"
+                )
             raise Unsuccessful(
-                Status.NOT_IDENTIFIABLE, f"±{self._tolerance:g} leaves W without any bound"
+                Status.NOT_IDENTIFIABLE,
+                f"±{self._tolerance:g} leaves W without any bound",
             )
         return _MARGIN * max(size, torch.finfo(torch.float64).tiny)
 
     def _foreseen(self, W: Interval) -> Tensor:
         """Return the sizes of forms as W's interval predicts them, at least 1/16 of the largest."""
         radius = self.deltas.abs() @ W.radius @ self.X.abs().mT
-        sizes = (self.deltas @ W.middle @ self.X.mT).abs() + radius.clamp(max=float(W.radius.max()))
+        sizes = (self.deltas @ W.middle @ self.X.mT).abs() + radius.clamp(
+            max=float(W.radius.max())
+        )
         return sizes.clamp(min=float(sizes.max()) / _FURTHER)
 
     def _repeat(self) -> None:
         """Measure again, each at a scale of its own, the forms whose scale was very unsuitable."""
-        sizes, radius = self.interval.largest.view(-1), self.interval.radius.view(-1)
+        sizes = self.interval.largest.view(-1)
+        radius = self.interval.radius.view(-1)
         finite = sizes.isfinite()
         usual = float(sizes[finite].max()) if bool(finite.any()) else 1.0
         sizes = torch.where(finite, sizes, _FURTHER * usual).clamp(min=usual / _FURTHER)
         slope = 2 + 2 * math.cosh(best_logit(self._error))
-        hoped = self._error * slope / (self._reach * self._short(sizes.clamp(min=usual)))
+        hoped = (
+            self._error * slope / (self._reach * self._short(sizes.clamp(min=usual)))
+        )
         rows = (radius > _AGAIN * hoped).nonzero().squeeze(1)
         if 0 < len(rows) <= 16 + _SPARE * len(sizes):
             self._ask(rows, self._short(sizes[rows]))
 
     def _ask(self, indices: Tensor, xi: Tensor) -> None:
-        i, j, g = indices // len(self.X), indices % len(self.X), self._reach - xi
+        i = indices // len(self.X)
+        j = indices % len(self.X)
+        g = self._reach - xi
         pairs = Pairs(self.deltas, self.X, i, j, xi, g, torch.empty_like(xi))
         for part, answers in in_batches(self._oracle, len(indices), pairs.questions):
             self._note(indices[part], xi[part], g[part], answers)
 
     def _note(self, rows: Tensor, xi: Tensor, g: Tensor, answers: Tensor) -> None:
         """Narrow the intervals of these forms by the answers."""
-        i, j = rows // len(self.X), rows % len(self.X)
+        i = rows // len(self.X)
+        j = rows % len(self.X)
         self._asked.append(Pairs(self.deltas, self.X, i, j, xi, g, answers))
         signal = self._signal
         alpha = (answers - xi * self._v_x[j]) / (g * signal.middle[i])
@@ -207,11 +232,15 @@ class Forms:
             raise Unsuccessful(
                 Status.MISMATCH, "the answers leave the range that a single head allows"
             )
-        low, high = (alpha - error).clamp(0, 1).logit(), (alpha + error).clamp(0, 1).logit()
+        low = (alpha - error).clamp(0, 1).logit()
+        high = (alpha + error).clamp(0, 1).logit()
         new = Interval(low / (g * xi), high / (g * xi))
         flat = Interval(self.interval.low.view(-1), self.interval.high.view(-1))
-        met = Interval(flat.low[rows], flat.high[rows]).meet(new, weights_named(self._bound))
-        flat.low[rows], flat.high[rows] = met.low, met.high
+        met = Interval(flat.low[rows], flat.high[rows]).meet(
+            new, weights_named(self._bound)
+        )
+        flat.low[rows] = met.low
+        flat.high[rows] = met.high
 
 
 def weights_named(bound: float | None) -> str:
@@ -222,6 +251,7 @@ def weights_named(bound: float | None) -> str:
 def best_logit(error: float) -> float:
     """Return the z at which a form is read most precisely if α is known to ±error."""
     z = torch.linspace(0.02, 3, 150, dtype=torch.float64)
-    upper, lower = torch.sigmoid(z) + error, torch.sigmoid(z) - error
+    upper = torch.sigmoid(z) + error
+    lower = torch.sigmoid(z) - error
     width = (upper.clamp(0, 1).logit() - lower.clamp(0, 1).logit()) / z
     return float(z[width.argmin()])

@@ -1,10 +1,10 @@
 """The judge: attacks propose a model, and shared code measures it on queries that they did not use.
 
-`settle` runs an attack step by step, turns every failure into a Status, and measures the model of
-each step on the same fresh queries, which are sent once. If the last model passes, it is tried on
-longer sequences and other norms (domain.py). The true weights are never used: only tests and
-benchmarks, which made them, may compare parameters. `Exam` is for exact scores; exams.py has exams
-for signs and inexact answers.
+`settle` runs an attack step by step, turns every failure into a Status, and measures
+the model of each step on the same fresh queries, which are sent once. If the last model
+passes, it is tried on longer sequences and other norms (domain.py). The true weights
+are never used: only tests and benchmarks, which made them, may compare parameters.
+`Exam` is for exact scores; exams.py has exams for signs and inexact answers.
 """
 
 from __future__ import annotations
@@ -30,15 +30,32 @@ from keyhole.extract.arithmetic import (
     rounding,
     within_own_error,
 )
-from keyhole.extract.domain import CHANGED, Domain, Explorer, Witness, within, within_reach
+from keyhole.extract.domain import (
+    CHANGED,
+    Domain,
+    Explorer,
+    Witness,
+    within,
+    within_reach,
+)
 from keyhole.extract.extraction import Check, Extraction, Step
 from keyhole.oracle.ledger import remembered
-from keyhole.oracle.protocol import BudgetExhausted, Counted, NotFinite, Oracle, OracleError, ask
+from keyhole.oracle.protocol import (
+    BudgetExhausted,
+    Counted,
+    NotFinite,
+    Oracle,
+    OracleError,
+    ask,
+)
 
 LENGTHS = (1, 2, 3, 5, 8)
-NEARLY = 1e-2  # with a larger relative error, a model is another function, not an approximation
+# with a larger relative error, a model is another function, not an approximation
+NEARLY = 1e-2
 PER_KIND = 4  # queries of each length and norm
-_TINY_SHARE = 1e-6  # share of the largest answer that is the least size errors are relative to
+_TINY_SHARE = (
+    1e-6  # share of the largest answer that is the least size errors are relative to
+)
 _SURE = 4.0  # standard errors by which a fitted model may be off
 _COARSEST = 0.05  # of an answer: a less certain model cannot be told from another one
 _INFINITE = 1e99  # stands for an infinite error, because JSON has no infinity
@@ -78,10 +95,11 @@ class Method:
 class Exam:
     """Fresh queries with their answers, by which any number of models can be judged.
 
-    This exam is for exact answers. In every set, the tokens of the first half have norm about 1,
-    and those of the second half norm about √d. `excused` is the largest error with which a model is
-    still an approximation. If the target answers with less than float64, `precision` is the
-    relative error of an answer, and `own` has the absolute error of each (arithmetic.py).
+    This exam is for exact answers. In every set, the tokens of the first half have norm
+    about 1, and those of the second half norm about √d. `excused` is the largest error
+    with which a model is still an approximation. If the target answers with less than
+    float64, `precision` is the relative error of an answer, and `own` has the absolute
+    error of each (arithmetic.py).
     """
 
     sets: tuple[tuple[Tensor, Tensor], ...]
@@ -96,12 +114,16 @@ class Exam:
 
     @classmethod
     def draw(
-        cls, oracle: Oracle, seed: int, lengths: tuple[int, ...] = LENGTHS, gain: float = 1.0
+        cls,
+        oracle: Oracle,
+        seed: int,
+        lengths: tuple[int, ...] = LENGTHS,
+        gain: float = 1.0,
     ) -> Exam:
         """Draw sequences of several lengths, with tokens of norm about 1 and about √d.
 
-        With a `gain`, all tokens but the last are so much longer and the last one so much shorter,
-        which leaves the attention as it is and makes the answers larger.
+        With a `gain`, all tokens but the last are so much longer and the last one so
+        much shorter, which leaves the attention as it is and makes the answers larger.
         """
         stream = torch.Generator().manual_seed(seed ^ JUDGE_STREAM)
         sets: list[tuple[Tensor, Tensor]] = []
@@ -112,7 +134,9 @@ class Exam:
             sequences[..., :-1, :] *= gain
             sequences[..., -1, :] *= gain if length == 1 else 1 / gain
             sets.append(within_reach(oracle, sequences.flatten(0, 1)))
-        precision = precision_of(oracle, torch.cat([answers.flatten() for _, answers in sets]))
+        precision = precision_of(
+            oracle, torch.cat([answers.flatten() for _, answers in sets])
+        )
         return cls(tuple(sets), precision=precision)
 
     def with_own_error(self, oracle: Oracle) -> Exam:
@@ -122,12 +146,19 @@ class Exam:
         own = [own_error(oracle, *each, self.precision) for each in self.sets]
         scales = [scale.repeat_interleave(PER_KIND) for scale in self.scales]
         even = all(
-            bool((rounding(oracle, answers, self.precision) <= 2 * self.precision * size).all())
+            bool(
+                (
+                    rounding(oracle, answers, self.precision)
+                    <= 2 * self.precision * size
+                ).all()
+            )
             for (_, answers), size in zip(self.sets, scales, strict=True)
             if answers.ndim == 1
         )
         if even:  # no link is near saturation, so the errors differ only by chance
-            most = max(float((e / size).max()) for e, size in zip(own, scales, strict=True))
+            most = max(
+                float((e / size).max()) for e, size in zip(own, scales, strict=True)
+            )
             own = [most * size for size in scales]
         return replace(self, own=tuple(own))
 
@@ -137,7 +168,10 @@ class Exam:
         largest = max(float(answers.abs().max()) for _, answers in self.sets)
         # Answers of one length and norm may all cancel to rounding errors.
         least = max(_TINY_SHARE * largest, torch.finfo(torch.float64).tiny)
-        sizes = [answers.abs().unflatten(0, (2, -1)).flatten(1).amax(1) for _, answers in self.sets]
+        sizes = [
+            answers.abs().unflatten(0, (2, -1)).flatten(1).amax(1)
+            for _, answers in self.sets
+        ]
         return [size.clamp(min=least) for size in sizes]
 
     def check(self, errors: list[Tensor]) -> Check:
@@ -150,7 +184,9 @@ class Exam:
         """Measure errors relative to the largest answer of the same length and norm."""
         errors: list[Tensor] = []
         for (sequences, answers), scale in zip(self.sets, self.scales, strict=True):
-            wrong = differences(model, sequences, answers).unflatten(0, (2, -1)).flatten(1)
+            wrong = (
+                differences(model, sequences, answers).unflatten(0, (2, -1)).flatten(1)
+            )
             errors.append((wrong / scale[:, None]).flatten())
         return self.check(errors)
 
@@ -168,12 +204,22 @@ class Exam:
         status, reason = verdict(check, accepted, self.excused)
         if not self.own or status is Status.RECOVERED:
             return status, reason
-        shares, owns, explained = list[Tensor](), list[Tensor](), True
-        for (sequences, answers), scale, own in zip(self.sets, self.scales, self.own, strict=True):
+        shares = list[Tensor]()
+        owns = list[Tensor]()
+        explained = True
+        for (sequences, answers), scale, own in zip(
+            self.sets, self.scales, self.own, strict=True
+        ):
             scale = scale.repeat_interleave(len(own) // 2)
-            wrong = differences(step.model, sequences, answers).reshape(len(own), -1).amax(1)
+            wrong = (
+                differences(step.model, sequences, answers)
+                .reshape(len(own), -1)
+                .amax(1)
+            )
             model = own if step.uncertainty is None else step.uncertainty(sequences)
-            explained &= bool((wrong <= accepted * scale + ALLOWED * own + _SURE * model).all())
+            explained &= bool(
+                (wrong <= accepted * scale + ALLOWED * own + _SURE * model).all()
+            )
             shares.append((model / scale)[: len(own) // 2])  # tokens of norm about 1
             owns.append(own / scale)
         share = float(torch.cat(shares).quantile(0.9))
@@ -189,7 +235,9 @@ class Exam:
         return Status.RECOVERED, reason
 
 
-def verdict(check: Check, accepted: float, excused: float = NEARLY) -> tuple[Status, str]:
+def verdict(
+    check: Check, accepted: float, excused: float = NEARLY
+) -> tuple[Status, str]:
     """Return the status and reason for these errors.
 
     `excused` is the largest error with which a model still counts as an approximation.
@@ -219,13 +267,19 @@ def judge(oracle: Oracle, model: Oracle, seed: int = 0) -> Check:
 def settle(method: Method, oracle: Oracle) -> Extraction:
     """Run an attack, and judge the model it proposes by the method's exam."""
     started = time.perf_counter()
-    counted, before = Counted(oracle), remembered(oracle)
+    counted = Counted(oracle)
+    before = remembered(oracle)
     witness = Witness(counted)
     steps, status, reason = _attempt(method, witness)
     found = Extraction(
-        status, reason, repr(method), model=None, queries=counted.queries,
-        seconds=time.perf_counter() - started, remembered=remembered(oracle) - before,
-    )  # fmt: skip
+        status,
+        reason,
+        repr(method),
+        model=None,
+        queries=counted.queries,
+        seconds=time.perf_counter() - started,
+        remembered=remembered(oracle) - before,
+    )
     if not steps:
         return replace(found, reason=_full_reason(status, reason, None))
     last = steps[-1][1]
@@ -239,15 +293,23 @@ def settle(method: Method, oracle: Oracle) -> Extraction:
     elif last.confirm is not None:  # nobody has tested what its proof assumes
         last = _without_proof(last)
     return replace(
-        found, reason=_full_reason(found.status, found.reason, last), check=check, model=last.model,
-        lower_bound=last.lower_bound, layer=last.layer,
+        found,
+        reason=_full_reason(found.status, found.reason, last),
+        check=check,
+        model=last.model,
+        lower_bound=last.lower_bound,
+        layer=last.layer,
         # If answers contradict the model, none of it counts as known.
         known=0.0 if found.status is Status.MISMATCH else last.share,
-        guarantee=last.guarantee, guarantee_v=last.guarantee_v, stated=last.stated,
-    )  # fmt: skip
+        guarantee=last.guarantee,
+        guarantee_v=last.guarantee_v,
+        stated=last.stated,
+    )
 
 
-def _attempt(method: Method, witness: Witness) -> tuple[list[tuple[int, Step]], Status, str]:
+def _attempt(
+    method: Method, witness: Witness
+) -> tuple[list[tuple[int, Step]], Status, str]:
     """Return each step with the queries spent so far, the status, and its reason."""
     steps: list[tuple[int, Step]] = []
     try:
@@ -258,7 +320,10 @@ def _attempt(method: Method, witness: Witness) -> tuple[list[tuple[int, Step]], 
     except NotFinite:
         reason = "no weights fit the answers: the next query would not be finite"
         return steps, Status.MISMATCH, reason
-    except (OracleError, InputError) as error:  # an oracle may refuse a query as wrong input
+    except (
+        OracleError,
+        InputError,
+    ) as error:  # an oracle may refuse a query as wrong input
         return steps, Status.ORACLE_FAILED, str(error)
     except Unsuccessful as end:
         return steps, end.status, end.reason
@@ -282,7 +347,8 @@ def _examine(
     except Unsuccessful as end:
         return replace(found, status=end.status, reason=end.reason), last
     checks = [exam.grade(step.model) for _, step in steps]
-    check, limit = checks[-1], method.accepted
+    check = checks[-1]
+    limit = method.accepted
     status, reason = exam.verdict(check, last, limit)
     fitted = status is Status.MISMATCH and last.uncertainty is not None
     if status is Status.INEXACT or fitted:
@@ -297,19 +363,30 @@ def _examine(
         reason = f"{reason}, tried on {domain}"
         if changed:
             status = Status.MISMATCH
-            reason = f"when repeated, {changed} of {len(witness.kept)} queries {CHANGED}"
+            reason = (
+                f"when repeated, {changed} of {len(witness.kept)} queries {CHANGED}"
+            )
         elif differs:
             status = Status.WITHIN if status is Status.RECOVERED else status
             reason += "; beyond that the target answers differently"
         if differs:
             last = _without_proof(last)  # the target is not what the proof assumes
-    trace = tuple((queries, each.worst) for (queries, _), each in zip(steps, checks, strict=True))
-    found = replace(found, status=status, reason=reason, check=check, domain=domain, trace=trace)
+    trace = tuple(
+        (queries, each.worst) for (queries, _), each in zip(steps, checks, strict=True)
+    )
+    found = replace(
+        found, status=status, reason=reason, check=check, domain=domain, trace=trace
+    )
     return found, _confirmed(last, status, witness.inner)
 
 
 def _explore(
-    method: Method, witness: Witness, exam: Exam, known: Domain, step: Step, error: float
+    method: Method,
+    witness: Witness,
+    exam: Exam,
+    known: Domain,
+    step: Step,
+    error: float,
 ) -> tuple[Domain, bool]:
     """Return the domain in which model and target agree, and whether they differ outside it."""
 
@@ -317,9 +394,15 @@ def _explore(
         return (
             exam.agrees(given, answers, error)
             or exam.explained(step, sequences, answers)
-            # The model inherits the answers' errors, which count for more in long tokens.
+            # The model inherits the answers' errors, which count for more in long
+            # tokens.
             or within_own_error(
-                witness.inner, sequences, given, answers, exam.precision, _SLACK * ALLOWED
+                witness.inner,
+                sequences,
+                given,
+                answers,
+                exam.precision,
+                _SLACK * ALLOWED,
             )
         )
 
@@ -351,7 +434,8 @@ def _confirmed(step: Step, status: Status, oracle: Oracle) -> Step:
     if not contradictions:
         return step
     return _without_proof(
-        step, f"not proved: {contradictions} of {asked} answers contradict that {step.assumed}"
+        step,
+        f"not proved: {contradictions} of {asked} answers contradict that {step.assumed}",
     )
 
 

@@ -1,16 +1,17 @@
 """One head of low rank, with as many queries as it has unknowns: d + 2rd − r².
 
-Theorem 5.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873) draws random
-measurements and solves a convex program (nuclear_norm.py). Here queries are adaptive and every
-bilinear form is exact, so a cross approximation is enough. With `Z = Δ W Xᵀ`,
+Theorem 5.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873) draws
+random measurements and solves a convex program (nuclear_norm.py). Here queries are
+adaptive and every bilinear form is exact, so a cross approximation is enough. With `Z =
+Δ W Xᵀ`,
 
     repeat: measure a column of Z;  if it lies in the span of the earlier ones, stop;
             choose the row of its largest part outside that span, and measure that row;
     Z = C · C[I]⁻¹ · Z[I]      C: the columns, I: the chosen rows
 
-Entries where rows and columns cross are measured once: d + 2rd − r² in all. If the rank is not
-known, one more column ends the search, with d − r queries. C is orthogonalised before the solve, so
-small singular values of W cost no precision.
+Entries where rows and columns cross are measured once: d + 2rd − r² in all. If the rank
+is not known, one more column ends the search, with d − r queries. C is orthogonalised
+before the solve, so small singular values of W cost no precision.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count
-from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogonal, read_values
+from keyhole.extract.bilinear import (
+    BilinearForms,
+    ProbeBasis,
+    random_orthogonal,
+    read_values,
+)
 from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.judge import Method
 from keyhole.oracle.planted import Head
@@ -37,7 +43,9 @@ class LowRank(Method):
     rank: int | None = setting(None, "rank of W; found if not given")
     seed: int = 0
     tolerance: float = 1e-8
-    resolution: float = setting(1e-11, "size of rounding in a new column, relative to the largest")
+    resolution: float = setting(
+        1e-11, "size of rounding in a new column, relative to the largest"
+    )
 
     def __post_init__(self) -> None:
         expect_count("rank", self.rank, 0)
@@ -101,7 +109,9 @@ class _Cross:
         self._deltas = deltas
         self._X = X
         self._Zt = torch.full_like(X, math.nan)  # [j, i] = δ_iᵀ W x_j
-        self._span = torch.empty(0, len(X), dtype=torch.float64)  # orthonormal, of the columns
+        self._span = torch.empty(
+            0, len(X), dtype=torch.float64
+        )  # orthonormal, of the columns
         self._largest = 0.0
         self.columns = 0
         self.rows: list[int] = []

@@ -1,17 +1,18 @@
 """Many heads, exactly: one query for each unknown number, and about H(2d + 130) more.
 
-H heads have H(d² + d) unknowns, or H(2rd − r² + d) if their W have rank r. The target is
+H heads have H(d² + d) unknowns, or H(2rd − r² + d) if their W have rank r. The target
+is
 
     f(X) = Σ_h Σ_i softmax_i(x_iᵀ W_h x_N)·v_hᵀx_i
 
-with H unknown. Fix the last token x and let `g_h = W_h x`. For one head l there are two **mask
-tokens** x+D1 and x+D2 that take all attention of the other heads and none of its own
-(heads/masks.py), so that
+with H unknown. Fix the last token x and let `g_h = W_h x`. For one head l there are two
+**mask tokens** x+D1 and x+D2 that take all attention of the other heads and none of its
+own (heads/masks.py), so that
 
     f([x+δ ; x+D1 ; x+D2 ; x]) − f([x ; x+D1 ; x+D2 ; x]) = σ(g_lᵀδ)·v_lᵀδ:
 
-this is one head alone, and Theorem 4.1 of *Provably Learning Attention with Queries* (arXiv
-2601.16873) applies to it. The v_h may be any, and H may exceed d. The stages:
+this is one head alone, and Theorem 4.1 of *Provably Learning Attention with Queries*
+(arXiv 2601.16873) applies to it. The v_h may be any, and H may exceed d. The stages:
 
     Σ_h v_h = f([e_i])                                                    d queries
     heads/far_field.py    the directions of g_h, from long δ              about (d + 60)H
@@ -19,21 +20,23 @@ this is one head alone, and Theorem 4.1 of *Provably Learning Attention with Que
                           heads with proportional W, which no mask separates
     `Columns`             W_h at all x                                    d²H, less for low rank
 
-Without masks, the far field (long δ, where all σ are 0 or 1) would have to be searched again at d
-tokens. With them, it is needed at one token and to a few digits, and all parameters come from the
-near field, to rounding. docs/mathematics.md proves a bound on all of it, `most_queries`. (arXiv
-2608.03294, multi_head_as_published.py, takes 4Hd² − 2H + 1.)
+Without masks, the far field (long δ, where all σ are 0 or 1) would have to be searched
+again at d tokens. With them, it is needed at one token and to a few digits, and all
+parameters come from the near field, to rounding. docs/mathematics.md proves a bound on
+all of it, `most_queries`. (arXiv 2608.03294, multi_head_as_published.py, takes 4Hd² −
+2H + 1.)
 
-Limits. Heads with equal W act as one, and heads with v = 0 are invisible (Proposition 7.1): the
-result is the canonical form (canonical.py). The oracle must answer to about 1e-12 of its largest
-answer, and take tokens of norm 1e13/|W|: rounded, noisy or clipped answers end in a status. The
-fresh queries judge the function, not each head: a head whose v is 1e-6 of another's is only known
-to 1e-5. Precision falls if there are as many lines as dimensions or more: benchmarks/extraction.py
-prints the worst of such cases. Heads with positively proportional W (in one dimension, all of one
-sign) are separated if there are at most four, if their v do not add up to zero, and if the ratios
-of their W are neither too close to 1 nor too large for float64. If not, the status is *not
-applicable*; but if their v cancel, no far field shows them, and the fresh queries call the result a
-*mismatch*.
+Limits. Heads with equal W act as one, and heads with v = 0 are invisible (Proposition
+7.1): the result is the canonical form (canonical.py). The oracle must answer to about
+1e-12 of its largest answer, and take tokens of norm 1e13/|W|: rounded, noisy or clipped
+answers end in a status. The fresh queries judge the function, not each head: a head
+whose v is 1e-6 of another's is only known to 1e-5. Precision falls if there are as many
+lines as dimensions or more: benchmarks/extraction.py prints the worst of such cases.
+Heads with positively proportional W (in one dimension, all of one sign) are separated
+if there are at most four, if their v do not add up to zero, and if the ratios of their
+W are neither too close to 1 nor too large for float64. If not, the status is *not
+applicable*; but if their v cancel, no far field shows them, and the fresh queries call
+the result a *mismatch*.
 """
 
 from __future__ import annotations
@@ -72,7 +75,9 @@ _LINEAR = 1e-9  # the relative error to which answers of length one must be line
 _ATTEMPTS = 3  # tokens x_0 that are tried
 _DECIMALS = 12  # answers rounded to more decimals count as exact
 _WRONG = 1e-3  # after a larger error, the next attempt stays closer to x_0, …
-_CAUTION = 8.0  # … by this factor: opposite heads are exchanged unnoticed where W x passes 0
+_CAUTION = (
+    8.0  # … by this factor: opposite heads are exchanged unnoticed where W x passes 0
+)
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,11 @@ class MultiHead(Method):
         """Return the bound that docs/mathematics.md proves, for heads in general position."""
         if self.heads is None:
             return None
-        tests = 1 if self.heads + 1 < dim // 2 else 3  # `leak_probes` of a mask at a token
+        # `leak_probes` of a mask at a token
+        if self.heads + 1 < dim // 2:
+            tests = 1
+        else:
+            tests = 3
         each = self.heads * (dim * dim + (3 + tests) * dim + 667) + 170
         return dim + 4 + attempts * each
 
@@ -103,7 +112,8 @@ class MultiHead(Method):
         result = super().__call__(oracle)
         if result.status is not Status.MISMATCH:
             return result
-        counted, inexact = Counted(oracle), False
+        counted = Counted(oracle)
+        inexact = False
         with suppress(BudgetExhausted, OracleError, InputError):
             inexact = _inexact(counted)
         result = replace(result, queries=result.queries + counted.queries)
@@ -123,7 +133,8 @@ class MultiHead(Method):
         unknowns = None if self.heads is None else self.heads * (d * d + d)
         yield Step(planted.MultiHead([nothing], [v]), d, unknowns)
         best: Step | None = None
-        reached, caution = math.inf, 1.0
+        reached = math.inf
+        caution = 1.0
         for attempt in range(_ATTEMPTS):
             try:
                 step = yield from _attempt(oracle, v, stream, caution)
@@ -139,7 +150,8 @@ class MultiHead(Method):
                     yield best
                 raise
             if miss < reached or best is None:
-                best, reached = step, miss
+                best = step
+                reached = miss
             if miss <= self.tolerance / 10:
                 break
             caution *= _CAUTION if miss > _WRONG else 1
@@ -162,14 +174,17 @@ def _inexact(oracle: Oracle) -> bool:
     if bool((answers == answers[0]).all()):
         return False
     own = own_error(oracle, questions, answers, torch.finfo(torch.float64).eps)
-    rounded = digits(answers) > EXACT or exact_decimals(answers, most=_DECIMALS) is not None
+    rounded = (
+        digits(answers) > EXACT or exact_decimals(answers, most=_DECIMALS) is not None
+    )
     return rounded or bool((own > 1e-12 * answers.abs().max()).all())
 
 
 def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
     """Return Σ_h v_h from d answers of length one, with four more to test whether they are linear.
 
-    The v_h may add up to zero, so an answer of length two shows what size is more than rounding.
+    The v_h may add up to zero, so an answer of length two shows what size is more than
+    rounding.
     """
     d = oracle.dim
     v = ask_scores(oracle, torch.eye(d, dtype=torch.float64).unsqueeze(1))
@@ -183,7 +198,8 @@ def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
     miss = float(((answers - tests @ v) / factors.abs().clamp(min=1)).abs().max())
     if miss > _LINEAR * size:
         raise Unsuccessful(
-            Status.MISMATCH, "answers of length one are not linear to 1e-9: no heads explain them"
+            Status.MISMATCH,
+            "answers of length one are not linear to 1e-9: no heads explain them",
         )
     return v
 
@@ -195,9 +211,13 @@ def _attempt(
     lines, rays = find_rays(oracle, v, stream)
     if not len(rays):
         if len(lines.g):
-            raise BadToken(Status.NOT_APPLICABLE, "heads with proportional W and v that cancel")
+            raise BadToken(
+                Status.NOT_APPLICABLE, "heads with proportional W and v that cancel"
+            )
         if not bool(rays.v0.any()):
-            raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero: no head is visible")
+            raise Unsuccessful(
+                Status.NOT_IDENTIFIABLE, "every answer is zero: no head is visible"
+            )
         return _step(rays, None)
     columns: Columns | None = None
     half = False
@@ -228,9 +248,11 @@ def _step(rays: Rays, columns: Columns | None) -> Step:
             v.append(rays.V[ray, k])
     d = len(rays.x)
     extra = (len(v) - len(rays)) * (d + 1)  # c_k and V_k of each further slope
-    known, unknowns = 2 * d * len(rays), len(rays) * (d * d + d)
+    known = 2 * d * len(rays)
+    unknowns = len(rays) * (d * d + d)
     if columns is not None:
-        known, unknowns = columns.known, columns.unknowns
+        known = columns.known
+        unknowns = columns.unknowns
     if bool(rays.v0.any()):
         W.append(torch.zeros(d, d, dtype=torch.float64))
         v.append(rays.v0)
@@ -246,14 +268,17 @@ def _remark(rays: Rays, columns: Columns | None) -> str:
     ranks = [] if columns is None else sorted(set(columns.rank.tolist()))
     if ranks and ranks != [len(rays.x)]:
         parts.append(
-            "of rank " + (f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}")
+            "of rank "
+            + (f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}")
         )
     opposite = sum(1 for count in Counter(rays.line.tolist()).values() if count > 1)
     proportional = int((rays.slopes > 1).sum())
     if opposite:
         parts.append(f"{opposite} opposite pair{'s' if opposite > 1 else ''}")
     if proportional:
-        parts.append(f"{proportional} group{'s' if proportional > 1 else ''} of proportional W")
+        parts.append(
+            f"{proportional} group{'s' if proportional > 1 else ''} of proportional W"
+        )
     if bool(rays.v0.any()):
         parts.append("one with W = 0" if heads > 1 else "with W = 0")
     return ", ".join(parts)
@@ -261,22 +286,23 @@ def _remark(rays: Rays, columns: Columns | None) -> str:
 
 # W of every ray on all of space, of full or low rank, from isolated gates.
 #
-# Take last tokens `x_j = x_0 + η_j u_j`, with u_j orthonormal and orthogonal to x_0. The masks
-# built at x_0 still hold there, since their margins are relative to |D|. So
+# Take last tokens `x_j = x_0 + η_j u_j`, with u_j orthonormal and orthogonal to x_0.
+# The masks built at x_0 still hold there, since their margins are relative to |D|. So
 #
 #     W x_0 = g_0,    W u_j = (g(x_j) − g_0) / η_j.
 #
-# One answer per (x_j, ray) tests the masks, and is the baseline of the others. Its probe ω has
-# `g_kᵀω` of about 4 for every other head k, so that a leak shows, and vᵀω = 0 for its own head, so
-# that a sound mask leaves nothing of it. (If there are many lines, or two heads on one, it takes
-# three answers.) If a mask leaks, η_j is halved. The baseline is measured, not predicted, so that
-# the oracle's rounding of `v_kᵀ(x+D)` is the same in it and in the answers that it is subtracted
-# from.
+# One answer per (x_j, ray) tests the masks, and is the baseline of the others. Its
+# probe ω has `g_kᵀω` of about 4 for every other head k, so that a leak shows, and vᵀω =
+# 0 for its own head, so that a sound mask leaves nothing of it. (If there are many
+# lines, or two heads on one, it takes three answers.) If a mask leaks, η_j is halved.
+# The baseline is measured, not predicted, so that the oracle's rounding of `v_kᵀ(x+D)`
+# is the same in it and in the answers that it is subtracted from.
 #
-# Low rank (Theorem 5.1 of arXiv 2601.16873, adaptively). Columns are measured on all d rows, a few
-# more at a time, until one is in the span of the others. Then the singular vectors of all of them
-# span the columns of W, and every further column needs r answers instead of d: about `rd + (d −
-# r)r` in all, and d − r more for each column that brought nothing new.
+# Low rank (Theorem 5.1 of arXiv 2601.16873, adaptively). Columns are measured on all d
+# rows, a few more at a time, until one is in the span of the others. Then the singular
+# vectors of all of them span the columns of W, and every further column needs r answers
+# instead of d: about `rd + (d − r)r` in all, and d − r more for each column that
+# brought nothing new.
 
 _EPSILON = torch.finfo(torch.float64).eps
 _HALVINGS = 14
@@ -307,7 +333,9 @@ class Columns:
         caution: float,
     ) -> None:
         reach = _REACH * lengths(lines.g) / lengths(rays.g).unsqueeze(1)
-        masks = mask_others(lines, rays.line, rays.sign, reach, stream, rays.other_values())
+        masks = mask_others(
+            lines, rays.line, rays.sign, reach, stream, rays.other_values()
+        )
         self._isolated = IsolatedHeads(oracle, masks.D, rays.v0)
         self._rays = rays
         d = len(v)
@@ -315,16 +343,22 @@ class Columns:
         step = min(0.5, 0.4 * float(masks.margin.min()) * d**0.5 / 3.5) / caution
         self._tokens = last_tokens(self._isolated, lines, rays, v, step, stream)
         self._rows = Rows.design(rays.frame.unsqueeze(0), rays)
-        self._measured = torch.zeros(len(rays), d, d, dtype=torch.float64)  # g_0, then g_j − g_0
+        self._measured = torch.zeros(
+            len(rays), d, d, dtype=torch.float64
+        )  # g_0, then g_j − g_0
         self._measured[:, 0] = rays.g
         self._basis = torch.zeros_like(self._measured)
         self._basis[:, 0] = rays.g / lengths(rays.g).unsqueeze(1)
         signal = (self._rows.deltas[:, 0] * rays.v).sum(1).abs()
         values = float(lengths(rays.V).max())
-        noise = _EPSILON * values * (lengths(masks.D).amax(1) + lengths(rays.x)) / signal
+        noise = (
+            _EPSILON * values * (lengths(masks.D).amax(1) + lengths(rays.x)) / signal
+        )
         self._resolution = _NOISE * noise * lengths(rays.g)
         self._growing = torch.ones(len(rays), dtype=torch.bool)
-        self._stop = torch.full((len(rays),), d)  # how many columns are measured on all rows
+        self._stop = torch.full(
+            (len(rays),), d
+        )  # how many columns are measured on all rows
         self.rank = torch.full((len(rays),), d)
         self.done = 1
         self.complete = False
@@ -344,14 +378,16 @@ class Columns:
     def known(self) -> int:
         """How many of the unknowns are measured.
 
-        For a W of rank r, m columns are r numbers each once their span, r(d − r) more, is known.
+        For a W of rank r, m columns are r numbers each once their span, r(d − r) more,
+        is known.
         """
         d = len(self._rays.x)
         if self.complete:
             return self.unknowns
         full = torch.minimum(self._stop, torch.tensor(self.done)).tolist()
         return sum(
-            d + min(d * m, r * (d - r + m)) for m, r in zip(full, self.rank.tolist(), strict=True)
+            d + min(d * m, r * (d - r + m))
+            for m, r in zip(full, self.rank.tolist(), strict=True)
         )
 
     def grow(self) -> None:
@@ -371,14 +407,18 @@ class Columns:
 
     def _read(self, deltas: Tensor, rays: Tensor, start: int, stop: int) -> Tensor:
         """Return the logits (J, w, k) of probes (w, k, d) of some rays, for a range of columns."""
-        tokens, some = self._tokens, slice(start, stop)
+        tokens = self._tokens
+        some = slice(start, stop)
         used = torch.arange(deltas.shape[1]) < self.rank[rays].unsqueeze(1)
-        owner, rows = rays.unsqueeze(1).expand_as(used)[used], deltas[used]
+        owner = rays.unsqueeze(1).expand_as(used)[used]
+        rows = deltas[used]
         asked = read_logits(
             self._isolated, self._rays, tokens.x[some], tokens.base[some], rows, owner
         )
         if bool(asked.isnan().any()):
-            raise BadToken(Status.MISMATCH, "an isolated gate answers outside its range")
+            raise BadToken(
+                Status.MISMATCH, "an isolated gate answers outside its range"
+            )
         z = torch.zeros(stop - start, *used.shape, dtype=torch.float64)
         z[:, used] = asked
         return z
@@ -398,7 +438,9 @@ class Columns:
         """Set the rank and the span of the columns of these rays from singular vectors."""
         if not len(rays):
             return
-        _, sizes, span = torch.linalg.svd(self._measured[rays, :stop], full_matrices=False)
+        _, sizes, span = torch.linalg.svd(
+            self._measured[rays, :stop], full_matrices=False
+        )
         above = sizes > stop**0.5 * self._resolution[rays].unsqueeze(1)
         self._growing[rays] = False
         self._stop[rays] = stop
@@ -433,7 +475,8 @@ def last_tokens(
     B[0] = rays.x / size
     probes = leak_probes(lines, rays.line, rays.g, rays.V, stream)
     k = probes.shape[1]
-    rows, owner = probes.reshape(-1, d), torch.arange(count).repeat_interleave(k)
+    rows = probes.reshape(-1, d)
+    owner = torch.arange(count).repeat_interleave(k)
 
     def answers(x: Tensor) -> Tensor:
         return isolated.grid(x, rows, owner).view(len(x), count, k)
@@ -442,7 +485,9 @@ def last_tokens(
     shift = origin - v @ rays.x  # the same at every x while masks hold
     values = float(lengths(rays.V).max())
     noise = 2e-14 * values * (lengths(isolated.D).amax(1) + size)
-    inexact = torch.where(rays.slopes > 1, 1e-10, 1e-12 if k > 1 else 2e-14)  # of own values
+    inexact = torch.where(
+        rays.slopes > 1, 1e-10, 1e-12 if k > 1 else 2e-14
+    )  # of own values
     noise = noise + inexact * values * lengths(probes).amax(1)
     eta = torch.full((d,), step * size, dtype=torch.float64)
     eta[0] = size
@@ -455,6 +500,8 @@ def last_tokens(
         leaks = (y - shift - (x @ v)[:, None, None]).abs().amax(2) > noise
         pending = pending[leaks.any(1)]
         if not len(pending):
-            return Tokens(B, eta, torch.cat([rays.x[None], rays.x + eta[1:, None] * B[1:]]), base)
+            return Tokens(
+                B, eta, torch.cat([rays.x[None], rays.x + eta[1:, None] * B[1:]]), base
+            )
         eta[pending] /= 2
     raise BadToken(Status.MISMATCH, "no last tokens near x_0 keep the masks")

@@ -1,18 +1,20 @@
 """One head of low rank as published: random rank-one measurements and a convex program.
 
-Theorem 5.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873), after Cai and Zhang
-(2015): for Gaussian pairs (δ_k, x_k), k = 1 … m with m = O(rd),
+Theorem 5.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873), after Cai
+and Zhang (2015): for Gaussian pairs (δ_k, x_k), k = 1 … m with m = O(rd),
 
     W = argmin ‖Z‖_*   subject to   δ_kᵀ Z x_k = logit((f([x_k+δ_k ; x_k]) − vᵀx_k) / vᵀδ_k).
 
-This is the theorem as published: δ_k and x_k are independent standard Gaussian vectors, none is
-rotated, chosen or drawn again (Theorem A.2 is about such pairs only), and every pair is one
-measurement. It is the baseline for low_rank.py, which needs fewer queries and no convex program.
+This is the theorem as published: δ_k and x_k are independent standard Gaussian vectors,
+none is rotated, chosen or drawn again (Theorem A.2 is about such pairs only), and every
+pair is one measurement. It is the baseline for low_rank.py, which needs fewer queries
+and no convex program.
 
-There is one numerical departure. A form of Gaussian pairs has the size of ‖W‖_F, where logits have
-few digits left or none, so a pair is sent as (sδ_k, sx_k), and its form divided by s². The first
-few pairs find s, and a pair whose s proves unsuitable is sent again: this takes a few queries more
-than `expected_queries`. A pair with a small vᵀδ keeps fewer digits; almost surely none is 0.
+There is one numerical departure. A form of Gaussian pairs has the size of ‖W‖_F, where
+logits have few digits left or none, so a pair is sent as (sδ_k, sx_k), and its form
+divided by s². The first few pairs find s, and a pair whose s proves unsuitable is sent
+again: this takes a few queries more than `expected_queries`. A pair with a small vᵀδ
+keeps fewer digits; almost surely none is 0.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class NuclearNorm(Method):
         d = oracle.dim
         unknowns = degrees_of_freedom(d, self.rank)
         v = read_values(oracle)
-        yield Step(Head(torch.zeros(d, d, dtype=torch.float64), v), known=d, unknowns=unknowns)
+        yield Step(
+            Head(torch.zeros(d, d, dtype=torch.float64), v), known=d, unknowns=unknowns
+        )
         count = self._measurements(d)
         stream = torch.Generator().manual_seed(self.seed)
         deltas, xs = torch.randn(2, count, d, generator=stream, dtype=torch.float64)
@@ -78,8 +82,12 @@ class NuclearNorm(Method):
         cp = _cvxpy()
         d = deltas.shape[1]
         # Divide each equation by ‖δ‖‖x‖, since solvers stop at absolute residuals.
-        lengths = [torch.linalg.vector_norm(t, dim=1, keepdim=True) for t in (deltas, xs)]
-        deltas, xs, y = deltas / lengths[0], xs / lengths[1], y / (lengths[0] * lengths[1])[:, 0]
+        lengths = [
+            torch.linalg.vector_norm(t, dim=1, keepdim=True) for t in (deltas, xs)
+        ]
+        deltas = deltas / lengths[0]
+        xs = xs / lengths[1]
+        y = y / (lengths[0] * lengths[1])[:, 0]
         rows = torch.einsum("ki,kj->kij", deltas, xs).reshape(len(y), d * d)
         scale = float(y.abs().max()) or 1.0
         Z = cp.Variable((d, d))
@@ -87,14 +95,22 @@ class NuclearNorm(Method):
         problem = cp.Problem(cp.Minimize(cp.normNuc(Z)), [fits])
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # the judge measures the error
+                warnings.simplefilter(
+                    "ignore", UserWarning
+                )  # the judge measures the error
                 problem.solve(solver="CLARABEL")
         except cp.error.SolverError as error:
-            raise Unsuccessful(Status.MISMATCH, f"the convex program failed: {error}") from error
+            raise Unsuccessful(
+                Status.MISMATCH, f"the convex program failed: {error}"
+            ) from error
         if Z.value is None:
-            raise Unsuccessful(Status.MISMATCH, f"the convex program is {problem.status}")
+            raise Unsuccessful(
+                Status.MISMATCH, f"the convex program is {problem.status}"
+            )
         return scale * torch.as_tensor(Z.value, dtype=torch.float64)
 
 
 def _cvxpy() -> Any:
-    return optional("cvxpy", "NuclearNorm needs CVXPY, which is not installed", "convex")
+    return optional(
+        "cvxpy", "NuclearNorm needs CVXPY, which is not installed", "convex"
+    )

@@ -11,14 +11,14 @@ and any method for a head learns W from the second line. Departures:
 
 - (Aᵀw)ᵀx is known once the network is, so a head's queries of length one cost nothing.
 - The paper excludes Aᵀw = 0. But F = φ(attn(X)) with φ known and linear between hyperplanes. If x
-  is scaled up by t and δ down by t, the score δᵀWx is the same, and for large t both x and x + δ
-  lie in one region of φ. There, with y = tx + δ/t,
+  is scaled up by t and δ down by t, the score δᵀWx is the same, and for large t both x
+  and x + δ lie in one region of φ. There, with y = tx + δ/t,
 
       (F([y ; tx]) − F([tx])) / (F([y]) − F([tx])) = σ(δᵀWx),
 
-  which is again two queries for one query of a head (F([tx]) = t·F([x]) is shared), now with any v
-  we choose. Differences of nearly equal answers cost a factor of about t² in precision, so this is
-  the second choice.
+  which is again two queries for one query of a head (F([tx]) = t·F([x]) is shared), now
+  with any v we choose. Differences of nearly equal answers cost a factor of about t² in
+  precision, so this is the second choice.
 - W remains unknown only if φ = 0: then every answer is zero.
 """
 
@@ -40,9 +40,14 @@ from keyhole.extract.single_head import SingleHead
 from keyhole.oracle.planted import Head, OneLayer, ReluFfn
 from keyhole.oracle.protocol import Oracle, ask
 
-_WEAK = 1e-3  # if ‖Aᵀw‖ is below this share of the network's size, one region gives more digits
-_MARGIN = 1.01  # the nearest wall of the region must be so many times farther away than x + δ
-_FARTHEST = 1e12  # the largest t²: with a larger one, the difference is lost in rounding
+# if ‖Aᵀw‖ is below this share of the network's size, one region gives more digits
+_WEAK = 1e-3
+_MARGIN = (
+    1.01  # the nearest wall of the region must be so many times farther away than x + δ
+)
+_FARTHEST = (
+    1e12  # the largest t²: with a larger one, the difference is lost in rounding
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,8 @@ class OneLayerTransformer(Method):
     seed: int = 0
     tolerance: float = 1e-8
     resolution: float = setting(
-        1e-12, "how far an answer may be off a linear piece; more if answers are rounded"
+        1e-12,
+        "how far an answer may be off a linear piece; more if answers are rounded",
     )
 
     def __post_init__(self) -> None:
@@ -65,7 +71,10 @@ class OneLayerTransformer(Method):
 
     def _network(self) -> ReluNetwork:
         return ReluNetwork(
-            self.width, seed=self.seed, tolerance=self.tolerance, resolution=self.resolution
+            self.width,
+            seed=self.seed,
+            tolerance=self.tolerance,
+            resolution=self.resolution,
         )
 
     def expected_queries(self, dim: int) -> int | None:
@@ -78,11 +87,19 @@ class OneLayerTransformer(Method):
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
         nothing = torch.zeros(d, d, dtype=torch.float64)
-        network, known, unknowns = ReluFfn(nothing[:0], nothing[:0, 0]), 0, None
+        network = ReluFfn(nothing[:0], nothing[:0, 0])
+        known = 0
+        unknowns = None
         for step in self._network().steps(oracle):
             if isinstance(step.model, ReluFfn):
-                network, known, unknowns = step.model, step.known, step.unknowns
-                yield Step(OneLayer(nothing, network.A, network.w), known, _sum(unknowns, d * d))
+                network = step.model
+                known = step.known
+                unknowns = step.unknowns
+                yield Step(
+                    OneLayer(nothing, network.A, network.w),
+                    known,
+                    _sum(unknowns, d * d),
+                )
         for step in self.attention.steps(_as_head(oracle, network)):
             if not isinstance(step.model, Head):
                 raise Unsuccessful(
@@ -95,7 +112,9 @@ class OneLayerTransformer(Method):
 
 def _sum(*counts: int | None) -> int | None:
     """Return how many unknowns there are in all; None if some of them are not counted yet."""
-    return None if None in counts else sum(count for count in counts if count is not None)
+    if None in counts:
+        return None
+    return sum(count for count in counts if count is not None)
 
 
 def _as_head(oracle: Oracle, network: ReluFfn) -> Oracle:
@@ -103,7 +122,8 @@ def _as_head(oracle: Oracle, network: ReluFfn) -> Oracle:
     size = torch.linalg.vector_norm(network.A, dim=1) @ network.w.abs()
     if size == 0:
         raise Unsuccessful(
-            Status.NOT_IDENTIFIABLE, "the network is zero: so is every answer, whatever W may be"
+            Status.NOT_IDENTIFIABLE,
+            "the network is zero: so is every answer, whatever W may be",
         )
     v = network.w @ network.A
     if torch.linalg.vector_norm(v) > _WEAK * size:
@@ -115,20 +135,24 @@ class _Antisymmetric:
     """`F(X) − F(−X)`: a head with v = Aᵀw, which is known."""
 
     def __init__(self, inner: Oracle, v: Tensor) -> None:
-        self._inner, self._v = inner, v
+        self._inner = inner
+        self._v = v
         self.dim = inner.dim
 
     def __call__(self, sequences: Tensor) -> Tensor:
         if sequences.shape[1] == 1:
             return sequences[:, 0] @ self._v
-        return _ask_pairs(self._inner, sequences, -sequences, lambda F: F[:, 0] - F[:, 1])
+        return _ask_pairs(
+            self._inner, sequences, -sequences, lambda F: F[:, 0] - F[:, 1]
+        )
 
 
 class _InOneRegion:
     """A head with v = (1, …, 1), read inside single regions of φ; for one token or two."""
 
     def __init__(self, inner: Oracle, network: ReluFfn) -> None:
-        self._inner, self._network = inner, network
+        self._inner = inner
+        self._network = network
         self.dim = network.dim
 
     def __call__(self, sequences: Tensor) -> Tensor:
@@ -136,7 +160,9 @@ class _InOneRegion:
         if sequences.shape[1] == 1:
             return x.sum(1)
         if sequences.shape[1] > 2:
-            raise InputError(f"a sequence must have one or two tokens: got {sequences.shape[1]}")
+            raise InputError(
+                f"a sequence must have one or two tokens: got {sequences.shape[1]}"
+            )
         delta = sequences[:, 0] - x
         sign, t = self._place(x, delta)
         far = x * t.unsqueeze(1)
@@ -149,17 +175,22 @@ class _InOneRegion:
             alpha = 0.5 + sign[: len(F)] * (rise / whole - 0.5)  # σ(−z) = 1 − σ(z)
             return sequences[: len(F), 1].sum(1) + alpha * delta[: len(F)].sum(1)
 
-        # Two equal tokens attend to that token, whatever the weights: F([y ; y]) = φ(y).
+        # Two equal tokens attend to that token, whatever the weights: F([y ; y]) =
+        # φ(y).
         both = torch.stack([end, far], 1), torch.stack([end, end], 1)
         return _ask_pairs(self._inner, *both, answer)
 
     def _place(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sign of δ with the farther wall, and a t so that x ± δ/t² is before it."""
-        at, move = x @ self._network.A.mT, delta @ self._network.A.mT
+        at = x @ self._network.A.mT
+        move = delta @ self._network.A.mT
         towards = (-move / at).nan_to_num(0.0, _FARTHEST, -_FARTHEST)
-        ahead, behind = towards.amax(1), (-towards).amax(1)
+        ahead = towards.amax(1)
+        behind = (-towards).amax(1)
         sign = torch.where(ahead <= behind, 1.0, -1.0).to(torch.float64)
-        return sign, (_MARGIN * torch.minimum(ahead, behind)).clamp(1.0, _FARTHEST).sqrt()
+        return sign, (_MARGIN * torch.minimum(ahead, behind)).clamp(
+            1.0, _FARTHEST
+        ).sqrt()
 
 
 def _ask_pairs(

@@ -1,22 +1,23 @@
 """One head from ordinary queries, in which a server finds nothing unusual to refuse (ours).
 
-The published attacks send unit vectors, single tokens and pairs `[x+δ ; x]`. A server may refuse
-all of that: short sequences, tokens of an odd norm, tokens along one coordinate or along each
-other. It cannot refuse sequences of independent random tokens of an ordinary norm, and those are
-enough:
+The published attacks send unit vectors, single tokens and pairs `[x+δ ; x]`. A server
+may refuse all of that: short sequences, tokens of an odd norm, tokens along one
+coordinate or along each other. It cannot refuse sequences of independent random tokens
+of an ordinary norm, and those are enough:
 
     scores   min_{W, v}  Σ_k (f(X_k) − y_k)²                    Gauss–Newton
     labels   min_{W, v}  Σ_k log(1 + exp(−y_k·f(X_k))),  y = ±1    L-BFGS
 
-from W = 0, where attention is uniform, and from the v of a linear fit to the means of tokens. There
-is no proof that this converges to the truth. But with tokens of usual norm attention is nearly
-uniform and W = 0 nearly right, and a fit that converges elsewhere does not explain the answers. If
-answers are inexact, half of the queries have long tokens, whose answers show more of W.
+from W = 0, where attention is uniform, and from the v of a linear fit to the means of
+tokens. There is no proof that this converges to the truth. But with tokens of usual
+norm attention is nearly uniform and W = 0 nearly right, and a fit that converges
+elsewhere does not explain the answers. If answers are inexact, half of the queries have
+long tokens, whose answers show more of W.
 
-Random labels show little: an error ε takes unknowns/ε of them. So the attacker asks where the copy
-is in doubt: of many random queries it sends those with the smallest |f|, fits again, and so on.
-Each round divides the error by a factor, as in active learning of halfspaces. Labels do not show
-the length of v.
+Random labels show little: an error ε takes unknowns/ε of them. So the attacker asks
+where the copy is in doubt: of many random queries it sends those with the smallest |f|,
+fits again, and so on. Each round divides the error by a factor, as in active learning
+of halfspaces. Labels do not show the length of v.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ _EPSILON = torch.finfo(torch.float64).eps
 _STREAM = 0x4F524449  # so that the judge has other queries than the attack
 _PER_KIND = 4
 _NORMS = (0.7, 1.4)  # the judge's two kinds of queries, in usual norms
-_SHORT, LONG = 0.55, 1.4  # of the usual norm: tokens for exact answers, and the longest for others
+# of the usual norm: tokens for exact answers, and the longest for others
+_SHORT = 0.55
+LONG = 1.4
 _COARSE = 0.1  # the largest relative error of an approximation, if answers are inexact
 _EXPLAINED = 8.0  # the largest root mean square residual, in units of the error
 _MOST = 4500  # the most unknowns that are fitted at once
@@ -63,11 +66,16 @@ def usual_norm_of(dim: int) -> float:
     return dim**0.25
 
 
-def ordinary_sequences(count: int, length: int, dim: int, stream: torch.Generator) -> Tensor:
+def ordinary_sequences(
+    count: int, length: int, dim: int, stream: torch.Generator
+) -> Tensor:
     """Return random unit tokens (count, length, dim), none along an axis or another token."""
-    kept, found = list[Tensor](), 0
+    kept = list[Tensor]()
+    found = 0
     for _ in range(_DRAWS):
-        units = torch.randn(2 * count + 64, length, dim, generator=stream, dtype=torch.float64)
+        units = torch.randn(
+            2 * count + 64, length, dim, generator=stream, dtype=torch.float64
+        )
         units = torch.nn.functional.normalize(units, dim=-1)
         cosines = (units @ units.mT).abs()
         cosines.diagonal(dim1=-2, dim2=-1).zero_()
@@ -86,7 +94,9 @@ def ordinary_sequences(count: int, length: int, dim: int, stream: torch.Generato
 class OrdinaryQuestions(Method):
     """Extraction of one head by sequences of `min_tokens` random tokens of an ordinary norm."""
 
-    usual_norm: float | None = setting(None, "norm of honest clients' tokens; d^(1/4) if not given")
+    usual_norm: float | None = setting(
+        None, "norm of honest clients' tokens; d^(1/4) if not given"
+    )
     min_tokens: int = setting(2, "tokens of a sequence, at least 2")
     answer_error: float = setting(0.0, "how far an answer may be off")
     oversampling: float = setting(1.5, "queries for each unknown")
@@ -110,9 +120,15 @@ class OrdinaryQuestions(Method):
         """Return the usual norm of a token."""
         return usual_norm_of(dim) if self.usual_norm is None else self.usual_norm
 
-    def draw(self, count: int, dim: int, factor: float, stream: torch.Generator) -> Tensor:
+    def draw(
+        self, count: int, dim: int, factor: float, stream: torch.Generator
+    ) -> Tensor:
         """Return ordinary sequences (count, n, d) of tokens of `factor` times the usual norm."""
-        return factor * self.norm(dim) * ordinary_sequences(count, self.length, dim, stream)
+        return (
+            factor
+            * self.norm(dim)
+            * ordinary_sequences(count, self.length, dim, stream)
+        )
 
     def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         """Return fresh queries of the ordinary kind: others are not answered."""
@@ -120,9 +136,12 @@ class OrdinaryQuestions(Method):
         factors = torch.tensor(_NORMS, dtype=torch.float64).repeat_interleave(_PER_KIND)
         sets: list[tuple[Tensor, Tensor]] = []
         for more in (0, 1, 4):
-            # Few dimensions hold few tokens that differ, and longer sequences may be refused.
+            # Few dimensions hold few tokens that differ, and longer sequences may be
+            # refused.
             with suppress(*((Unsuccessful, Refused) if more else ())):
-                units = ordinary_sequences(len(factors), self.length + more, oracle.dim, stream)
+                units = ordinary_sequences(
+                    len(factors), self.length + more, oracle.dim, stream
+                )
                 scaled = self.norm(oracle.dim) * factors[:, None, None] * units
                 sets.append(within_reach(oracle, scaled))
         return Exam(tuple(sets), excused=_COARSE if self.answer_error else NEARLY)
@@ -163,7 +182,8 @@ _EACH = 2.0  # … and in every other one
 _CHOICE = 12  # queries drawn for each one that is sent
 _STEPS = 100  # of L-BFGS in a round
 _FURTHER = 1.2  # usual norms of the tokens of the last rounds
-_SHARP = 5.0  # the length of v in the first fit, which sets how certain the fit is of its labels
+# the length of v in the first fit, which sets how certain the fit is of its labels
+_SHARP = 5.0
 _RIDGE = 1e-9  # on v: without it, a v that explains all labels would become infinite
 _TESTED = 400  # fresh labels for the judge
 _WRONG = 0.05  # with a larger share of wrong labels, the model is no approximation
@@ -184,7 +204,9 @@ class OrdinaryLabels(OrdinaryQuestions):
 
     def expected_queries(self, dim: int) -> int:
         unknowns = dim * dim + dim
-        return int(_OPENING * unknowns) + (self.rounds - 1) * int(self.oversampling * unknowns)
+        return int(_OPENING * unknowns) + (self.rounds - 1) * int(
+            self.oversampling * unknowns
+        )
 
     def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         stream = torch.Generator().manual_seed(self.seed ^ _STREAM)
@@ -209,23 +231,31 @@ class OrdinaryLabels(OrdinaryQuestions):
                 X = torch.cat([X, asked])
                 y = torch.cat([y, 2 * ask_scores(oracle, asked) - 1])
             model = _fitted(X, y, model)
-            # Each label shows a part of the digits, so the known share grows with their number.
+            # Each label shows a part of the digits, so the known share grows with their
+            # number.
             known = unknowns * len(y) // self.expected_queries(d)
             yield Step(model, known=known, unknowns=unknowns)
 
 
 def _fitted(X: Tensor, y: Tensor, start: Head) -> Head:
     """Return the nearest minimum of the logistic loss, by L-BFGS."""
-    W, v = start.W.clone().requires_grad_(), start.v.clone().requires_grad_()
+    W = start.W.clone().requires_grad_()
+    v = start.v.clone().requires_grad_()
     search = torch.optim.LBFGS(
-        [W, v], max_iter=_STEPS, history_size=30, line_search_fn="strong_wolfe",
-        tolerance_grad=1e-12, tolerance_change=1e-12,
-    )  # fmt: skip
+        [W, v],
+        max_iter=_STEPS,
+        history_size=30,
+        line_search_fn="strong_wolfe",
+        tolerance_grad=1e-12,
+        tolerance_change=1e-12,
+    )
 
     def loss() -> Tensor:
         search.zero_grad()
         scores = attention.output(X, W.mT, v[:, None], last=True).squeeze(-1)
-        total = torch.nn.functional.softplus(-y * scores).mean() + _RIDGE * v.square().sum()
+        total = (
+            torch.nn.functional.softplus(-y * scores).mean() + _RIDGE * v.square().sum()
+        )
         total.backward()
         return total
 

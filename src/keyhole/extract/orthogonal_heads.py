@@ -1,18 +1,18 @@
 """Many heads in orthogonal subspaces, with or without knowledge of the subspaces.
 
-Appendix C of *Provably Learning Attention with Queries* (arXiv 2601.16873). Assumption C.1: head h
-has `W_h = P_h W_h P_h` and `v_h = P_h v_h` with orthogonal projectors P_h. On sequences inside one
-subspace only its head answers (Proposition C.2), so with known bases Theorem 4.1 inside each of
-them takes Σ_h (k_h² + k_h) queries.
+Appendix C of *Provably Learning Attention with Queries* (arXiv 2601.16873). Assumption
+C.1: head h has `W_h = P_h W_h P_h` and `v_h = P_h v_h` with orthogonal projectors P_h.
+On sequences inside one subspace only its head answers (Proposition C.2), so with known
+bases Theorem 4.1 inside each of them takes Σ_h (k_h² + k_h) queries.
 
-Without bases, the paper conjectures a way by Hessians. Here the Hessians give, for each head, a
-part of its subspace that holds v_h (`finest_blocks`). That is enough:
+Without bases, the paper conjectures a way by Hessians. Here the Hessians give, for each
+head, a part of its subspace that holds v_h (`finest_blocks`). That is enough:
 
     v_h′ᵀδ = 0 for all h′ ≠ h   ⇒   f([x+δ ; x]) = vᵀx + σ(δᵀW_hx)·v_hᵀδ   for every x,
 
-so only head h answers, as in Theorem 4.1. Its rows `W_hᵀδ` lie in its subspace again, and are the
-next δ, until no new direction is found. In all this takes about d + d(d+1)·levels + d²/2 … d²
-queries.
+so only head h answers, as in Theorem 4.1. Its rows `W_hᵀδ` lie in its subspace again,
+and are the next δ, until no new direction is found. In all this takes about d +
+d(d+1)·levels + d²/2 … d² queries.
 
 A head with W_h = 0 has no curvature; it is what the other heads leave of v.
 docs/orthogonal_heads.md shows, with figures, where this works and where it fails.
@@ -51,14 +51,15 @@ _SILENT = 1e-13  # relative to the whole of v, a shorter v_h is rounding
 class OrthogonalHeads(Method):
     """Extraction of heads in orthogonal subspaces (Appendix C).
 
-    `bases` holds one d×k matrix with orthonormal columns per head. Without bases the subspaces are
-    searched, with the fields after `tolerance`.
+    `bases` holds one d×k matrix with orthonormal columns per head. Without bases the
+    subspaces are searched, with the fields after `tolerance`.
     """
 
     bases: Sequence[Tensor] | None = field(
-        default=None, repr=False,
+        default=None,
+        repr=False,
         metadata={"help": "a .safetensors file with a basis of each head's subspace"},
-    )  # fmt: skip
+    )
     seed: int = 0
     tolerance: float = 1e-8
     points: int = setting(2, "tokens x at which Hessians are taken")
@@ -122,15 +123,17 @@ class OrthogonalHeads(Method):
         blocks = self._blocks(oracle, v, stream)
         heads: list[_Growth] = []
         for h, block in enumerate(blocks):
-            others = [head.basis for head in heads] + [block.mT for block in blocks[h + 1 :]]
+            others = [head.basis for head in heads] + [
+                block.mT for block in blocks[h + 1 :]
+            ]
             heads.append(_Growth(oracle, v, block, others, self.resolution))
             heads[-1].run(block.mT)
             yield _step(heads, v, self.resolution)
         if not heads:  # nothing curves: W = 0
             yield Step(MultiHead([nothing], [v]), known=d, unknowns=d)
             return
-        # Directions that no row led to may still be columns of some W_h. Leave out the direction
-        # where a head with W_h = 0 would answer too.
+        # Directions that no row led to may still be columns of some W_h. Leave out the
+        # direction where a head with W_h = 0 would answer too.
         rest = _rest(heads, v, self.resolution)
         left = _complement([*(head.basis for head in heads), rest], d)
         if len(left):
@@ -154,13 +157,19 @@ class OrthogonalHeads(Method):
         """The relative size below which rows of W_h are zero; they inherit errors of Hessians."""
         return min(max(1e-7, 100 * self.noise), 1e-2)
 
-    def _blocks(self, oracle: Oracle, v: Tensor, stream: torch.Generator) -> list[Tensor]:
+    def _blocks(
+        self, oracle: Oracle, v: Tensor, stream: torch.Generator
+    ) -> list[Tensor]:
         """Return a part of each head's subspace (d×k) that holds its v_h."""
         forms = QuadraticForms(oracle, v, self.step, self.levels)
         xs = random_orthogonal(oracle.dim, stream)[: self.points]
         hessians = [forms.hessian(x, stream) for x in xs]
         blocks = finest_blocks(hessians, self.noise, stream)
-        return [block for block in blocks if lengths(block.mT @ v) > self.resolution * lengths(v)]
+        return [
+            block
+            for block in blocks
+            if lengths(block.mT @ v) > self.resolution * lengths(v)
+        ]
 
 
 def _one_head(oracle: Oracle, v: Tensor, stream: torch.Generator) -> Tensor:
@@ -176,7 +185,8 @@ class _Inside:
     """The oracle on sequences inside one subspace, in its coordinates."""
 
     def __init__(self, oracle: Oracle, basis: Tensor) -> None:
-        self._oracle, self._basis = oracle, basis
+        self._oracle = oracle
+        self._basis = basis
         self.dim = basis.shape[1]
 
     def __call__(self, sequences: Tensor) -> Tensor:
@@ -187,7 +197,8 @@ class _Alone:
     """The oracle less `v_hᵀx`, which other heads add to `[x+δ ; x]` where their v_hᵀδ is zero."""
 
     def __init__(self, oracle: Oracle, others: Tensor) -> None:
-        self._oracle, self._others = oracle, others
+        self._oracle = oracle
+        self._others = others
         self.dim = oracle.dim
 
     def __call__(self, sequences: Tensor) -> Tensor:
@@ -198,7 +209,12 @@ class _Growth:
     """One head: rows of W_h, each of which may lead to a new direction of its subspace."""
 
     def __init__(
-        self, oracle: Oracle, v: Tensor, block: Tensor, others: list[Tensor], resolution: float
+        self,
+        oracle: Oracle,
+        v: Tensor,
+        block: Tensor,
+        others: list[Tensor],
+        resolution: float,
     ) -> None:
         self.v = block @ (block.mT @ v)
         self._forms = BilinearForms(_Alone(oracle, v - self.v), self.v)
@@ -221,9 +237,13 @@ class _Growth:
 
     def extend(self, directions: Tensor, stream: torch.Generator) -> None:
         """Add directions that this head may have too, if one query shows that it has any."""
-        mix = torch.randn(len(directions), generator=stream, dtype=torch.float64) @ directions
+        mix = (
+            torch.randn(len(directions), generator=stream, dtype=torch.float64)
+            @ directions
+        )
         x = torch.randn(len(self._X), generator=stream, dtype=torch.float64) @ self._X
-        mix, x = mix / lengths(mix), x / lengths(x)
+        mix = mix / lengths(mix)
+        x = x / lengths(x)
         form = self._forms.pairs((mix + self._unit).unsqueeze(0), x.unsqueeze(0))[0]
         if (form - self._along_v[0] @ x).abs() > self._resolution * self._rows.norm():
             self._add(directions)
@@ -253,7 +273,9 @@ class _Growth:
 def _rest(heads: list[_Growth], v: Tensor, resolution: float) -> Tensor:
     """Return the direction of what the heads leave of v, as a row; no row if they leave nothing."""
     rest = v - torch.stack([head.v for head in heads]).sum(0)
-    return (rest / lengths(rest)).unsqueeze(0)[: int(lengths(rest) > resolution * lengths(v))]
+    return (rest / lengths(rest)).unsqueeze(0)[
+        : int(lengths(rest) > resolution * lengths(v))
+    ]
 
 
 def _step(heads: list[_Growth], v: Tensor, resolution: float) -> Step:
@@ -275,7 +297,9 @@ def _complement(parts: list[Tensor], d: int) -> Tensor:
 
 
 def _heads(parts: list[tuple[Tensor, Tensor]]) -> MultiHead:
-    finite = all(bool(torch.isfinite(W).all() and torch.isfinite(v).all()) for W, v in parts)
+    finite = all(
+        bool(torch.isfinite(W).all() and torch.isfinite(v).all()) for W, v in parts
+    )
     if not (parts and finite):
         raise Unsuccessful(Status.MISMATCH, "no finite weights explain the answers")
     return MultiHead([W for W, _ in parts], [v for _, v in parts])
@@ -297,9 +321,16 @@ def _check_bases(bases: Sequence[Tensor]) -> None:
     if not len(bases):
         raise InputError("bases must hold at least one basis")
     for basis in bases:
-        if basis.ndim != 2 or basis.shape[0] != bases[0].shape[0] or basis.dtype != torch.float64:
-            shape, kind = tuple(basis.shape), basis.dtype
-            raise InputError(f"expected float64 bases of shape (d, k), got {shape} in {kind}")
+        if (
+            basis.ndim != 2
+            or basis.shape[0] != bases[0].shape[0]
+            or basis.dtype != torch.float64
+        ):
+            shape = tuple(basis.shape)
+            kind = basis.dtype
+            raise InputError(
+                f"expected float64 bases of shape (d, k), got {shape} in {kind}"
+            )
     every = torch.cat(list(bases), dim=1)
     eye = torch.eye(every.shape[1], dtype=torch.float64)
     apart = float((every.mT @ every - eye).abs().max())
@@ -315,9 +346,9 @@ def _check_bases(bases: Sequence[Tensor]) -> None:
 #
 #     φ_x(δ) = f([x+δ ; x]) − vᵀx = Σ_h σ(g_hᵀδ)·v_hᵀδ,    ∇²φ_x(0) = ¼ Σ_h (g_h v_hᵀ + v_h g_hᵀ).
 #
-# If the heads are in orthogonal subspaces, all these Hessians are block-diagonal in one basis. The
-# paper proposes finite differences and a finest simultaneous block-diagonalisation (Murota et al.)
-# without proof. What makes it work here:
+# If the heads are in orthogonal subspaces, all these Hessians are block-diagonal in one
+# basis. The paper proposes finite differences and a finest simultaneous
+# block-diagonalisation (Murota et al.) without proof. What makes it work here:
 #
 # - `φ_x(δ) − ½vᵀδ = ½ Σ_h tanh(g_hᵀδ/2)·v_hᵀδ` is even in δ, and v is known exactly: one answer
 #   gives one entry of the quadratic form with an error of second order, z²/12 for scores of size z.
@@ -374,19 +405,25 @@ class QuadraticForms:
 
     def _forms(self, deltas: Tensor, x: Tensor, square: float) -> Tensor:
         """Return `(φ_x(tδ) − ½t·vᵀδ) / t²` with `t·x` in place of x: the score is square·δᵀWx."""
-        long, short = _REACH, square / _REACH
+        long = _REACH
+        short = square / _REACH
         tokens = torch.empty(len(deltas), 2, len(x), dtype=torch.float64)
         tokens[:, 1] = short * x
         tokens[:, 0] = long * deltas + tokens[:, 1]
         answers = ask_scores(self.oracle, tokens)
-        return (answers / long - short / long * (self.v @ x) - deltas @ self.v / 2) / square
+        return (
+            answers / long - short / long * (self.v @ x) - deltas @ self.v / 2
+        ) / square
 
     def _scale(self, Q: Tensor, x: Tensor) -> float | None:
         """Return the square with scores of about the size `step`; None if nothing is curved."""
         probes = (self.v / torch.linalg.vector_norm(self.v) + Q[:4]) / 2**0.5
         square = _START
         for _ in range(_TRIES):
-            size = float((self._forms(probes, x, square) / (probes @ self.v)).abs().max()) * 4
+            size = (
+                float((self._forms(probes, x, square) / (probes @ self.v)).abs().max())
+                * 4
+            )
             if size * square > 0.1:
                 square /= 2.0**12
             elif size * square > 1e-9:
@@ -398,7 +435,9 @@ class QuadraticForms:
         raise Unsuccessful(Status.SATURATED, "no scale shows how the answers curve")
 
 
-def finest_blocks(hessians: list[Tensor], noise: float, stream: torch.Generator) -> list[Tensor]:
+def finest_blocks(
+    hessians: list[Tensor], noise: float, stream: torch.Generator
+) -> list[Tensor]:
     """Return orthonormal bases (d×k) of the finest subspaces that all symmetric matrices preserve.
 
     `noise` is the error of the matrices, relative to the largest.
@@ -410,9 +449,14 @@ def finest_blocks(hessians: list[Tensor], noise: float, stream: torch.Generator)
     commuting = _commutant([frame.mT @ H @ frame / sizes[0] for H in hessians], noise)
     mix = torch.randn(len(commuting), generator=stream, dtype=torch.float64)
     values, vectors = torch.linalg.eigh(torch.einsum("c,cij->ij", mix, commuting))
-    # There are as many eigenvalues as the commutant has dimensions: cut at the widest gaps.
-    cuts = values.diff().argsort(descending=True)[: len(commuting) - 1].sort().values + 1
-    return [frame @ block for block in torch.tensor_split(vectors, cuts.tolist(), dim=1)]
+    # There are as many eigenvalues as the commutant has dimensions: cut at the widest
+    # gaps.
+    cuts = (
+        values.diff().argsort(descending=True)[: len(commuting) - 1].sort().values + 1
+    )
+    return [
+        frame @ block for block in torch.tensor_split(vectors, cuts.tolist(), dim=1)
+    ]
 
 
 def _gap(sizes: Tensor, noise: float) -> int:

@@ -2,27 +2,30 @@
 
     y = W h + b + c·1,    W (v, d),  h the state behind the final norm,  v ≫ d
 
-with c = 0 for logits and c = −log Σ exp for log-probabilities. Whatever the model computes before,
-the answers y to random prompts all lie in the space that the columns of W (and b) span: n of them,
-as rows of Y, have rank min(n, r), so for n > r singular values fall off a cliff at r. The right
-singular vectors are a basis of that space, W·A for an invertible A. From log-probabilities the mean
-over tokens is subtracted first: W is then known up to a row that is added to all rows.
+with c = 0 for logits and c = −log Σ exp for log-probabilities. Whatever the model
+computes before, the answers y to random prompts all lie in the space that the columns
+of W (and b) span: n of them, as rows of Y, have rank min(n, r), so for n > r singular
+values fall off a cliff at r. The right singular vectors are a basis of that space, W·A
+for an invertible A. From log-probabilities the mean over tokens is subtracted first: W
+is then known up to a row that is added to all rows.
 
-r is d, or near it (`OutputMatrix.width` says which, and how that shows). At least r answers are
-needed. We send r/12 more (16 at least), because the effect of errors of the answers depends on the
-smallest singular value, which grows like √n − √r.
+r is d, or near it (`OutputMatrix.width` says which, and how that shows). At least r
+answers are needed. We send r/12 more (16 at least), because the effect of errors of the
+answers depends on the smallest singular value, which grows like √n − √r.
 
-This gives away the projector P = W (WᵀW)⁻¹ Wᵀ of the centred W, and nothing else. If W is also the
-table of input embeddings (tied), those are known up to the same map: which differences of tokens
-are parallel, which tokens are linearly dependent, and all angles and distances after whitening by
-the table's own covariance, which are entries of P. Lengths, cosines and inner products of the table
-itself are W M Wᵀ for an unknown metric M of d(d + 1)/2 numbers. (The final norm puts all h on one
-ellipsoid, which determines M; that takes d(d + 1)/2 answers: `rotation`.)
+This gives away the projector P = W (WᵀW)⁻¹ Wᵀ of the centred W, and nothing else. If W
+is also the table of input embeddings (tied), those are known up to the same map: which
+differences of tokens are parallel, which tokens are linearly dependent, and all angles
+and distances after whitening by the table's own covariance, which are entries of P.
+Lengths, cosines and inner products of the table itself are W M Wᵀ for an unknown metric
+M of d(d + 1)/2 numbers. (The final norm puts all h on one ellipsoid, which determines
+M; that takes d(d + 1)/2 answers: `rotation`.)
 
-Departures. The paper takes the steepest fall of singular values. Ours must end on values that are
-nearly equal, or above what rounding can cause (`cliff`), so that too few answers give no width at
-all. If a target gives only the best k tokens, a bias raises the wanted ones (token_answers.py): ⌈(v
-− 1)/(k − 1)⌉ queries a row for all of W, r/(k − 1) for the width.
+Departures. The paper takes the steepest fall of singular values. Ours must end on
+values that are nearly equal, or above what rounding can cause (`cliff`), so that too
+few answers give no width at all. If a target gives only the best k tokens, a bias
+raises the wanted ones (token_answers.py): ⌈(v − 1)/(k − 1)⌉ queries a row for all of W,
+r/(k − 1) for the width.
 """
 
 from __future__ import annotations
@@ -69,10 +72,13 @@ class OutputLayer(Method):
         None, "how many log-probabilities the target gives, if not all; 0: only a token"
     )
     tokens: int | None = setting(
-        None, "with top: rows of the matrix to read; by default as many as the width needs"
+        None,
+        "with top: rows of the matrix to read; by default as many as the width needs",
     )
     length: int = setting(4, "tokens of a random prompt")
-    rotation: bool = setting(False, "send enough prompts to know the matrix up to a rotation")
+    rotation: bool = setting(
+        False, "send enough prompts to know the matrix up to a rotation"
+    )
     most: int = setting(20_000, "the most prompts to send")
     seed: int = 0
     tolerance: float = 1e-5
@@ -81,7 +87,9 @@ class OutputLayer(Method):
         for name in ("top", "tokens", "length", "most"):
             expect_count(name, getattr(self, name), least=int(name != "top"))
         if self.tokens is not None and self.top is None:
-            raise InputError("tokens needs top as well: whole answers have all rows of the matrix")
+            raise InputError(
+                "tokens needs top as well: whole answers have all rows of the matrix"
+            )
 
     def __call__(self, oracle: Oracle | Callable[[Tensor], Tensor]) -> Extraction:
         asked = oracle if isinstance(oracle, Oracle) else Logits(oracle)
@@ -103,13 +111,16 @@ class OutputLayer(Method):
         stream = torch.Generator().manual_seed(self.seed)
         answers = self._answers(oracle, stream)
         width = stated(oracle, "width")
-        look, goal = None, _FIRST
+        look = None
+        goal = _FIRST
         try:
             while look is None or len(look.rows) < goal:
                 look = _Look.at(answers.rows(goal), answers, stream)
                 goal = look.goal
                 if not look.cliff.seen and goal > self.most:
-                    reason = f"no cliff in the singular values of {len(look.rows):,} answers"
+                    reason = (
+                        f"no cliff in the singular values of {len(look.rows):,} answers"
+                    )
                     raise Unsuccessful(Status.UNSOLVED, reason)
         except BudgetExhausted:
             if len(rows := answers.complete_rows()) > 1:
@@ -124,14 +135,18 @@ class OutputLayer(Method):
         """Return the step with its matrix on the axes of the ellipsoid of the final norm."""
         model = step.model
         differing = model.dim - model.constant
-        needed, why, found = equations(differing, model.constant), "", None
+        needed = equations(differing, model.constant)
+        why = ""
+        found = None
         if layer.blocks:
             why = "a matrix in blocks of 32 adds directions that have no norm"
         elif needed > self.most:
             why = f"a rotation takes {needed:,} answers, and most is {self.most:,}"
         else:
             rows = taken_off(step.answers.rows(needed), layer.log_probabilities)
-            found = ellipsoid(rows @ model.W[:, :differing], model.width, model.constant)
+            found = ellipsoid(
+                rows @ model.W[:, :differing], model.width, model.constant
+            )
             why = f"{needed:,} answers lie on no one ellipsoid: too few digits, or no final norm"
         if found is None or found[1] > _ELLIPSOID:
             return replace(step, layer=replace(layer, no_rotation=why))
@@ -141,16 +156,18 @@ class OutputLayer(Method):
 
     def _answers(self, oracle: Oracle, stream: torch.Generator) -> Answers:
         """Return the source of answers: whole vectors, or chosen tokens if there is a `top`."""
-        prompts, vocabulary = Prompts(self.length, stream), stated(oracle, "vocabulary")
+        prompts = Prompts(self.length, stream)
+        vocabulary = stated(oracle, "vocabulary")
         if self.top is None:
             return WholeVectors(oracle, prompts, vocabulary)
         if vocabulary is None:
-            # Only a whole answer shows the vocabulary; a function in this process gives one.
+            # Only a whole answer shows the vocabulary; a function in this process gives
+            # one.
             whole = WholeVectors(oracle, prompts, None)
             vocabulary = len(whole.fresh(prompts))
         return ChosenTokens(
             oracle, prompts, vocabulary, self.top, self.tokens, 2 * _SPARE, stream
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,40 +191,57 @@ class _Look:
         found = cliff(taken_off(rows, centred)[:, order], _SPARE // 2, step)
         if count >= size - 1 and not found.seen:
             why = f"{count:,} answers fill all {size:,} dimensions of the tokens: the vocabulary "
-            why += "is no larger than the width, or the answers are not linear in a state"
+            why += (
+                "is no larger than the width, or the answers are not linear in a state"
+            )
             if decimals is not None:
                 why = f"{found.rank:,} directions stand out of rounding to {decimals} digits in "
-                why += f"{count:,} answers of {size:,} tokens, without a cliff behind them"
+                why += (
+                    f"{count:,} answers of {size:,} tokens, without a cliff behind them"
+                )
             raise Unsuccessful(Status.NOT_IDENTIFIABLE, why)
         return cls(rows, answers, centred, decimals, found)
 
     @property
     def goal(self) -> int:
         """How many rows to read: those that the rank needs, or a few more to find it."""
-        count, rank = len(self.rows), self.cliff.rank
+        count = len(self.rows)
+        rank = self.cliff.rank
         if self.cliff.seen:
             return max(count, rank + max(_SPARE, rank // _SHARE))
         return max(count + _SPARE, count * 17 // 16)
 
     def step(self, stated: int | None) -> LayerStep:
         """Return the step for these rows; `stated` is the width that the server states."""
-        model, cliff, whole = self._model(), self.cliff, self.cliff.seen
+        model = self._model()
+        cliff = self.cliff
+        whole = self.cliff.seen
         if whole and cliff.rank == int(cliff.constant):
-            raise Unsuccessful(Status.NOT_IDENTIFIABLE, "the answers do not depend on the prompt")
+            raise Unsuccessful(
+                Status.NOT_IDENTIFIABLE, "the answers do not depend on the prompt"
+            )
         vocabulary = self.answers.vocabulary or len(model.tokens)
         layer = LastLayer(
-            rank=cliff.rank, width=model.width if whole else None, constant=cliff.constant,
-            blocks=cliff.blocks, log_probabilities=self.centred, above=cliff.above,
-            below=cliff.below, decimals=self.decimals, tokens=len(model.tokens),
-            vocabulary=vocabulary, stated=stated,
-        )  # fmt: skip
+            rank=cliff.rank,
+            width=model.width if whole else None,
+            constant=cliff.constant,
+            blocks=cliff.blocks,
+            log_probabilities=self.centred,
+            above=cliff.above,
+            below=cliff.below,
+            decimals=self.decimals,
+            tokens=len(model.tokens),
+            vocabulary=vocabulary,
+            stated=stated,
+        )
         unknowns = cliff.rank if whole else max(cliff.rank, stated or vocabulary)
         return LayerStep(model, cliff.rank, unknowns, layer=layer, answers=self.answers)
 
     def _model(self) -> OutputMatrix:
         """Return a basis of the rows' span: where they differ first, then what they share."""
         Q, R = torch.linalg.qr(taken_off(self.rows, self.centred).mT)
-        rank, mean = self.cliff.rank, R.mean(1, keepdim=True)
+        rank = self.cliff.rank
+        mean = R.mean(1, keepdim=True)
         basis = torch.linalg.svd(R)[0][:, :rank]
         if self.cliff.constant:
             differing = torch.linalg.svd(R - mean)[0][:, : rank - 1]
@@ -227,16 +261,17 @@ def taken_off(rows: Tensor, centred: bool) -> Tensor:
 
 # The rank of many answers: where their singular values fall off a cliff.
 #
-# Exact answers, as rows of Y (n, m), have rank r: all singular values after the first r are zero.
-# Printed answers have errors. Errors of rounding to a step s have the standard deviation σ = s/√12,
-# and the singular values of n × m such errors end at about σ·(√n + √m) (Marchenko and Pastur), so a
-# larger singular value is not rounding. Other errors (float32, a server's own arithmetic) have no
-# known size. There the cliff must be steep, and the values after it nearly equal in comparison:
-# singular values of answers without errors decay smoothly, and have no cliff while n ≤ r. A steep
-# cliff is tried first, since answers of six digits may have other, larger errors.
+# Exact answers, as rows of Y (n, m), have rank r: all singular values after the first r
+# are zero. Printed answers have errors. Errors of rounding to a step s have the
+# standard deviation σ = s/√12, and the singular values of n × m such errors end at
+# about σ·(√n + √m) (Marchenko and Pastur), so a larger singular value is not rounding.
+# Other errors (float32, a server's own arithmetic) have no known size. There the cliff
+# must be steep, and the values after it nearly equal in comparison: singular values of
+# answers without errors decay smoothly, and have no cliff while n ≤ r. A steep cliff is
+# tried first, since answers of six digits may have other, larger errors.
 #
-# Subtracting the mean answer shows whether the answers share a constant: then they lie in an affine
-# space of dimension r − 1, and not only in a linear space of dimension r.
+# Subtracting the mean answer shows whether the answers share a constant: then they lie
+# in an affine space of dimension r − 1, and not only in a linear space of dimension r.
 
 _STEEP = 10.0  # ratio of a cliff, if nothing is known of the errors,
 _STEEP_KNOWN = 1.3  # and if the errors are those of rounding
@@ -248,9 +283,10 @@ _BLOCK = 32
 class Cliff:
     """The number of singular values that stand out, the last of them, and the first of the others.
 
-    `seen` means that the fall between them is a cliff; if not, `rank` is a lower bound. `constant`
-    means that the mean answer is one of the directions. `blocks` come from arithmetic in blocks of
-    32 numbers (oracle/planted.py): one for each block, far below the others.
+    `seen` means that the fall between them is a cliff; if not, `rank` is a lower bound.
+    `constant` means that the mean answer is one of the directions. `blocks` come from
+    arithmetic in blocks of 32 numbers (oracle/planted.py): one for each block, far
+    below the others.
     """
 
     rank: int
@@ -312,23 +348,26 @@ def _beyond(values: list[float], edge: float, spare: int) -> Cliff:
     if rank in (0, len(values)):
         return Cliff(rank, values[rank - 1] if rank else 0.0, 0.0, seen=False)
     steep = values[rank - 1] >= _STEEP_KNOWN * values[rank]
-    return Cliff(rank, values[rank - 1], values[rank], seen=steep and len(values) - rank >= spare)
+    return Cliff(
+        rank, values[rank - 1], values[rank], seen=steep and len(values) - rank >= spare
+    )
 
 
-# The layer up to a rotation, from the norm in front of it (after arXiv 2606.06854, *The Geometry of
-# Last-Layer Model Stealing*, of which we had the abstract, not the text). Answers satisfy linear
-# equations, which the singular values show, and one quadratic equation, since the final norm puts
-# all states on an ellipsoid. With n(x) the normalised state, |n|² = d, G the gain of the norm and B
-# the basis that was found,
+# The layer up to a rotation, from the norm in front of it (after arXiv 2606.06854, *The
+# Geometry of Last-Layer Model Stealing*, of which we had the abstract, not the text).
+# Answers satisfy linear equations, which the singular values show, and one quadratic
+# equation, since the final norm puts all states on an ellipsoid. With n(x) the
+# normalised state, |n|² = d, G the gain of the norm and B the basis that was found,
 #
 #     y = W (G n + β) = B z,    z = c + C n,    (z − c)ᵀ N (z − c) = 1,    N⁻¹ = d·C Cᵀ.
 #
-# Each answer is one linear equation for N and c, of d(d + 1)/2 unknowns (and d more if answers
-# share a constant). Then W G = B C is B·(N⁻¹/d)^½ up to a rotation, which gives the lengths,
-# cosines and inner products of its rows. The rotation is a symmetry of everything before the layer,
-# and no answer shows it. This works if the norm's ε is negligible, if the states fill the ellipsoid
-# (the equations have full rank), and if d is small: d = 576 takes 166,176 answers. Answers that the
-# fit did not use show whether it is an ellipsoid.
+# Each answer is one linear equation for N and c, of d(d + 1)/2 unknowns (and d more if
+# answers share a constant). Then W G = B C is B·(N⁻¹/d)^½ up to a rotation, which gives
+# the lengths, cosines and inner products of its rows. The rotation is a symmetry of
+# everything before the layer, and no answer shows it. This works if the norm's ε is
+# negligible, if the states fill the ellipsoid (the equations have full rank), and if d
+# is small: d = 576 takes 166,176 answers. Answers that the fit did not use show whether
+# it is an ellipsoid.
 
 _KEPT = 16  # answers that the fit does not use
 _EQUATIONS = 1.25  # equations for each unknown
@@ -345,14 +384,18 @@ def ellipsoid(z: Tensor, width: int, shifted: bool) -> tuple[Tensor, float] | No
 
     Return None if the equations are not regular, or if their solution is no ellipsoid.
     """
-    expect_memory(3 * 8 * len(z) * z.shape[1] ** 2 // 2, f"an ellipsoid in {z.shape[1]} dimensions")
+    expect_memory(
+        3 * 8 * len(z) * z.shape[1] ** 2 // 2,
+        f"an ellipsoid in {z.shape[1]} dimensions",
+    )
     white = torch.linalg.cholesky(torch.linalg.inv(z.mT @ z / len(z)))
     u = z @ white
     rows, columns = torch.triu_indices(u.shape[1], u.shape[1])
     terms = u[:, rows] * u[:, columns] * torch.where(rows == columns, 1.0, 2.0)
     if shifted:
         terms = torch.cat([terms, u], 1)
-    fitted, ones = terms[:-_KEPT], torch.ones(len(u) - _KEPT, 1, dtype=torch.float64)
+    fitted = terms[:-_KEPT]
+    ones = torch.ones(len(u) - _KEPT, 1, dtype=torch.float64)
     Q, R = torch.linalg.qr(fitted)
     pivots = R.diagonal().abs()
     if not float(pivots.min()) > _REGULAR * float(pivots.max()):
@@ -373,9 +416,10 @@ def ellipsoid(z: Tensor, width: int, shifted: bool) -> tuple[Tensor, float] | No
 
 # The judge of a last layer: the part of fresh answers that no state can explain.
 #
-# An answer y of the layer is W h: its part outside of the columns of W is error, of the matrix and
-# of the answer. Rounded answers, and a matrix from such answers, are only exact to their digits;
-# then a matrix counts as approximate if it explains most of them.
+# An answer y of the layer is W h: its part outside of the columns of W is error, of the
+# matrix and of the answer. Rounded answers, and a matrix from such answers, are only
+# exact to their digits; then a matrix counts as approximate if it explains most of
+# them.
 
 _FRESH = 8
 _TINY = torch.finfo(torch.float64).tiny
@@ -417,17 +461,23 @@ class LayerExam(Exam):
         status, reason = super().verdict(check, step, accepted)
         if status is Status.MISMATCH and self.layer.decimals is not None:
             ((rows, _),) = self.sets
-            share = float(torch.linalg.vector_norm(self.outside) / torch.linalg.vector_norm(rows))
+            share = float(
+                torch.linalg.vector_norm(self.outside) / torch.linalg.vector_norm(rows)
+            )
             if share <= _ROUNDED:
-                return Status.INEXACT, f"{reason}, {share:.1e} of their size outside, by rounding"
+                return (
+                    Status.INEXACT,
+                    f"{reason}, {share:.1e} of their size outside, by rounding",
+                )
         return status, reason
 
 
 # An extracted last layer compared with the true one, after the best linear map.
 #
-# The truth is W (v, d). The extraction gives an orthonormal basis B of its columns, for the chosen
-# tokens. Log-probabilities show W only up to a row c that is added to all rows; then B is
-# orthogonal to the column 1 of ones. The distance is that of the best map A and row c:
+# The truth is W (v, d). The extraction gives an orthonormal basis B of its columns, for
+# the chosen tokens. Log-probabilities show W only up to a row c that is added to all
+# rows; then B is orthogonal to the column 1 of ones. The distance is that of the best
+# map A and row c:
 #
 #     min ‖W − B A − 1 cᵀ‖_F      at  A = Bᵀ(W − 1 wᵀ),  w the mean row of W
 #
@@ -443,7 +493,8 @@ def true_matrix(reference: str | Path) -> tuple[Tensor, bool]:
 
 def compared(result: Extraction, reference: str | Path) -> Extraction:
     """Return the result with the distance of its matrix from that of the reference."""
-    layer, model = result.layer, result.model
+    layer = result.layer
+    model = result.model
     if layer is None or not isinstance(model, OutputMatrix):
         return result
     W, tied = true_matrix(reference)
@@ -453,15 +504,21 @@ def compared(result: Extraction, reference: str | Path) -> Extraction:
         )
     rms, relative = distance(model, W, centred=layer.log_probabilities)
     layer = replace(layer, rms=rms, relative=relative, tied=tied)
-    reason = result.reason.replace(str(result.layer), str(layer))  # the reason describes the layer
+    reason = result.reason.replace(
+        str(result.layer), str(layer)
+    )  # the reason describes the layer
     return replace(result, layer=layer, reason=reason)
 
 
-def distance(model: OutputMatrix, truth: Tensor, *, centred: bool) -> tuple[float, float]:
+def distance(
+    model: OutputMatrix, truth: Tensor, *, centred: bool
+) -> tuple[float, float]:
     """Return the RMS of W − B A − 1 cᵀ for the best map, and relative to that of W."""
     W = truth[model.tokens.long()]
     if centred:
         W = W - W.mean(0)
     left = model.outside(W.mT)
     rms = float(left.square().mean().sqrt())
-    return rms, rms / float(W.square().mean().sqrt().clamp(min=torch.finfo(W.dtype).tiny))
+    return rms, rms / float(
+        W.square().mean().sqrt().clamp(min=torch.finfo(W.dtype).tiny)
+    )

@@ -44,9 +44,10 @@ from keyhole.oracle import SignOnly as Thresholded
 class Row:
     """One exposure that the audit tries a method on.
 
-    `reads` is the kind of answers that the method needs, and `settings` are its hyperparameters
-    there. `view` degrades the answers as a server might, to find out whether that would help.
-    `budget` is the share of the unknowns that the attacker may spend in queries.
+    `reads` is the kind of answers that the method needs, and `settings` are its
+    hyperparameters there. `view` degrades the answers as a server might, to find out
+    whether that would help. `budget` is the share of the unknowns that the attacker may
+    spend in queries.
     """
 
     exposure: Exposure
@@ -61,7 +62,9 @@ _COARSER = (
     "Count queries per client and stop below the number of unknowns. Rounded answers to inputs of "
     "bounded norm cost the attacker digits, a label alone costs queries; neither is a wall."
 )
-_FEWER = "Count queries per client; a budget below the number of unknowns leaves W unknown."
+_FEWER = (
+    "Count queries per client; a budget below the number of unknowns leaves W unknown."
+)
 _BOUND = "Bound the norms of inputs as well: long ones undo the rounding."
 _FURTHER = "Fewer decimals or a tighter bound on norms: they cost the attacker digits."
 _LABEL = "Count queries per client: a label is one bit, and the attack needs them all."
@@ -69,12 +72,21 @@ _VECTOR = "Return a score or a label; a vector of n numbers gives away n at a ti
 
 
 def tolerant(
-    answer_error: float, max_norm: float | None = None, bound: float | None = None,
-    margin: float | None = None, repeats: int = 1, seed: int = 0,
-) -> Tolerant:  # fmt: skip
+    answer_error: float,
+    max_norm: float | None = None,
+    bound: float | None = None,
+    margin: float | None = None,
+    repeats: int = 1,
+    seed: int = 0,
+) -> Tolerant:
     """Make Tolerant; `answer_error` is its tolerance, which other methods use for another thing."""
     return Tolerant(
-        answer_error, bound=bound, margin=margin, max_norm=max_norm, repeats=repeats, seed=seed
+        answer_error,
+        bound=bound,
+        margin=margin,
+        max_norm=max_norm,
+        repeats=repeats,
+        seed=seed,
     )
 
 
@@ -92,28 +104,46 @@ _vectors = partial(Exposure, "KH-WEIGHTS-VECTORS")
 
 METHODS: Registry[Method, Row] = Registry(
     Entry("auto", Auto, (Row(_rounded(), Kind.ROUNDED, _BOUND),)),
-    Entry("single-head", SingleHead, (
-        Row(_scores("full"), Kind.HEAD, _COARSER),
-        Row(_scores("budget"), Kind.HEAD, _FEWER, budget=0.5),
-    )),
+    Entry(
+        "single-head",
+        SingleHead,
+        (
+            Row(_scores("full"), Kind.HEAD, _COARSER),
+            Row(_scores("budget"), Kind.HEAD, _FEWER, budget=0.5),
+        ),
+    ),
     Entry("low-rank", LowRank, (Row(_scores("low-rank"), Kind.HEAD, _COARSER),)),
     Entry("nuclear-norm", NuclearNorm),
-    Entry("tolerant", tolerant, (
-        Row(
-            _rounded(defences=("decimals-3",)), Kind.HEAD, _BOUND, {"answer_error": 5e-4},
-            view=lambda oracle: Rounded(oracle, 3),
+    Entry(
+        "tolerant",
+        tolerant,
+        (
+            Row(
+                _rounded(defences=("decimals-3",)),
+                Kind.HEAD,
+                _BOUND,
+                {"answer_error": 5e-4},
+                view=lambda oracle: Rounded(oracle, 3),
+            ),
+            Row(
+                _rounded(defences=("decimals-3", "norm-10")),
+                Kind.HEAD,
+                _FURTHER,
+                {"answer_error": 5e-4, "max_norm": 10.0},
+                view=lambda oracle: Rounded(Clipped(oracle, 10.0), 3),
+            ),
         ),
-        Row(
-            _rounded(defences=("decimals-3", "norm-10")), Kind.HEAD, _FURTHER,
-            {"answer_error": 5e-4, "max_norm": 10.0},
-            view=lambda oracle: Rounded(Clipped(oracle, 10.0), 3),
-        ),
-    ), Tolerant),
+        Tolerant,
+    ),
     Entry("tolerant-as-published", tolerant_as_published, method=TolerantAsPublished),
-    Entry("sign-only", SignOnly, (
-        Row(_signs(), Kind.HEAD, _LABEL, {"accuracy": 1e-4}, view=Thresholded),
-        Row(_signs("labels"), Kind.SIGNS, _LABEL, {"accuracy": 1e-4}),
-    )),
+    Entry(
+        "sign-only",
+        SignOnly,
+        (
+            Row(_signs(), Kind.HEAD, _LABEL, {"accuracy": 1e-4}, view=Thresholded),
+            Row(_signs("labels"), Kind.SIGNS, _LABEL, {"accuracy": 1e-4}),
+        ),
+    ),
     Entry("sign-only-as-published", SignOnlyAsPublished),
     Entry("multi-head", MultiHead, (Row(_scores("heads"), Kind.HEADS, _COARSER),)),
     Entry("multi-head-as-published", MultiHeadAsPublished),
@@ -123,20 +153,27 @@ METHODS: Registry[Method, Row] = Registry(
     Entry("fitted-signs", FittedSigns),
     Entry("ordinary-questions", OrdinaryQuestions),
     Entry(
-        "ordinary-labels", OrdinaryLabels,
+        "ordinary-labels",
+        OrdinaryLabels,
         note="One head from the labels of ordinary queries (ours).",
     ),
-    Entry("one-layer", OneLayerTransformer, (
-        Row(_scores("transformer"), Kind.LAYER, _COARSER),
-    )),
+    Entry(
+        "one-layer",
+        OneLayerTransformer,
+        (Row(_scores("transformer"), Kind.LAYER, _COARSER),),
+    ),
     Entry("relu-network", ReluNetwork),
     Entry("output-layer", OutputLayer),
-    Entry("full-output", FullOutput, (
-        Row(_vectors("last-token"), Kind.LAST_VECTOR, _VECTOR),
-        Row(_vectors("every-token"), Kind.EVERY_VECTOR, _VECTOR),
-    )),
+    Entry(
+        "full-output",
+        FullOutput,
+        (
+            Row(_vectors("last-token"), Kind.LAST_VECTOR, _VECTOR),
+            Row(_vectors("every-token"), Kind.EVERY_VECTOR, _VECTOR),
+        ),
+    ),
     Entry("attention-sub-layer", AttentionSubLayer),
     Entry("transformer-block", TransformerBlock),
     Entry("transformer-blocks", TransformerBlocks),
     Entry("attention-layers", AttentionLayers),
-)  # fmt: skip
+)

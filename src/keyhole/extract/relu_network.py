@@ -1,7 +1,7 @@
 """Two-layer ReLU networks without biases, with about m·d queries for m neurons.
 
-Section 4.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873) assumes a learner for
-`φ(x) = wᵀ ReLU(A x)`; this is one. Since ReLU(z) = (|z| + z)/2,
+Section 4.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873) assumes a
+learner for `φ(x) = wᵀ ReLU(A x)`; this is one. Since ReLU(z) = (|z| + z)/2,
 
     φ(x) = E(x) + ℓᵀx,   E(x) = ½ Σ_k w_k |a_kᵀx|,   ℓ = ½ Aᵀw = the odd part of φ:  2d queries
 
@@ -16,13 +16,14 @@ Departures and choices:
 - A gradient is taken at the longest steps that should stay inside its piece. One more query tests
   that they did, and if not, shorter steps follow.
 - A piece between two close kinks only allows short steps, so its gradient is less exact. By then
-  the signs of all neurons are known, so E is linear in the missing part, and a few queries from the
-  whole region where the two neurons differ give it by least squares (`polish`).
+  the signs of all neurons are known, so E is linear in the missing part, and a few
+  queries from the whole region where the two neurons differ give it by least squares
+  (`polish`).
 - The difference between answers and model is again such a function, and is searched once more.
 - Only the function can be known. Parallel neurons merge; antiparallel ones share a hyperplane and
-  leave a linear part; neurons with w_k = 0 or a_k = 0 leave nothing. Orientations follow from
-  `Σ_k ±½ w_k a_k = ℓ` if a solution is found (`neurons`); if not, two more neurons carry the linear
-  remainder.
+  leave a linear part; neurons with w_k = 0 or a_k = 0 leave nothing. Orientations
+  follow from `Σ_k ±½ w_k a_k = ℓ` if a solution is found (`neurons`); if not, two more
+  neurons carry the linear remainder.
 """
 
 from __future__ import annotations
@@ -37,24 +38,35 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count, expect_number
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import ask_scores, ask_through, random_orthogonal, random_units
+from keyhole.extract.bilinear import (
+    ask_scores,
+    ask_through,
+    random_orthogonal,
+    random_units,
+)
 from keyhole.extract.extraction import Step, setting
 from keyhole.extract.judge import Exam, Method
 from keyhole.oracle.planted import ReluFfn
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
 _MOST = 1024  # the most neurons, if the caller gives no width
-_STEP = 1 / 16  # share of the distance to the nearest kink: one step in twenty leaves the piece
+_STEP = (
+    1 / 16
+)  # share of the distance to the nearest kink: one step in twenty leaves the piece
 _SHORTER = 0.25
 _TRIES = 8
 _SHORT = 1e-4  # gradients taken at shorter steps are polished
-_POLISHED = 512  # the most unknowns of one least squares problem: more take longer than the queries
+# the most unknowns of one least squares problem: more take longer than the queries
+_POLISHED = 512
 _CHOICE = 8  # vectors drawn for each polishing query, from which the best is used
 _ROUNDS = 3
-_SLACK = 1e-4  # share of the largest remainder that a later round takes for errors of the folds
+# share of the largest remainder that a later round takes for errors of the folds
+_SLACK = 1e-4
 _LOOKS = 4  # intermediate steps
 _CHECKS = 8
-_AGREES = 1e3  # times the resolution: a smaller remainder is rounding, not another neuron
+_AGREES = (
+    1e3  # times the resolution: a smaller remainder is rounding, not another neuron
+)
 _PER_KINK = 7  # measured: queries on the circle
 
 
@@ -66,7 +78,8 @@ class ReluNetwork(Method):
     seed: int = 0
     tolerance: float = 1e-8
     resolution: float = setting(
-        1e-12, "how far an answer may be off a linear piece; more if answers are rounded"
+        1e-12,
+        "how far an answer may be off a linear piece; more if answers are rounded",
     )
 
     def __post_init__(self) -> None:
@@ -79,14 +92,18 @@ class ReluNetwork(Method):
 
     def expected_queries(self, dim: int) -> int | None:
         """Return an estimate: the search on the circle depends on where the kinks lie."""
-        return None if self.width is None else 2 * dim + self.width * (dim - 1 + _PER_KINK)
+        if self.width is None:
+            return None
+        return 2 * dim + self.width * (dim - 1 + _PER_KINK)
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
         stream = torch.Generator().manual_seed(self.seed)
         frame = random_orthogonal(d, stream)
         target = _Target.measure(oracle, frame, self.resolution)
-        yield _partial(target, d, None if self.width is None else d * max(2, self.width))
+        yield _partial(
+            target, d, None if self.width is None else d * max(2, self.width)
+        )
         for _ in range(_ROUNDS):
             folds = yield from self._round(target, frame, stream)
             target = replace(target, folds=target.folds.joined(folds))
@@ -137,7 +154,8 @@ class ReluNetwork(Method):
         kinks = len(pieces.kinks)
         if kinks > limit:
             raise Unsuccessful(
-                Status.MISMATCH, f"{kinks:,} hyperplanes found, more than {limit:,} neurons have"
+                Status.MISMATCH,
+                f"{kinks:,} hyperplanes found, more than {limit:,} neurons have",
             )
         return pieces
 
@@ -160,7 +178,8 @@ class _Target:
     def measure(cls, oracle: Oracle, frame: Tensor, resolution: float) -> _Target:
         """Measure `ℓᵀq = (φ(q) − φ(−q))/2` for an orthonormal frame, with 2d queries.
 
-        Later answers are in units of the largest of these, so that no size of weights overflows.
+        Later answers are in units of the largest of these, so that no size of weights
+        overflows.
         """
         d = len(frame)
         zero = torch.zeros(d, dtype=torch.float64)
@@ -168,7 +187,9 @@ class _Target:
         answers = blank.remainder(torch.cat([frame, -frame]))
         largest = float(answers.abs().max())
         answers = answers / (unit := largest or 1.0)
-        return replace(blank, linear=0.5 * (answers[:d] - answers[d:]) @ frame, unit=unit)
+        return replace(
+            blank, linear=0.5 * (answers[:d] - answers[d:]) @ frame, unit=unit
+        )
 
     def network(self, *, orient: bool = True) -> tuple[ReluFfn, int]:
         """Return what is known as neurons, and the number of their unknowns."""
@@ -203,7 +224,8 @@ class _Gradients:
 
     def __init__(self, target: _Target, frame: Tensor, pieces: Pieces) -> None:
         self._target = target
-        self._plane, self._across = frame[:2], frame[2:]
+        self._plane = frame[:2]
+        self._across = frame[2:]
         self._kinks = pieces.kinks
         middles = pieces.kinks + pieces.widths / 2
         angles = torch.stack([middles.cos(), middles.sin()], 1)
@@ -237,14 +259,17 @@ class _Gradients:
 
     def _record(self, rows: Tensor, values: Tensor) -> Tensor:
         """Set gradients from values at steps across the circle; return the pieces steps left."""
-        steps, levels = self._steps[rows].unsqueeze(1), self._levels[rows].unsqueeze(1)
+        steps = self._steps[rows].unsqueeze(1)
+        levels = self._levels[rows].unsqueeze(1)
         rises = values - levels
         slopes = rises[:, :-1] / steps
         planar = (self._gradients[rows] @ self._plane.mT) @ self._plane
         self._gradients[rows] = planar + slopes @ self._across
         self._measured[rows] = True
         expected = -rises[:, :-1].sum(1) / math.sqrt(len(self._across))
-        return rows[(rises[:, -1] - expected).abs() > 4 * self._target.tolerance(values)]
+        return rows[
+            (rises[:, -1] - expected).abs() > 4 * self._target.tolerance(values)
+        ]
 
     def folds(self) -> tuple[Folds, int]:
         """Return `n_k = ±(G_k − G_{k−1})`, and how many of them are known in all directions."""
@@ -277,7 +302,9 @@ class _Gradients:
     def _between(self, folds: Folds, j: int, stream: torch.Generator) -> Tensor:
         """Return unit vectors between the two folds of piece j, and far from all others."""
         d = len(self._centres[0])
-        units = folds.normals / torch.linalg.vector_norm(folds.normals, dim=1, keepdim=True)
+        units = folds.normals / torch.linalg.vector_norm(
+            folds.normals, dim=1, keepdim=True
+        )
         pair = units[[j, (j + 1) % len(units)]]
         x = torch.randn(_CHOICE * (d + 2), d, generator=stream, dtype=torch.float64)
         heights = x @ pair.mT
@@ -290,32 +317,35 @@ class _Gradients:
 
 # All kinks of a piecewise linear function on one half circle.
 #
-# A function that is linear between hyperplanes through the origin has, along `x(θ) = a cos θ + b
-# sin θ`, the form `p cos θ + q sin θ` between kinks. A half circle crosses every hyperplane once.
-# An even function has E(θ + π) = E(θ), so the half circle closes and has no ends that need special
-# treatment.
+# A function that is linear between hyperplanes through the origin has, along `x(θ) = a
+# cos θ + b sin θ`, the form `p cos θ + q sin θ` between kinks. A half circle crosses
+# every hyperplane once. An even function has E(θ + π) = E(θ), so the half circle closes
+# and has no ends that need special treatment.
 #
-# Each level of the search sends one batch. If three neighbouring answers fit one piece, the two
-# arcs between them are settled. If an open arc lies between two settled ones, their pieces
-# intersect at some angle in it: the kink, if there is only one. The next queries are just before
-# and just after that angle. If each still fits its piece, the arc between them holds the kink,
-# which is then known to rounding without a long bisection. (A query at the intersection itself
-# would be no test: with two kinks of opposite sign on the same side of it, it fits both pieces.)
-# Other open arcs are halved.
+# Each level of the search sends one batch. If three neighbouring answers fit one piece,
+# the two arcs between them are settled. If an open arc lies between two settled ones,
+# their pieces intersect at some angle in it: the kink, if there is only one. The next
+# queries are just before and just after that angle. If each still fits its piece, the
+# arc between them holds the kink, which is then known to rounding without a long
+# bisection. (A query at the intersection itself would be no test: with two kinks of
+# opposite sign on the same side of it, it fits both pieces.) Other open arcs are
+# halved.
 
 _FIRST = 16  # points of the first level
 _LEVELS = 64
 _FINEST = 1e-10  # shorter arcs are not divided: what is in them counts as one kink
 _REACH = 0.05  # an arc is only settled by a neighbour at least this long relative to it
 _LONGER = 4.0
-_CLEAR = 1e3  # the queries next to a kink are where its two pieces differ by so many tolerances
+# the queries next to a kink are where its two pieces differ by so many tolerances
+_CLEAR = 1e3
 
 
 @dataclass(frozen=True)
 class Pieces:
     """Kinks in rising order; piece j is from kink j to the next, the last one to kinks[0] + π.
 
-    `planar` (m, 2) holds p and q of each piece, for angles between kinks[0] and kinks[0] + π.
+    `planar` (m, 2) holds p and q of each piece, for angles between kinks[0] and
+    kinks[0] + π.
     """
 
     kinks: Tensor
@@ -331,8 +361,8 @@ def find_pieces(
 ) -> Pieces:
     """Return every kink of `values`, a function of angles with period π.
 
-    `tolerance` returns, for the values so far, how far a value may be off its piece. Raise
-    Unsuccessful if there are more than `limit` kinks.
+    `tolerance` returns, for the values so far, how far a value may be off its piece.
+    Raise Unsuccessful if there are more than `limit` kinks.
     """
     t = (torch.arange(_FIRST, dtype=torch.float64) + 0.5) * (math.pi / _FIRST)
     y = values(t)
@@ -346,28 +376,36 @@ def find_pieces(
         t, order = torch.cat([t, t_new]).sort()
         y = torch.cat([y, values(t_new)])[order]
     raise Unsuccessful(
-        Status.MISMATCH, f"the answers bend in more than {limit:,} places of a half circle"
+        Status.MISMATCH,
+        f"the answers bend in more than {limit:,} places of a half circle",
     )
 
 
 class _Search:
     """What the values so far show: which arcs are settled, and which angles to ask for next.
 
-    Arc i is from point i to the next one, and the last arc from the last point to the first.
+    Arc i is from point i to the next one, and the last arc from the last point to the
+    first.
     """
 
     def __init__(self, t: Tensor, y: Tensor, tolerance: float) -> None:
-        self._t, self._y, self._tolerance = t, y, tolerance
+        self._t = t
+        self._y = y
+        self._tolerance = tolerance
         self._arcs = (t.roll(-1) - t).remainder(math.pi)
-        before, after = self._arcs.roll(1), self._arcs
-        chord = (y.roll(1) * after.sin() + y.roll(-1) * before.sin()) / (before + after).sin()
+        before = self._arcs.roll(1)
+        after = self._arcs
+        chord = (y.roll(1) * after.sin() + y.roll(-1) * before.sin()) / (
+            before + after
+        ).sin()
         self._straight = (y - chord).abs() <= tolerance
         by_left = self._straight & (before >= _REACH * after)
         by_right = self._straight.roll(-1) & (after.roll(-1) >= _REACH * after)
         self._settled = by_left | by_right
         between = self._settled.roll(1) & self._settled.roll(-1) & ~self._settled
         meeting, self._bend = self._meetings()
-        # From short neighbours, the pieces are too inexact to tell a kink from rounding.
+        # From short neighbours, the pieces are too inexact to tell a kink from
+        # rounding.
         doubt = 4 * tolerance * (1 / before + 1 / after.roll(-1))
         self._meets = between & (meeting > 0) & (meeting < after) & (self._bend > doubt)
         self._meeting = torch.where(self._meets, meeting, after / 2)
@@ -377,9 +415,12 @@ class _Search:
     def _meetings(self) -> tuple[Tensor, Tensor]:
         """Return how far after point i the pieces around arc i meet, and how much they differ."""
         # With angles counted from point i, both pieces are `p cos + q sin`.
-        p, back, turn = self._y, self._arcs.roll(1), self._arcs
+        p = self._y
+        back = self._arcs.roll(1)
+        turn = self._arcs
         q = (p * back.cos() - p.roll(1)) / back.sin()
-        value, on = self._y.roll(-1), self._arcs.roll(-1)
+        value = self._y.roll(-1)
+        on = self._arcs.roll(-1)
         slope = (self._y.roll(-2) - value * on.cos()) / on.sin()
         p_far = value * turn.cos() - slope * turn.sin()
         q_far = value * turn.sin() + slope * turn.cos()
@@ -389,13 +430,23 @@ class _Search:
     def next_points(self) -> Tensor:
         """Return two points next to each meeting, and the middle of every other open arc."""
         meets = self._meets & ~self._bridge
-        # An open arc next to a much longer open one waits: that may settle it once divided.
+        # An open arc next to a much longer open one waits: that may settle it once
+        # divided.
         open_arcs = torch.where(self._settled, 0.0, self._arcs)
         longest = torch.maximum(open_arcs.roll(1), open_arcs.roll(-1))
-        halved = ~(self._settled | self._bridge | self._meets | (longest > _LONGER * self._arcs))
-        start, at, length = self._t[meets], self._meeting[meets], self._arcs[meets]
+        halved = ~(
+            self._settled
+            | self._bridge
+            | self._meets
+            | (longest > _LONGER * self._arcs)
+        )
+        start = self._t[meets]
+        at = self._meeting[meets]
+        length = self._arcs[meets]
         aside = _CLEAR * self._tolerance / self._bend[meets]
-        left = torch.maximum(at - 2 * aside, at / 2)  # uneven: half way must not be the kink
+        left = torch.maximum(
+            at - 2 * aside, at / 2
+        )  # uneven: half way must not be the kink
         right = torch.minimum(at + aside, (at + length) / 2)
         middles = self._t[halved] + self._arcs[halved] / 2
         return torch.cat([start + left, start + right, middles]).remainder(math.pi)
@@ -417,31 +468,38 @@ def _fit(kinks: Tensor, t: Tensor, y: Tensor) -> Tensor:
     """Return p and q (m, 2) of each piece by least squares."""
     m = len(kinks)
     ends = torch.cat([kinks[1:], kinks[:1] + math.pi])
-    middles, reach = (kinks + ends) / 2, torch.sin((ends - kinks) / 2)
+    middles = (kinks + ends) / 2
+    reach = torch.sin((ends - kinks) / 2)
     piece = torch.searchsorted(kinks, t, right=True) - 1
     # Counted from the middle and in units of the width, the two unknowns hardly mix.
     angle = t - middles[piece]
     rows = torch.stack([angle.cos(), angle.sin() / reach[piece]], 1)
     normal = torch.zeros(m, 2, 2, dtype=torch.float64)
     normal.index_add_(0, piece, rows.unsqueeze(2) * rows.unsqueeze(1))
-    moment = torch.zeros(m, 2, dtype=torch.float64).index_add_(0, piece, rows * y.unsqueeze(1))
+    moment = torch.zeros(m, 2, dtype=torch.float64).index_add_(
+        0, piece, rows * y.unsqueeze(1)
+    )
     p, q = (torch.linalg.pinv(normal) @ moment.unsqueeze(2)).squeeze(2).unbind(1)
-    c, s, q = middles.cos(), middles.sin(), q / reach
+    c = middles.cos()
+    s = middles.sin()
+    q = q / reach
     return torch.stack([c * p - s * q, s * p + c * q], 1)
 
 
-# Sums of folds, `E(x) = ½ Σ_k s_k |n_kᵀx|` with s_k = ±1: the even part of a ReLU network.
+# Sums of folds, `E(x) = ½ Σ_k s_k |n_kᵀx|` with s_k = ±1: the even part of a ReLU
+# network.
 #
-# A neuron w·ReLU(aᵀx) is the fold of n = |w|·a with s = sign(w), plus a linear function. Folds and
-# the linear part ℓ of the whole are turned into neurons again:
+# A neuron w·ReLU(aᵀx) is the fold of n = |w|·a with s = sign(w), plus a linear
+# function. Folds and the linear part ℓ of the whole are turned into neurons again:
 #
 #     E(x) + ℓᵀx = Σ_k s_k ReLU(o_k n_kᵀx) + rᵀx,   r = ℓ − ½ Σ_k s_k o_k n_k,   any o_k = ±1.
 #
-# The true orientations make r = 0. If the n_k are independent, they solve a linear system. With up
-# to about 2d neurons, the cube [−1, 1]^m generically meets the affine space of solutions only in
-# that corner, and alternating reflections find it. With more neurons it is a subset-sum problem: if
-# they are few, all corners are tried; if not, two more neurons, ReLU(rᵀx) − ReLU(−rᵀx), carry the
-# remainder, so that the function is exact in any case.
+# The true orientations make r = 0. If the n_k are independent, they solve a linear
+# system. With up to about 2d neurons, the cube [−1, 1]^m generically meets the affine
+# space of solutions only in that corner, and alternating reflections find it. With more
+# neurons it is a subset-sum problem: if they are few, all corners are tried; if not,
+# two more neurons, ReLU(rᵀx) − ReLU(−rᵀx), carry the remainder, so that the function is
+# exact in any case.
 
 _REFLECTIONS = 200
 _FEW = 14  # neurons for which all orientations are tried
@@ -467,7 +525,9 @@ class Folds:
 
     @classmethod
     def none(cls, d: int) -> Folds:
-        return cls(torch.empty(0, d, dtype=torch.float64), torch.empty(0, dtype=torch.float64))
+        return cls(
+            torch.empty(0, d, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
+        )
 
 
 def neurons(
@@ -475,13 +535,17 @@ def neurons(
 ) -> tuple[ReluFfn, int]:
     """Return a network with these folds and this linear part, and the number of its unknowns.
 
-    A remainder of up to `exact` of the sum of the folds counts as an error, not as two neurons.
+    A remainder of up to `exact` of the sum of the folds counts as an error, not as two
+    neurons.
     """
     halves = 0.5 * folds.signs.unsqueeze(1) * folds.normals
     o = _orientations(halves, linear, exact) if orient else torch.ones_like(folds.signs)
     remainder = linear - o @ halves
-    A, w = o.unsqueeze(1) * folds.normals, folds.signs
-    size = torch.linalg.vector_norm(halves, dim=1).sum() + torch.linalg.vector_norm(linear)
+    A = o.unsqueeze(1) * folds.normals
+    w = folds.signs
+    size = torch.linalg.vector_norm(halves, dim=1).sum() + torch.linalg.vector_norm(
+        linear
+    )
     if torch.linalg.vector_norm(remainder) <= exact * size:
         # ℓ was read directly and is more exact: spread the difference over the neurons.
         A = A + (2 / max(1, len(w))) * torch.outer(w, remainder)
@@ -498,7 +562,10 @@ def _orientations(halves: Tensor, linear: Tensor, exact: float) -> Tensor:
     z = torch.zeros(len(halves), dtype=torch.float64)
     o = torch.ones_like(z)
     # With independent normals there is one solution, and the first pass finds it.
-    independent = int(torch.linalg.matrix_rank(halves)) == len(halves) if len(halves) else True
+    if len(halves):
+        independent = int(torch.linalg.matrix_rank(halves)) == len(halves)
+    else:
+        independent = True
     for _ in range(1 if independent else _REFLECTIONS):
         solution = z - (z @ halves - linear) @ inverse
         o = torch.where(solution < 0, -1.0, 1.0).to(torch.float64)

@@ -36,17 +36,18 @@ def run(
 ) -> Extraction:
     """Extract the weights of a target from its answers.
 
-    `target` is any oracle, or what the command line takes: a .safetensors file, an address, `demo`,
-    `MODEL:attention.LAYER`, `MODEL:attention.LAYER+residual`, `MODEL:block.LAYER`, or, for its last
-    layer, a language model or a server of one. `method` is a name of the registry, or a method with
-    hyperparameters of your own. `options` are the hyperparameters of a named method; unknown ones
-    are refused. The `bases` of orthogonal heads may be a .safetensors file that holds one for each
-    head.
+    `target` is any oracle, or what the command line takes: a .safetensors file, an
+    address, `demo`, `MODEL:attention.LAYER`, `MODEL:attention.LAYER+residual`,
+    `MODEL:block.LAYER`, or, for its last layer, a language model or a server of one.
+    `method` is a name of the registry, or a method with hyperparameters of your own.
+    `options` are the hyperparameters of a named method; unknown ones are refused. The
+    `bases` of orthogonal heads may be a .safetensors file that holds one for each head.
 
-    `reference` is a model's file or folder, whose last layer is compared with the extracted one.
-    `budget` is the largest number of queries. `ledger` is the file that stores every answer, so
-    that a stopped run can resume. `endpoint` has the options for a server; `authorized` confirms
-    that another machine may be attacked. `notice` is called with what the user should know at once.
+    `reference` is a model's file or folder, whose last layer is compared with the
+    extracted one. `budget` is the largest number of queries. `ledger` is the file that
+    stores every answer, so that a stopped run can resume. `endpoint` has the options
+    for a server; `authorized` confirms that another machine may be attacked. `notice`
+    is called with what the user should know at once.
     """
     expect_count("budget", budget, 0)
     if isinstance(options.get("bases"), str | Path):
@@ -65,8 +66,13 @@ def run(
         raise InputError(f"a reference is for output-layer, not for {name}")
     oracle = target
     if isinstance(oracle, str):
-        opened = open_language_model if isinstance(method, OutputLayer) else open_endpoint
-        oracle = opened(oracle, options=endpoint or EndpointOptions(), authorized=authorized)
+        if isinstance(method, OutputLayer):
+            opened = open_language_model
+        else:
+            opened = open_endpoint
+        oracle = opened(
+            oracle, options=endpoint or EndpointOptions(), authorized=authorized
+        )
     notes = [getattr(oracle, "note", "")]
 
     def note(message: str) -> None:
@@ -74,14 +80,19 @@ def run(
         notice(message)
 
     with session(
-        {"": oracle}, budget=budget, ledger=ledger, answer_error=options.get("answer_error") or 0.0,
+        {"": oracle},
+        budget=budget,
+        ledger=ledger,
+        answer_error=options.get("answer_error") or 0.0,
         notice=note,
-    ) as parts:  # fmt: skip
+    ) as parts:
         ready = parts[""]
         progress = track("extract", method.expected_queries(ready.dim))
         progress(0, note=name)
         result = method(Counted(ready, progress=progress))
         if isinstance(ready, Ledger) and ready.asked_again:
-            notes.append(f"{ready.asked_again} remembered answers were asked for again, uncounted")
+            notes.append(
+                f"{ready.asked_again} remembered answers were asked for again, uncounted"
+            )
     result = replace(result, reason="; ".join([result.reason, *filter(None, notes)]))
     return result if reference is None else compared(result, reference)

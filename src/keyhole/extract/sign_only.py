@@ -1,7 +1,8 @@
 """One head from the signs of its scores: one bit per query (ours).
 
-After Theorem B.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873, Appendix B).
-Signs do not depend on the length of v, so let ‖v‖ = 1. With `x = λ·x_j` and `δ = (c/λ)·p_i`,
+After Theorem B.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873,
+Appendix B). Signs do not depend on the length of v, so let ‖v‖ = 1. With `x = λ·x_j`
+and `δ = (c/λ)·p_i`,
 
     f([x+δ ; x]) > 0  ⟺  σ(z) > λ²·|vᵀx_j| / (c·vᵀp_i),   z = c·p_iᵀWx_j,  vᵀp_i > 0 > vᵀx_j,
 
@@ -11,20 +12,23 @@ and z does not depend on λ: the choice of λ compares z with any threshold t, �
 sign_only_as_published.py has the theorem as it stands. Departures:
 
 - v. The paper averages signs, with O(d/ε²) queries for an error ε of v; since W is read through v,
-  an error ε of W takes O(d⁴‖W‖²/ε²) of them. Bisection of the ratios of v's coordinates, in a
-  random basis and relative to the largest one, takes O(d·log 1/ε).
+  an error ε of W takes O(d⁴‖W‖²/ε²) of them. Bisection of the ratios of v's
+  coordinates, in a random basis and relative to the largest one, takes O(d·log 1/ε).
 - Bases. The paper's unit vectors need every v_i ≠ 0. Here p and x are random orthonormal bases in
   which every element has the same inner product with v.
 - Brackets. The paper bisects λ in an interval that a known ‖W‖ ≤ B gives. Here a few entries find
-  the scale first, and thresholds halve the probability mass of a Student distribution of that
-  scale. So no bound is needed, no level is spent on an empty range, and outliers take a few more.
+  the scale first, and thresholds halve the probability mass of a Student distribution
+  of that scale. So no bound is needed, no level is spent on an empty range, and
+  outliers take a few more.
 - `accuracy` is promised for every entry of W and of v: the widths of brackets and the error of v
-  are carried through to `guarantee`. That costs up to log₂ d bits an entry above the lower bound of
-  (d² + d − 1)·log₂(1/ε) queries for entries of size 1. The length of v cannot be known.
+  are carried through to `guarantee`. That costs up to log₂ d bits an entry above the
+  lower bound of (d² + d − 1)·log₂(1/ε) queries for entries of size 1. The length of v
+  cannot be known.
 - Wrong labels. A single one can send a bisection to the wrong half, and its bracket then ends at
-  that label. So the judge repeats the queries at both ends of every bracket twice, in an equivalent
-  form: a token twice or half as long, and `[a ; a ; b ; b]` or `[b ; a ; a ; b]` for `[a ; b]`. If
-  labels are wrong at random or by the query, some differ, and nothing is called proved.
+  that label. So the judge repeats the queries at both ends of every bracket twice, in
+  an equivalent form: a token twice or half as long, and `[a ; a ; b ; b]` or `[b ; a ;
+  a ; b]` for `[a ; b]`. If labels are wrong at random or by the query, some differ, and
+  nothing is called proved.
 """
 
 from __future__ import annotations
@@ -49,15 +53,17 @@ _SHARE = 0.15  # share of W's allowed error that the error of v may cause
 _SCOUTS = 8
 _LOOK = 3  # levels of bisection between two steps
 _SCALES = 32  # factors of four that are tried for a scale
-_BEYOND = 3.0  # times the error of a threshold: so far from it, only a wrong label differs
+_BEYOND = (
+    3.0  # times the error of a threshold: so far from it, only a wrong label differs
+)
 
 
 @dataclass(frozen=True)
 class SignOnly(SignMethod):
     """Extraction of one head from signs (Theorem B.1); the model's v has length 1.
 
-    The oracle answers 1.0 if the score is positive and 0.0 if not. The model answers with scores,
-    and `oracle.SignOnly(model)` answers like the oracle.
+    The oracle answers 1.0 if the score is positive and 0.0 if not. The model answers
+    with scores, and `oracle.SignOnly(model)` answers like the oracle.
     """
 
     accuracy: float = setting(1e-6, "bound on the error of every entry of W and v")
@@ -109,14 +115,18 @@ class SignOnly(SignMethod):
             guarantee=error if finite else None,
             guarantee_v=direction.error if finite else None,
             assumed="no label is wrong",
-            confirm=lambda oracle: labels_again(oracle, *direction.ends(), *forms.ends()),
+            confirm=lambda oracle: labels_again(
+                oracle, *direction.ends(), *forms.ends()
+            ),
         )
 
 
 class _Forms:
     """Brackets for the forms `p_iᵀ W x_j`, flattened; W = Pᵀ F X since both are orthonormal."""
 
-    def __init__(self, oracle: Oracle, direction: Ratios, stream: torch.Generator) -> None:
+    def __init__(
+        self, oracle: Oracle, direction: Ratios, stream: torch.Generator
+    ) -> None:
         self._oracle = oracle
         self._direction = direction
         self._P = ProbeBasis.draw(direction.v, stream).Q
@@ -125,7 +135,9 @@ class _Forms:
         self._low = torch.full((d * d,), -math.inf, dtype=torch.float64)
         self._high = -self._low
         self._stream = stream
-        self.largest = 1.0  # approximate; tokens are scaled so that such forms give z = ±1
+        self.largest = (
+            1.0  # approximate; tokens are scaled so that such forms give z = ±1
+        )
 
     @property
     def width(self) -> Tensor:
@@ -139,19 +151,24 @@ class _Forms:
         sides = zero.index_put((rows,), positive.double() * 2 - 1)
         beyond = rows
         for _ in range(_SCALES):
-            beyond = beyond[self._compare(beyond, sides * self.largest) == (sides[beyond] > 0)]
+            beyond = beyond[
+                self._compare(beyond, sides * self.largest) == (sides[beyond] > 0)
+            ]
             if not len(beyond):
                 break
             self.largest *= 4
         else:
             raise Unsuccessful(
-                Status.SATURATED, "no input is small enough to leave the attention undecided"
+                Status.SATURATED,
+                "no input is small enough to leave the attention undecided",
             )
         while self.largest > smallest:
             # A scale that was found too small by 4 may be too large by 2, no more.
             step = 4 if self.largest <= 1 else 2
             self.largest /= step
-            if bool((self._compare(rows, sides * self.largest) == (sides[rows] > 0)).any()):
+            if bool(
+                (self._compare(rows, sides * self.largest) == (sides[rows] > 0)).any()
+            ):
                 self.largest *= step
                 return
 
@@ -167,7 +184,12 @@ class _Forms:
 
         def median(low: Tensor, high: Tensor) -> Tensor:
             mass = (_student(low / prior) + _student(high / prior)) / 2
-            split = prior * math.sqrt(2) * mass / (1 - mass * mass).clamp(min=EPSILON).sqrt()
+            split = (
+                prior
+                * math.sqrt(2)
+                * mass
+                / (1 - mass * mass).clamp(min=EPSILON).sqrt()
+            )
             inside = (split > low) & (split < high) & ~(high - low < prior / 4)
             return torch.where(inside, split, centre(low, high))
 
@@ -179,7 +201,11 @@ class _Forms:
         if relative >= 1:
             return torch.full_like(forms, math.inf)
         # logit(σ(t)·ρ) − t, for a ρ that differs from 1 by `relative`
-        return -math.log1p(-relative) * (1 + torch.exp(forms / self.largest)) * self.largest
+        return (
+            -math.log1p(-relative)
+            * (1 + torch.exp(forms / self.largest))
+            * self.largest
+        )
 
     @property
     def _relative(self) -> float:
@@ -191,11 +217,13 @@ class _Forms:
     def carried(self) -> float:
         """Return how far an error of v may have moved any entry of W.
 
-        A form moves by g_ij·(a_i + b_j) at most. a and b are the relative errors of vᵀp_i and
-        vᵀx_j, with ‖a‖ and ‖b‖ at most `_relative`, since P and X are orthonormal; g is the slope
-        of the logit. Entries of W = PᵀFX move by no more than the norm of that matrix.
+        A form moves by g_ij·(a_i + b_j) at most. a and b are the relative errors of
+        vᵀp_i and vᵀx_j, with ‖a‖ and ‖b‖ at most `_relative`, since P and X are
+        orthonormal; g is the slope of the logit. Entries of W = PᵀFX move by no more
+        than the norm of that matrix.
         """
-        relative, d = self._relative, len(self._P)
+        relative = self._relative
+        d = len(self._P)
         if relative >= 0.5:
             return math.inf
         end = torch.where(self._high.isfinite(), self._high, self.largest)
@@ -210,26 +238,38 @@ class _Forms:
         known = torch.isfinite(self.width)
         middle = torch.where(known, centre(self._low, self._high), 0.0)
         bound = self._P.abs().mT @ (self.width / 2).view(d, d) @ self._X.abs()
-        return self._P.mT @ middle.view(d, d) @ self._X, float(bound.max()) + self.carried()
+        return self._P.mT @ middle.view(d, d) @ self._X, float(
+            bound.max()
+        ) + self.carried()
 
     def _compare(self, rows: Tensor, thresholds: Tensor) -> Tensor:
         """Run `_above`, and narrow the brackets with a margin for the error of v."""
         above = self._above(rows, thresholds)
         slack = self.shift(thresholds)
-        low, high = thresholds - slack, thresholds + slack
-        self._low[rows] = torch.where(above, low.maximum(self._low)[rows], self._low[rows])
-        self._high[rows] = torch.where(above, self._high[rows], high.minimum(self._high)[rows])
+        low = thresholds - slack
+        high = thresholds + slack
+        self._low[rows] = torch.where(
+            above, low.maximum(self._low)[rows], self._low[rows]
+        )
+        self._high[rows] = torch.where(
+            above, self._high[rows], high.minimum(self._high)[rows]
+        )
         if bool((self._low > self._high).any()):
             raise Unsuccessful(
-                Status.MISMATCH, "the signs contradict each other: above one threshold, not a lower"
+                Status.MISMATCH,
+                "the signs contradict each other: above one threshold, not a lower",
             )
         return above
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """Return pairs of tokens (m, 2, d) at the ends of all brackets, and which are positive."""
-        rows, slack = torch.arange(len(self._low)), _BEYOND * self.shift(self._high)
+        rows = torch.arange(len(self._low))
+        slack = _BEYOND * self.shift(self._high)
         pairs = torch.cat(
-            [self._pairs(rows, self._low - slack), self._pairs(rows, self._high + slack)]
+            [
+                self._pairs(rows, self._low - slack),
+                self._pairs(rows, self._high + slack),
+            ]
         )
         return pairs, torch.arange(len(pairs)) < len(rows)
 
@@ -241,10 +281,14 @@ class _Forms:
 
     def _pairs(self, rows: Tensor, thresholds: Tensor) -> Tensor:
         """Return sequences (rows, 2, d) with a positive score if a form is above its threshold."""
-        v, d = self._direction.v, len(self._P)
-        p, x = self._P[rows // d], self._X[rows % d]
+        v = self._direction.v
+        d = len(self._P)
+        p = self._P[rows // d]
+        x = self._X[rows % d]
         c = 1 / self.largest
-        gate = torch.sigmoid(thresholds[rows] * c).clamp(min=torch.finfo(torch.float64).tiny)
+        gate = torch.sigmoid(thresholds[rows] * c).clamp(
+            min=torch.finfo(torch.float64).tiny
+        )
         scale = (gate * c * (p @ v) / -(x @ v)).sqrt().unsqueeze(1)
         last = scale * x
         return torch.stack([last + c / scale * p, last], dim=1)

@@ -1,18 +1,20 @@
 """Theorem B.1 as published: one head from signs, by an average for v and bisection for W.
 
-*Provably Learning Attention with Queries* (arXiv 2601.16873), Appendix B. Known in advance: ‖W‖ ≤
-B, ‖v‖ = 1 (signs do not show its length) and every |v_i| ≥ η. First v is an average of m signs,
+*Provably Learning Attention with Queries* (arXiv 2601.16873), Appendix B. Known in
+advance: ‖W‖ ≤ B, ‖v‖ = 1 (signs do not show its length) and every |v_i| ≥ η. First v is
+an average of m signs,
 
     v̂ = mean of sign(vᵀx)·x / E|x_1|,   x uniform on the sphere.
 
-Then each W_ij is bisected. With unit vectors e_i and e_j, and c = ∓1/B so that c·v̂_i·v̂_j < 0,
+Then each W_ij is bisected. With unit vectors e_i and e_j, and c = ∓1/B so that
+c·v̂_i·v̂_j < 0,
 
     f([λe_j + (c/λ)e_i ; λe_j]) changes its sign at  λ² = σ(z)·|v_i| / (B·|v_j|),  z = c·W_ij,
 
-and |z| ≤ 1 puts that λ between λ_min = √(σ(−1)η/B) and λ_max = √(σ(1)/(ηB)). The middle of the last
-bracket is λ̂. Then σ(ẑ) = λ̂²·B·r̂, cut to [σ(−1), σ(1)], with r̂ = |v̂_j|/|v̂_i| cut to [η, 1/η], and
-Ŵ_ij = ẑ/c. With κ the largest slope of the logit between σ(±1), errors of ε_v in each entry of v̂
-and of ε_λ in λ̂ leave
+and |z| ≤ 1 puts that λ between λ_min = √(σ(−1)η/B) and λ_max = √(σ(1)/(ηB)). The middle
+of the last bracket is λ̂. Then σ(ẑ) = λ̂²·B·r̂, cut to [σ(−1), σ(1)], with r̂ =
+|v̂_j|/|v̂_i| cut to [η, 1/η], and Ŵ_ij = ẑ/c. With κ the largest slope of the logit
+between σ(±1), errors of ε_v in each entry of v̂ and of ε_λ in λ̂ leave
 
     |Ŵ_ij − W_ij| ≤ Bκ·( (B/η)·2λ_max·ε_λ + σ(1)·2u/(1 − u) ),   u = ε_v/η.
 
@@ -20,10 +22,11 @@ Half of ε/d for each gives ε_λ and ε_v, and with them the number of queries:
 
     m + d²·⌈log₂((λ_max − λ_min)/2ε_λ)⌉,   m = 2·ln(2d/p) / (E|x_1|·ε_v)²   (Hoeffding),
 
-for ‖Ŵ − W‖_F ≤ ε and ‖v̂ − v‖ ≤ ε except with probability p. `stated` says that before the first
-query. `guarantee` bounds the errors of single entries of W by their last brackets. The constants
-are those of the proof's own steps, for which the paper writes O(·). sign_only.py is our version,
-with no B, no η, no failure probability and far fewer queries.
+for ‖Ŵ − W‖_F ≤ ε and ‖v̂ − v‖ ≤ ε except with probability p. `stated` says that before
+the first query. `guarantee` bounds the errors of single entries of W by their last
+brackets. The constants are those of the proof's own steps, for which the paper writes
+O(·). sign_only.py is our version, with no B, no η, no failure probability and far fewer
+queries.
 """
 
 from __future__ import annotations
@@ -48,10 +51,13 @@ from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
 _LOW, _HIGH = (1 / (1 + math.exp(-z)) for z in (-1.0, 1.0))  # σ(±1)
 _SLOPE = 1 / (_LOW * _HIGH)  # κ, of the logit between them
-# The error on fresh queries up to which a model counts as recovered. An `accuracy` that a budget
-# allows leaves a larger one, and the result is inexact, with the errors that are proved.
+# The error on fresh queries up to which a model counts as recovered. An `accuracy` that
+# a budget allows leaves a larger one, and the result is inexact, with the errors that
+# are proved.
 _EXACT = 1e-6
-_ASIDE = 1e-9  # relative to λ: repeated queries are so far outside a bracket, for rounding
+_ASIDE = (
+    1e-9  # relative to λ: repeated queries are so far outside a bracket, for rounding
+)
 CHANCE = 0.01  # the probability that an average of signs is further off than promised
 _MOST_SAMPLES = 10**10  # would take hours, even with a target in memory
 _SAMPLES_AT_ONCE = 1 << 14
@@ -77,7 +83,8 @@ def _average(oracle: Oracle, stream: torch.Generator, count: int) -> Tensor:
     v = total / (count * mean_length(d))
     if float(lengths(v)) < 0.5:  # it is about 1 for a halfspace
         raise Unsuccessful(
-            Status.NOT_IDENTIFIABLE, "the signs of single tokens favour no direction: v = 0?"
+            Status.NOT_IDENTIFIABLE,
+            "the signs of single tokens favour no direction: v = 0?",
         )
     return v
 
@@ -96,13 +103,18 @@ class Plan:
     @classmethod
     def of(cls, accuracy: float, bound: float, margin: float, dim: int) -> Plan:
         """Compute the plan from the theorem's ε, B, η and d."""
-        half = accuracy / dim / 2 / (bound * _SLOPE)  # what either term of the bound may be
+        half = (
+            accuracy / dim / 2 / (bound * _SLOPE)
+        )  # what either term of the bound may be
         u = half / (2 * _HIGH + half)
         values_error = min(margin * u, accuracy / math.sqrt(dim))
-        least, most = math.sqrt(_LOW * margin / bound), math.sqrt(_HIGH / (margin * bound))
+        least = math.sqrt(_LOW * margin / bound)
+        most = math.sqrt(_HIGH / (margin * bound))
         scale_error = half * margin / (2 * bound * most)
         levels = max(0, math.ceil(math.log2((most - least) / (2 * scale_error))))
-        samples = math.ceil(2 * math.log(2 * dim / CHANCE) / (mean_length(dim) * values_error) ** 2)
+        samples = math.ceil(
+            2 * math.log(2 * dim / CHANCE) / (mean_length(dim) * values_error) ** 2
+        )
         return cls(values_error, scale_error, least, most, samples, levels)
 
     def queries(self, dim: int) -> int:
@@ -114,7 +126,9 @@ class SignOnlyAsPublished(SignMethod):
     """Extraction of one head from signs, as Theorem B.1 does it; its v has length about 1."""
 
     bound: float = field(metadata={"help": "B: the norm of W is at most this"})
-    margin: float = field(metadata={"help": "η: every |v_i| is at least this, for v of length 1"})
+    margin: float = field(
+        metadata={"help": "η: every |v_i| is at least this, for v of length 1"}
+    )
     accuracy: float = setting(0.1, "ε: bound on the norms of the errors of W and v")
     seed: int = 0
 
@@ -172,9 +186,12 @@ class SignOnlyAsPublished(SignMethod):
     def _step(self, entries: _Entries) -> Step:
         """Return what the brackets show so far."""
         W, interval = entries.solve()
-        d, unit_v = len(entries.v), entries.v / lengths(entries.v)
+        d = len(entries.v)
+        unit_v = entries.v / lengths(entries.v)
         bits = math.log2(1 / self.accuracy)
-        known = (d - 1) * bits + float((-entries.relative_width.log2()).clamp(0, bits).sum())
+        known = (d - 1) * bits + float(
+            (-entries.relative_width.log2()).clamp(0, bits).sum()
+        )
         stated = self.stated(d)
         return Step(
             Head(W, entries.v),
@@ -197,10 +214,15 @@ class SignOnlyAsPublished(SignMethod):
 class _Entries:
     """A bracket for the λ of every entry (i, j), flattened."""
 
-    def __init__(self, method: SignOnlyAsPublished, oracle: Oracle, v: Tensor, plan: Plan) -> None:
+    def __init__(
+        self, method: SignOnlyAsPublished, oracle: Oracle, v: Tensor, plan: Plan
+    ) -> None:
         d = len(v)
-        self.v, self.plan = v, plan
-        self._bound, self._margin, self._oracle = method.bound, method.margin, oracle
+        self.v = v
+        self.plan = plan
+        self._bound = method.bound
+        self._margin = method.margin
+        self._oracle = oracle
         self._i, self._j = torch.arange(d * d) // d, torch.arange(d * d) % d
         self._c = -(v[self._i] * v[self._j]).sign() / method.bound
         self._low = torch.full((d * d,), plan.least, dtype=torch.float64)
@@ -226,12 +248,15 @@ class _Entries:
         units = torch.eye(len(self.v), dtype=torch.float64)
         scale = scales[rows, None]
         last = scale * units[self._j[rows]]
-        return torch.stack([last + self._c[rows, None] / scale * units[self._i[rows]], last], 1)
+        return torch.stack(
+            [last + self._c[rows, None] / scale * units[self._i[rows]], last], 1
+        )
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """Return pairs of tokens at both ends of every bracket, and which of them are positive."""
         rows = torch.arange(len(self._low))
-        low, high = self._low * (1 - _ASIDE), self._high * (1 + _ASIDE)
+        low = self._low * (1 - _ASIDE)
+        high = self._high * (1 + _ASIDE)
         with_v = self.v[self._j] > 0
         return torch.cat([self._pairs(rows, low), self._pairs(rows, high)]), torch.cat(
             [~with_v, with_v]
@@ -243,20 +268,27 @@ class _Entries:
         W, first, second = (
             (self._bound * scale.square() * r).clamp(_LOW, _HIGH).logit() / self._c
             for scale, r in (
-                (centre(self._low, self._high), ratio), (self._low, least), (self._high, most),
+                (centre(self._low, self._high), ratio),
+                (self._low, least),
+                (self._high, most),
             )
-        )  # fmt: skip
+        )
         shape = len(self.v), len(self.v)
         rounding = 64 * torch.finfo(torch.float64).eps * self._bound
-        low, high = torch.minimum(first, second) - rounding, torch.maximum(first, second) + rounding
+        low = torch.minimum(first, second) - rounding
+        high = torch.maximum(first, second) + rounding
         return W.view(shape), Interval(low.view(shape), high.view(shape))
 
     def _ratios(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the estimate of |v_j|/|v_i| and its lower and upper bound; 1 where i = j."""
-        size, error = self.v.abs(), self.plan.values_error
-        below, above = (size - error).clamp(min=self._margin), (size + error).clamp(max=1.0)
+        size = self.v.abs()
+        error = self.plan.values_error
+        below = (size - error).clamp(min=self._margin)
+        above = (size + error).clamp(max=1.0)
         same = self._i == self._j
-        i, j, limits = self._i, self._j, (self._margin, 1 / self._margin)
+        i = self._i
+        j = self._j
+        limits = (self._margin, 1 / self._margin)
         ratios = (size[j] / size[i], below[j] / above[i], above[j] / below[i])
         ratio, least, most = (r.clamp(*limits).masked_fill(same, 1.0) for r in ratios)
         return ratio, least, most

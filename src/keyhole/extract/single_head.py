@@ -1,16 +1,17 @@
 """One head, exactly, with d² + d queries.
 
-Theorem 4.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873): for v ≠ 0 the
-parameters of `f(X) = Σ_i softmax_i(x_iᵀ W x_N)·vᵀx_i`, for tokens x_1 … x_N, are learnable from
-value queries:
+Theorem 4.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873): for v ≠ 0
+the parameters of `f(X) = Σ_i softmax_i(x_iᵀ W x_N)·vᵀx_i`, for tokens x_1 … x_N, are
+learnable from value queries:
 
     v_i = f([e_i])                                                    d queries
     δᵀWx = logit((f([x+δ ; x]) − vᵀx) / vᵀδ)  for d probes δ, d tokens x   d² queries
 
-where the d probes δ, as rows of Δ, and the d tokens x, as rows of X, are bases. These numbers are
-`Z = Δ W Xᵀ`, which is solved for W. The theorem takes unit vectors. For precision (bilinear.py) we
-rotate both bases at random, and add v/‖v‖ to each probe. d² + d is also the number of unknowns, so
-no attack on scores can need fewer queries without knowing more.
+where the d probes δ, as rows of Δ, and the d tokens x, as rows of X, are bases. These
+numbers are `Z = Δ W Xᵀ`, which is solved for W. The theorem takes unit vectors. For
+precision (bilinear.py) we rotate both bases at random, and add v/‖v‖ to each probe. d²
++ d is also the number of unknowns, so no attack on scores can need fewer queries
+without knowing more.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ from dataclasses import dataclass
 
 import torch
 
-from keyhole.extract.bilinear import BilinearForms, ProbeBasis, random_orthogonal, read_values
+from keyhole.extract.bilinear import (
+    BilinearForms,
+    ProbeBasis,
+    random_orthogonal,
+    read_values,
+)
 from keyhole.extract.extraction import Step
 from keyhole.extract.judge import Method
 from keyhole.oracle.planted import Head
@@ -48,8 +54,8 @@ class SingleHead(Method):
         Zt = torch.full((d, d), math.nan, dtype=torch.float64)  # Zᵀ: row j is Δ W x_j
 
         def step_after(columns: int) -> Step:
-            # X is orthogonal, so W = Δ⁻¹ZX. Of fewer columns of Z and rows of X this is W for the
-            # tokens x_j that were asked about, and zero for the others.
+            # X is orthogonal, so W = Δ⁻¹ZX. Of fewer columns of Z and rows of X this is
+            # W for the tokens x_j that were asked about, and zero for the others.
             W = probes.solve(Zt[:columns].mT) @ X[:columns]
             return Step(Head(W, v), known=d + columns * d, unknowns=d * d + d)
 

@@ -1,24 +1,24 @@
 """An attention sub-layer of a real checkpoint: biases, residual, norm, positions (ours).
 
-The target is `y` of oracle/sub_layer.py: several heads that may share keys and values, biases,
-rotary positions, an RMS norm in front, the input added behind. None of these is assumed: the
-number of heads, widths, ε and frequencies are read from answers. Only the last token's vector is
-used.
+The target is `y` of oracle/sub_layer.py: several heads that may share keys and values,
+biases, rotary positions, an RMS norm in front, the input added behind. None of these is
+assumed: the number of heads, widths, ε and frequencies are read from answers. Only the
+last token's vector is used.
 
 Many parameters give the same function:
 - `V_g → V_g T`, `O_h → T⁻¹ O_h` for any invertible T, and `K_g → K_g T`, `Q_h, q_h → Q_h T⁻ᵀ,
-  q_h T⁻ᵀ`; with rotary positions only those T that commute with all R_m, a complex number for each
-  plane;
+  q_h T⁻ᵀ`; with rotary positions only those T that commute with all R_m, a complex
+  number for each plane;
 - weights sum to 1, so a bias of the values equals one of the output, `b + Σ_h (v_h O_h)`; and a
-  bias of the keys adds one number to all scores of a query, which the softmax cancels (without
-  rotary positions);
+  bias of the keys adds one number to all scores of a query, which the softmax cancels
+  (without rotary positions);
 - a norm's gain is part of Q, K and V; 1/√k is part of Q; the order of heads is free.
 A sub-layer is recovered up to these, as `unknowns` numbers (oracle/sub_layer.py).
 
-A head's *gate* is its weight on the first token of `[x + δ ; x]`: the logistic function of a score,
-different for every head. With `M_h = V_h O_h`, answers for one δ and many x are sums of gates times
-δM_h, so a fit separates the heads. The first δ for which the fit succeeds is the *anchor*. The
-stages, with s heads that share keys:
+A head's *gate* is its weight on the first token of `[x + δ ; x]`: the logistic function
+of a score, different for every head. With `M_h = V_h O_h`, answers for one δ and many x
+are sums of gates times δM_h, so a fit separates the heads. The first δ for which the
+fit succeeds is the *anchor*. The stages, with s heads that share keys:
 
     stage               what it reads                                    queries
     open_surroundings   norm, ε, residual connection, b                  a few
@@ -29,13 +29,15 @@ stages, with s heads that share keys:
     read_factors        keys, from the scores of 9/8·k/s or more x       2·d/s or more
                         queries, at d + 1 points                         3(d + 1)
 
-At least (unknowns / numbers in an answer) queries are needed. MiniLM (d = 384, H = 12) takes 2.1
-times as many, SmolLM2 (d = 576, s = 3, H = 9) 3.6 times. heads/far_field.py separates heads by
-tokens so long that all gates are 0 or 1; behind a norm there are none.
+At least (unknowns / numbers in an answer) queries are needed. MiniLM (d = 384, H = 12)
+takes 2.1 times as many, SmolLM2 (d = 576, s = 3, H = 9) 3.6 times. heads/far_field.py
+separates heads by tokens so long that all gates are 0 or 1; behind a norm there are
+none.
 
-The heads' outputs must be independent (H·k ≤ m), and the answers exact to about 1e-15 of their
-size, because the chain of solves costs six to eight digits. A LayerNorm behind the sub-layer, as in
-BERT, removes the mean and the length of every answer; such a target is refused.
+The heads' outputs must be independent (H·k ≤ m), and the answers exact to about 1e-15
+of their size, because the chain of solves costs six to eight digits. A LayerNorm behind
+the sub-layer, as in BERT, removes the mean and the length of every answer; such a
+target is refused.
 """
 
 from __future__ import annotations
@@ -69,14 +71,23 @@ from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.sub_layer import SubLayer, rotated
 
 _AXES = 6  # the dimension of the subspace from which points are drawn
-_OPEN = (0.75, 0.92)  # the range in which the mean of |tanh(z/2)| = |2·gate − 1| should lie
+_OPEN = (
+    0.75,
+    0.92,
+)  # the range in which the mean of |tanh(z/2)| = |2·gate − 1| should lie
 _SCALES = 16
 _PAIRS = 3
-_SHORTER = -1 / 8  # with positions, all tokens are scaled by reach to this power, x like δ
+_SHORTER = (
+    -1 / 8
+)  # with positions, all tokens are scaled by reach to this power, x like δ
 _FAINT = 0.5  # scores below this, on average, cost too many digits
-_BOUND = 0.67  # share of the norm's radius: two such orthogonal tokens have their sum inside
+_BOUND = (
+    0.67  # share of the norm's radius: two such orthogonal tokens have their sum inside
+)
 _WIDEST = 0.95  # share of the radius, for one token
-_INWARDS = 0.45  # the length of δ relative to the last token, if the latter is prescribed
+_INWARDS = (
+    0.45  # the length of δ relative to the last token, if the latter is prescribed
+)
 _SCORES = 0.7  # the size of scores at which logarithms of weights lose least
 
 
@@ -94,16 +105,25 @@ class AttentionSubLayer(Method):
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = torch.Generator().manual_seed(self.seed)
         model = read_attention(open_surroundings(oracle, stream), stream)
-        yield Step(model, model.unknowns, model.unknowns, numbers=model.outputs,
-                   remark=_described(model))  # fmt: skip
+        yield Step(
+            model,
+            model.unknowns,
+            model.unknowns,
+            numbers=model.outputs,
+            remark=_described(model),
+        )
 
 
 def read_attention(
-    view: Surroundings, stream: torch.Generator, total: Tensor | None = None, reach: float = 1.0
+    view: Surroundings,
+    stream: torch.Generator,
+    total: Tensor | None = None,
+    reach: float = 1.0,
 ) -> SubLayer:
     """Read the sub-layer, given norm, residual and b; `total` is Σ_h M_h, if it is known.
 
-    Without a norm x may be `reach` times longer than δ and keys, which makes scores larger.
+    Without a norm x may be `reach` times longer than δ and keys, which makes scores
+    larger.
     """
     d = view.dim
     length = min(math.sqrt(d), _BOUND * view.radius)
@@ -113,7 +133,8 @@ def read_attention(
         length = _INWARDS * view.last_norm
     positions = _positions_matter(view, length, stream)
     if view.last_norm is None:
-        # With positions, the score of x with itself counts, so all tokens are made shorter instead.
+        # With positions, the score of x with itself counts, so all tokens are made
+        # shorter instead.
         share, reach = (reach**_SHORTER, 1.0) if positions else (1.0, reach)
         length = share * _fitting_length(view, total, length, reach, stream)
     subspace = random_orthogonal(d, stream)[: min(_AXES, d // 2)]
@@ -126,7 +147,9 @@ def read_attention(
         anchor = find_anchor(probe, stream, anchor.delta)
     view, total = find_residual(view, total, anchor)
     probe = replace(probe, view=view, total=total)
-    values = Values.of(total, *read_vectors(probe, anchor, stream)).completed(probe, stream)
+    values = Values.of(total, *read_vectors(probe, anchor, stream)).completed(
+        probe, stream
+    )
     stronger = _SCORES / max(2 * scores, 1e-3)
     length = length * (math.sqrt(stronger) if view.last_norm is None else stronger)
     reader = Reader(view, values.of_heads, values.O, total, positions)
@@ -136,17 +159,24 @@ def read_attention(
 
 
 def _fitting_length(
-    view: Surroundings, total: Tensor, length: float, reach: float, stream: torch.Generator
+    view: Surroundings,
+    total: Tensor,
+    length: float,
+    reach: float,
+    stream: torch.Generator,
 ) -> float:
     """The length of δ at which most gates of `[x + δ ; x]` are not near 0, ½ or 1."""
     length /= math.sqrt(reach)
     most = _BOUND * view.radius
     for _ in range(_SCALES):
-        pairs = [length * random_orthogonal(view.dim, stream)[:2] for _ in range(_PAIRS)]
+        pairs = [
+            length * random_orthogonal(view.dim, stream)[:2] for _ in range(_PAIRS)
+        ]
         x, delta = torch.stack(pairs, 1)
         x = reach * x
         forward, backward = (
-            view.answer(torch.stack([x + sign * delta, x], 1)) - x @ total for sign in (1, -1)
+            view.answer(torch.stack([x + sign * delta, x], 1)) - x @ total
+            for sign in (1, -1)
         )
         # the size of Σ_h tanh(z_h/2)·δM_h relative to Σ_h δM_h
         ratio = float((forward + backward).norm() / (forward - backward).norm())
@@ -159,7 +189,9 @@ def _fitting_length(
     return length
 
 
-def _positions_matter(view: Surroundings, length: float, stream: torch.Generator) -> bool:
+def _positions_matter(
+    view: Surroundings, length: float, stream: torch.Generator
+) -> bool:
     """Return whether an answer changes if a key moves by one position."""
     x, key = length * random_orthogonal(view.dim, stream)[:2]
     x = x if view.last_norm is None else x * view.last_norm / length
@@ -172,15 +204,24 @@ def _positions_matter(view: Surroundings, length: float, stream: torch.Generator
 def _assembled(view: Surroundings, values: Values, factors: Factors) -> SubLayer:
     order = [head for group in values.groups for head in group]
     layer = {
-        "Q": factors.Q[order], "q": factors.q[order], "K": factors.K,
-        "V": values.V, "O": values.O[order], "b": view.b,
+        "Q": factors.Q[order],
+        "q": factors.q[order],
+        "K": factors.K,
+        "V": values.V,
+        "O": values.O[order],
+        "b": view.b,
         "frequencies": factors.frequencies,
-    }  # fmt: skip
+    }
     if not all(bool(torch.isfinite(part).all()) for part in layer.values()):
         raise Unsuccessful(Status.MISMATCH, "no finite weights explain the answers")
     layer = {name: part.contiguous() for name, part in layer.items()}
-    return SubLayer(**layer, epsilon=view.epsilon, residual=view.residual,
-                    every_token=view.every_token, causal=view.causal)  # fmt: skip
+    return SubLayer(
+        **layer,
+        epsilon=view.epsilon,
+        residual=view.residual,
+        every_token=view.every_token,
+        causal=view.causal,
+    )
 
 
 def heads_described(model: SubLayer) -> list[str]:
@@ -200,18 +241,21 @@ def _described(model: SubLayer) -> str:
     return ", ".join(parts)
 
 
-# Reads queries and keys of every head: keys by a low-rank factorisation, queries by linear solves.
+# Reads queries and keys of every head: keys by a low-rank factorisation, queries by
+# linear solves.
 #
-# Scores are `z = q·κ` with `q = xQ_h + q_h` and `κ = R_{−m} wK_g` for a key w that stands m places
-# before x (rotary positions; else R = 1). For all heads that share keys, the scores of a few x with
-# a basis of keys, each at its own place, are one matrix of rank k; its right factor gives all κ, up
-# to a k×k matrix. Then every other x takes two or three queries, whose scores with some keys are
-# linear in its q.
+# Scores are `z = q·κ` with `q = xQ_h + q_h` and `κ = R_{−m} wK_g` for a key w that
+# stands m places before x (rotary positions; else R = 1). For all heads that share
+# keys, the scores of a few x with a basis of keys, each at its own place, are one
+# matrix of rank k; its right factor gives all κ, up to a k×k matrix. Then every other x
+# takes two or three queries, whose scores with some keys are linear in its q.
 
-# How many x (first step) and keys (second step) are used for each of the k dimensions. With
-# positions there are more, since errors of the planes grow with every solve.
-_ROWS, _ROWS_TURNED = 9 / 8, 3 / 2
-_KEYS, _KEYS_TURNED = 9 / 8, 5 / 4
+# How many x (first step) and keys (second step) are used for each of the k dimensions.
+# With positions there are more, since errors of the planes grow with every solve.
+_ROWS = 9 / 8
+_ROWS_TURNED = 3 / 2
+_KEYS = 9 / 8
+_KEYS_TURNED = 5 / 4
 _SHIFTS = (1, 61)  # places by which keys are moved: for fast planes, and for slow ones
 _RANK = 1e-6  # singular values below this share of the largest count as noise,
 _GROWN = 1e5  # and so do those below this multiple of the answers' precision
@@ -228,10 +272,15 @@ class Factors:
 
 
 def read_factors(
-    reader: Reader, groups: list[list[int]], length: float, reach: float, stream: torch.Generator
+    reader: Reader,
+    groups: list[list[int]],
+    length: float,
+    reach: float,
+    stream: torch.Generator,
 ) -> Factors:
     """Read Q, q and K with keys of norm `length`; x is `reach` times longer, or as prescribed."""
-    (d, k), positions = reader.values.shape[1:], reader.positions
+    (d, k) = reader.values.shape[1:]
+    positions = reader.positions
     longer = reader.view.last_norm or reach * length
     keys = length * random_orthogonal(d, stream)
     count = math.ceil((_ROWS_TURNED if positions else _ROWS) * k / len(groups[0]))
@@ -246,7 +295,10 @@ def read_factors(
         return torch.cat([reader.scores(part, xs, gap) for part in some], -1)
 
     own = scores(0, d)
-    moved = [scores(gap, math.ceil(_KEYS_TURNED * k)) for gap in _SHIFTS] if positions else []
+    if positions:
+        moved = [scores(gap, math.ceil(_KEYS_TURNED * k)) for gap in _SHIFTS]
+    else:
+        moved = []
     K: list[Tensor] = []
     planes: list[Planes | None] = []
     for group in groups:
@@ -266,7 +318,8 @@ def _keys_of(
 ) -> tuple[Tensor, Planes | None]:
     """κ of every key at x's own place (d, k), and the planes in which positions rotate it.
 
-    `scores` are those of a group's heads with keys at their places and, with positions, moved ones.
+    `scores` are those of a group's heads with keys at their places and, with positions,
+    moved ones.
     """
     left, sizes, right = torch.linalg.svd(scores[0], full_matrices=False)
     if len(sizes) > k and float(sizes[k]) > noise * float(sizes[0]):
@@ -283,9 +336,13 @@ def _keys_of(
 
 
 def _read_queries(
-    reader: Reader, groups: list[list[int]], K: list[Tensor], planes: list[Planes | None],
-    lengths: tuple[float, float], stream: torch.Generator,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    reader: Reader,
+    groups: list[list[int]],
+    K: list[Tensor],
+    planes: list[Planes | None],
+    lengths: tuple[float, float],
+    stream: torch.Generator,
+) -> tuple[Tensor, Tensor]:
     """Q and q from the queries q(x) at d + 1 points x, each by least squares."""
     d, k = reader.values.shape[1:]
     basis = random_orthogonal(d, stream)
@@ -306,10 +363,15 @@ def _read_queries(
         if plane is not None:
             parts = [plane.turned(part, places) for part in parts]
         measured = torch.cat([part[:, group] for part in scores], -1)
-        solved = least_squares(torch.cat(parts), measured.flatten(0, 1).mT)  # (k, points and heads)
+        solved = least_squares(
+            torch.cat(parts), measured.flatten(0, 1).mT
+        )  # (k, points and heads)
         solved = solved.unflatten(1, (d + 1, -1)).transpose(0, 1)
-        both = least_squares(affine, solved.flatten(1)).unflatten(1, (k, -1)).movedim(2, 0)
-        q[group], Q[group] = both[:, 0], both[:, 1:]
+        both = (
+            least_squares(affine, solved.flatten(1)).unflatten(1, (k, -1)).movedim(2, 0)
+        )
+        q[group] = both[:, 0]
+        Q[group] = both[:, 1:]
     return Q, q
 
 
@@ -319,11 +381,14 @@ def _read_queries(
 #
 #     κ_m = κ·ρ_m,    ρ_m = A⁻¹ R_m A,
 #
-# so ρ_m is similar to a rotation: its eigenvalues are e^{±imθ_f} and its eigenvectors the planes.
-# A remains free up to one complex number for each plane, which commutes with all positions and goes
-# into the queries. A step of one place separates fast planes, a long step slow ones.
+# so ρ_m is similar to a rotation: its eigenvalues are e^{±imθ_f} and its eigenvectors
+# the planes. A remains free up to one complex number for each plane, which commutes
+# with all positions and goes into the queries. A step of one place separates fast
+# planes, a long step slow ones.
 
-_WEIGHT = 0.7  # of the long step relative to the short one, so that all eigenvalues differ
+_WEIGHT = (
+    0.7  # of the long step relative to the short one, so that all eigenvalues differ
+)
 _TURN = 1e-3  # how far the modulus of a rotation's computed eigenvalue may be from 1
 
 
@@ -342,7 +407,9 @@ class Planes:
         return rotated(coordinates, -places.unsqueeze(1) * self.frequencies)
 
 
-def find_planes(keys: Tensor, moved: Sequence[Tensor], steps: tuple[int, int]) -> Planes:
+def find_planes(
+    keys: Tensor, moved: Sequence[Tensor], steps: tuple[int, int]
+) -> Planes:
     """Planes from keys (n, k) and, for each of two `steps`, the first keys that much earlier."""
     short, long = (least_squares(keys[: len(part)], part) for part in moved)
     values, vectors = torch.linalg.eig(short + _WEIGHT * long)
@@ -351,17 +418,22 @@ def find_planes(keys: Tensor, moved: Sequence[Tensor], steps: tuple[int, int]) -
     fits = torch.stack([(turn.abs() - 1).abs() for turn in turns]).amax()
     if vectors.shape[1] < keys.shape[1] or not bool(fits < _TURN):
         raise Unsuccessful(
-            Status.NOT_APPLICABLE, "positions change the scores otherwise than rotary positions do"
+            Status.NOT_APPLICABLE,
+            "positions change the scores otherwise than rotary positions do",
         )
-    # One place earlier, keys are turned by −θ: take that eigenvalue of each conjugate pair.
+    # One place earlier, keys are turned by −θ: take that eigenvalue of each conjugate
+    # pair.
     once = -turns[0].angle() / steps[0]
     first = once > 0
-    once, vectors = once[first], vectors[:, first]
+    once = once[first]
+    vectors = vectors[:, first]
     cycle = 2 * math.pi / steps[1]
     rough = -turns[1].angle()[first] / steps[1]
     theta = rough + cycle * ((once - rough) / cycle).round()
     if len(theta) * 2 != keys.shape[1]:
-        raise Unsuccessful(Status.MISMATCH, "the turns of rotary positions do not come in pairs")
+        raise Unsuccessful(
+            Status.MISMATCH, "the turns of rotary positions do not come in pairs"
+        )
     return Planes(torch.cat([vectors.real, vectors.imag], 1), theta)
 
 
@@ -376,19 +448,25 @@ def _turn(vectors: Tensor, matrix: Tensor) -> Tensor:
 #
 #     Σ_h (Σ_j a_hj·w_j + a_h·x) M_h,    a_hj = e^{z_hj}/(c + e^{s_h} + Σ_j e^{z_hj}),
 #
-# where c is the number of zero tokens, whose score and value are 0. An answer has m numbers, so a
-# linear solve gives the weights of all heads at once if H(p + 1) ≤ m. One minus a head's weights is
-# c/(…), so logarithms give the scores z_hj of the keys, whatever the score s_h of x with itself is.
+# where c is the number of zero tokens, whose score and value are 0. An answer has m
+# numbers, so a linear solve gives the weights of all heads at once if H(p + 1) ≤ m. One
+# minus a head's weights is c/(…), so logarithms give the scores z_hj of the keys,
+# whatever the score s_h of x with itself is.
 #
-# Without a norm and positions, `[x + w_1 ; … ; x + w_p ; x]` is asked instead: the answer is
-# `x·Σ_h M_h + Σ_h Σ_j a_hj·w_j M_h`, however long x is, and x's weight is one minus the others.
+# Without a norm and positions, `[x + w_1 ; … ; x + w_p ; x]` is asked instead: the
+# answer is `x·Σ_h M_h + Σ_h Σ_j a_hj·w_j M_h`, however long x is, and x's weight is one
+# minus the others.
 #
-# All heads are solved for together, and not one by one after a projection onto the row space of
-# each M_h: those spaces are independent but nearly meet (the output projection of SmolLM2's first
-# block has condition 4e4), while the values of half as many tokens are well separated.
+# All heads are solved for together, and not one by one after a projection onto the row
+# space of each M_h: those spaces are independent but nearly meet (the output projection
+# of SmolLM2's first block has condition 4e4), while the values of half as many tokens
+# are well separated.
 
-_FULL = 0.6  # share of the weights that an answer could determine: the last ones cost many digits
-_ALONE = 0.997  # if the weight of x in [0 ; x] exceeds this, others are too small to measure
+# share of the weights that an answer could determine: the last ones cost many digits
+_FULL = 0.6
+_ALONE = (
+    0.997  # if the weight of x in [0 ; x] exceeds this, others are too small to measure
+)
 _AGAIN = 8  # rounds in which points are replaced
 
 
@@ -416,7 +494,9 @@ class Reader:
     def _written(self, tokens: Tensor) -> Tensor:
         """`t M_h` for tokens t (n, d): (n, H, m)."""
         return torch.einsum(
-            "nhk,hkm->nhm", torch.einsum("nd,hdk->nhk", tokens, self.values), self.outputs
+            "nhk,hkm->nhm",
+            torch.einsum("nd,hdk->nhk", tokens, self.values),
+            self.outputs,
         )
 
     def scores(self, keys: Tensor, xs: Tensor, gap: int = 0) -> Tensor:
@@ -424,7 +504,8 @@ class Reader:
 
         If keys are added to x, scores are relative to that of x with itself.
         """
-        (p, d), heads = keys.shape, len(self.outputs)
+        (p, d) = keys.shape
+        heads = len(self.outputs)
         if self.added:
             tokens = torch.cat([keys, keys.new_zeros(1 + gap, d)]) + xs[:, None]
             written = self._written(keys).transpose(0, 1).flatten(0, 1)
@@ -434,17 +515,23 @@ class Reader:
                 rows = self.view.within(tokens, written)
             weights = least_squares(written.mT, rows.mT).mT.unflatten(1, (heads, p))
             return _logarithms(weights, 1 - weights.sum(-1, keepdim=True))
-        if p + 1 > min(self.outputs.shape[1], self.outputs.shape[2] / heads) and not gap:
+        if (
+            p + 1 > min(self.outputs.shape[1], self.outputs.shape[2] / heads)
+            and not gap
+        ):
             return self._in_pairs(keys, xs)
         zero = torch.zeros(1, d, dtype=torch.float64)
         ahead = torch.cat([zero, keys, zero.expand(gap, d)]).expand(len(xs), -1, -1)
-        sequences, own = torch.cat([ahead, xs.unsqueeze(1)], 1), self._written(xs).mT
+        sequences = torch.cat([ahead, xs.unsqueeze(1)], 1)
+        own = self._written(xs).mT
         answers = self.view.answer(sequences).unsqueeze(-1)
         # The keys' part of the system is the same for all x: it is factored once.
         Q, R = torch.linalg.qr(self._written(keys).transpose(0, 1).flatten(0, 1).mT)
         outside, rest = (part - Q @ (Q.mT @ part) for part in (own, answers))
         of_x = torch.linalg.lstsq(outside, rest).solution
-        of_keys = torch.linalg.solve_triangular(R, Q.mT @ (answers - own @ of_x), upper=True)
+        of_keys = torch.linalg.solve_triangular(
+            R, Q.mT @ (answers - own @ of_x), upper=True
+        )
         weights = of_keys.reshape(-1, heads, p)
         rest = 1 - weights.sum(-1, keepdim=True) - of_x
         return _logarithms(weights, rest / (1 + gap))
@@ -454,13 +541,19 @@ class Reader:
 
         One query for each, `[0 ; x]`, shows whether a weight exceeds `_ALONE`.
         """
-        length, points, new = self.view.last_norm, points.clone(), torch.arange(len(points))
+        length, points, new = (
+            self.view.last_norm,
+            points.clone(),
+            torch.arange(len(points)),
+        )
         for _ in range(_AGAIN):
             if length is None or not len(new):
                 break
             x = points[new]
             answers = self.view.answer(torch.stack([torch.zeros_like(x), x], 1))
-            weights = torch.linalg.lstsq(self._written(x).mT, answers[..., None]).solution
+            weights = torch.linalg.lstsq(
+                self._written(x).mT, answers[..., None]
+            ).solution
             new = new[weights[..., 0].amax(1) > _ALONE]
             kept = points[~torch.isin(torch.arange(len(points)), new)]
             if not len(kept):
@@ -474,10 +567,13 @@ class Reader:
 
         `[0 ; x]` gives the logistic function of s_h, `[w ; x]` that of z_h − s_h.
         """
-        own, other = self._written(xs), self._written(key)
+        own = self._written(xs)
+        other = self._written(key)
         pairs = torch.stack([torch.zeros_like(xs), xs, key.expand_as(xs), xs], 1)
         alone, both = (
-            self.view.answer(pairs.view(-1, 2, xs.shape[1])).view(len(xs), 2, -1).unbind(1)
+            self.view.answer(pairs.view(-1, 2, xs.shape[1]))
+            .view(len(xs), 2, -1)
+            .unbind(1)
         )
         s = torch.linalg.lstsq(own.mT, alone[..., None]).solution[..., 0]
         rest = (both - own.sum(1))[..., None]

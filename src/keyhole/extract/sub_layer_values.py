@@ -1,38 +1,42 @@
 """The values of a sub-layer's heads, and its surroundings: norm, bias, residual connection.
 
-The answer y has m numbers. Head h of H adds `Σ_j a_hj·x_j M_h` with `M_h = V_h O_h` of rank k; the
-weights a_hj come from its scores. Asked for in this order by sub_layer.py:
+The answer y has m numbers. Head h of H adds `Σ_j a_hj·x_j M_h` with `M_h = V_h O_h` of
+rank k; the weights a_hj come from its scores. Asked for in this order by sub_layer.py:
 
-**Surroundings** (`open_surroundings`). An RMS norm in front maps a token x to `t = x / √(mean(x²) +
-ε)`. Any t shorter than √d can be reached, by asking `x = t·√(ε / (1 − mean(t²)))`. With several
-lengths λ of one token, and r = 1 with a residual connection, else 0,
+**Surroundings** (`open_surroundings`). An RMS norm in front maps a token x to `t = x /
+√(mean(x²) + ε)`. Any t shorter than √d can be reached, by asking `x = t·√(ε / (1 −
+mean(t²)))`. With several lengths λ of one token, and r = 1 with a residual connection,
+else 0,
 
     y([λx]) = r·λx + b + t(λx)·Σ_h M_h,
 
-`y([0]) = b`, the growth with λ shows r, and tokens so short that they fade show ε. Without a norm
-y([x]) is affine, and single tokens cannot tell a residual connection from values: this is decided
-once the values of the heads are known (`find_residual`). d single tokens show `Σ_h M_h`
-(`read_total`).
+`y([0]) = b`, the growth with λ shows r, and tokens so short that they fade show ε.
+Without a norm y([x]) is affine, and single tokens cannot tell a residual connection
+from values: this is decided once the values of the heads are known (`find_residual`). d
+single tokens show `Σ_h M_h` (`read_total`).
 
-**Gates** (`find_anchor`). Ask `[x_i + τ_i·δ ; x_i]` for N points i and one δ. The two tokens differ
-by τ_i·δ, so with the logistic function σ
+**Gates** (`find_anchor`). Ask `[x_i + τ_i·δ ; x_i]` for N points i and one δ. The two
+tokens differ by τ_i·δ, so with the logistic function σ
 
     y_i − y([x_i]) = Σ_h σ(z_hi)·τ_i·δM_h,    z_hi = τ_i·(x_i Q_h + q_h)(δK_h)ᵀ + κ_hi,
 
-where κ_hi, which does not depend on δ, is what rotary positions add. Divided by τ_i these are the
-rows of A·V with A (N×H) of gates and V (H×m) of values δM_h. A factorisation A·V is known up to any
-invertible H×H matrix only, but with N > H its column space is known, and gates are rare there: z_h
-is linear in p features of the point, `z = Φθ + κ`, and p is small if the x_i are from a small
-subspace. So the heads are the solutions θ of
+where κ_hi, which does not depend on δ, is what rotary positions add. Divided by τ_i
+these are the rows of A·V with A (N×H) of gates and V (H×m) of values δM_h. A
+factorisation A·V is known up to any invertible H×H matrix only, but with N > H its
+column space is known, and gates are rare there: z_h is linear in p features of the
+point, `z = Φθ + κ`, and p is small if the x_i are from a small subspace. So the heads
+are the solutions θ of
 
     (1 − UUᵀ)·σ(Φθ + κ) = 0,    U an orthonormal basis of the column space,
 
-N − H equations in p unknowns, for which random starts and Levenberg–Marquardt steps are enough.
+N − H equations in p unknowns, for which random starts and Levenberg–Marquardt steps are
+enough.
 
-**Values** (`read_vectors`). So one δ shows one vector `δM_h` of every head. For others near by, `δ'
-= δ + η·ω`, the gates are found starting from these, the heads stay recognisable, and `(δ'M_h −
-δM_h)/η` are more vectors of the row space of M_h: k of them span it, and a few more show that they
-do. Each costs N = H + p + spare queries. The row spaces split `Σ_h M_h` into V and O (`Values`).
+**Values** (`read_vectors`). So one δ shows one vector `δM_h` of every head. For others
+near by, `δ' = δ + η·ω`, the gates are found starting from these, the heads stay
+recognisable, and `(δ'M_h − δM_h)/η` are more vectors of the row space of M_h: k of them
+span it, and a few more show that they do. Each costs N = H + p + spare queries. The row
+spaces split `Σ_h M_h` into V and O (`Values`).
 """
 
 from __future__ import annotations
@@ -55,13 +59,16 @@ from keyhole.oracle.protocol import Oracle
 _AFFINE = 1e-9  # relative: answers to x and 2x that no norm bends
 _ALMOST = 1e-5
 _FAR = 2.0**30
-_FADING = tuple(2.0**-n for n in range(5, 45, 5))  # shorter and shorter tokens, to see ε
+_FADING = tuple(
+    2.0**-n for n in range(5, 45, 5)
+)  # shorter and shorter tokens, to see ε
 _ATTEMPTS = 4
 _AROUND = 0.4  # the spread of the x_i around an axis
 _SPARE = 5  # points beyond those that the unknowns need
-# Relative singular values of vectors δM_h that count as 0, since gates cost digits; or this many
-# times the precision of the answers, if that is more.
-_WIDTH, _GROWN = 1e-6, 1e4
+# Relative singular values of vectors δM_h that count as 0, since gates cost digits; or
+# this many times the precision of the answers, if that is more.
+_WIDTH = 1e-6
+_GROWN = 1e4
 _PARTED = 1e8  # the largest condition number of gates that count as different
 _STARTS = 3  # for the gates of every head, from one difference to the next
 _BATCH = 4  # differences that are asked at once
@@ -79,7 +86,8 @@ class LostSum(KeyholeError):
 class Surroundings:
     """A sub-layer that is asked by what its norm puts out, t; it answers for the last token only.
 
-    `last_norm` is the length of the last token, if answers can be used for one length only.
+    `last_norm` is the length of the last token, if answers can be used for one length
+    only.
     """
 
     oracle: Oracle
@@ -90,8 +98,9 @@ class Surroundings:
     causal: bool = False
     last_norm: float | None = None
     precision: float = 1e-11  # of answers, relative
-    # What the other tokens add to the last one, as a function of the tokens and of rows whose span
-    # holds the result. Only for blocks whose answers to more than two tokens are not such sums.
+    # What the other tokens add to the last one, as a function of the tokens and of rows
+    # whose span holds the result. Only for blocks whose answers to more than two tokens
+    # are not such sums.
     within: Callable[[Tensor, Tensor], Tensor] | None = None
 
     @property
@@ -120,7 +129,9 @@ def open_surroundings(oracle: Oracle, stream: torch.Generator) -> Surroundings:
     answers, every_token, causal = answered_tokens(oracle, x)
     if answers.ndim not in (2, 3):
         shape = tuple(answers.shape[1:])
-        raise Unsuccessful(Status.NOT_APPLICABLE, f"expected vectors, got answers of shape {shape}")
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE, f"expected vectors, got answers of shape {shape}"
+        )
     b, near, twice = last(oracle, torch.stack([0 * x, x, 2 * x]).unsqueeze(1))
     plain = Surroundings(oracle, b, every_token=every_token, causal=causal)
     size = max(float(part.abs().max()) for part in (b, near, twice))
@@ -145,7 +156,9 @@ def _epsilon(plain: Surroundings, x: Tensor, near: Tensor, residual: bool) -> fl
     for short in _FADING:
         faded = last(plain.oracle, short * x[None, None])[0] - plain.b - short * added
         ratio = float(faded @ ordinary / (ordinary @ ordinary))
-        if float((faded - ratio * ordinary).abs().max()) > _ALMOST * float(ordinary.abs().max()):
+        if float((faded - ratio * ordinary).abs().max()) > _ALMOST * float(
+            ordinary.abs().max()
+        ):
             break
         if ratio < 1 / 2:  # (1 + ε)·short² = ratio²·(short² + ε)
             return short**2 * (1 - ratio**2) / (ratio**2 - short**2)
@@ -153,7 +166,9 @@ def _epsilon(plain: Surroundings, x: Tensor, near: Tensor, residual: bool) -> fl
 
 
 def out_of_range() -> Unsuccessful:
-    return Unsuccessful(Status.MISMATCH, "the answers leave the range that attention weights allow")
+    return Unsuccessful(
+        Status.MISMATCH, "the answers leave the range that attention weights allow"
+    )
 
 
 def _another_kind() -> Unsuccessful:
@@ -172,7 +187,9 @@ def read_total(view: Surroundings, length: float, stream: torch.Generator) -> Te
     x = x * length / torch.linalg.vector_norm(x)
     apart = view.answer(x[None, None])[0] - x @ rows
     if float(apart.abs().max()) > 1e-6 * length * float(rows.abs().max()):
-        raise Unsuccessful(Status.NOT_APPLICABLE, "single tokens are not answered by a linear map")
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE, "single tokens are not answered by a linear map"
+        )
     return rows
 
 
@@ -180,10 +197,10 @@ def read_total(view: Surroundings, length: float, stream: torch.Generator) -> Te
 class Probe:
     """The points x_i, from a small subspace, and the τ_i, at which every difference is asked.
 
-    Differences are orthogonal to the subspace, which bounds the length of tokens x + τ·δ. If the
-    x_i have the largest possible length, they are close to the subspace's first axis, differences
-    point inwards, and only τ > 0 is asked. Otherwise the x_i are up to `reach` times as long as
-    differences, which costs as many digits.
+    Differences are orthogonal to the subspace, which bounds the length of tokens x +
+    τ·δ. If the x_i have the largest possible length, they are close to the subspace's
+    first axis, differences point inwards, and only τ > 0 is asked. Otherwise the x_i
+    are up to `reach` times as long as differences, which costs as many digits.
     """
 
     view: Surroundings
@@ -203,7 +220,9 @@ class Probe:
         """η: it is small unless positions make heads recognisable by their κ."""
         return 1.0 if self.positions else 0.2
 
-    def points(self, count: int, stream: torch.Generator, axes: int) -> tuple[Tensor, Tensor]:
+    def points(
+        self, count: int, stream: torch.Generator, axes: int
+    ) -> tuple[Tensor, Tensor]:
         """Coordinates (count, axes) of points, and factors τ up to 1."""
         xi = torch.randn(count, axes, generator=stream, dtype=torch.float64)
         share = torch.rand(2, count, generator=stream, dtype=torch.float64)
@@ -212,7 +231,9 @@ class Probe:
             return self.view.last_norm * normalize(xi, dim=1), 0.4 + 0.6 * share[1]
         xi = xi / torch.linalg.vector_norm(xi, dim=1, keepdim=True)
         xi = xi * self.reach * self.length * (0.4 + 0.6 * share[0]).unsqueeze(1)
-        signs = torch.randint(0, 2, (count,), generator=stream).to(torch.float64) * 2 - 1
+        signs = (
+            torch.randint(0, 2, (count,), generator=stream).to(torch.float64) * 2 - 1
+        )
         return xi, signs * (0.4 + 0.6 * share[1])
 
     def difference(self, stream: torch.Generator, near: Tensor | None = None) -> Tensor:
@@ -231,7 +252,9 @@ class Probe:
         points = xi @ self.subspace[: xi.shape[1]]
         shifted = points + tau.unsqueeze(1) * deltas.unsqueeze(-2)
         pairs = torch.stack([shifted, points.expand_as(shifted)], -2)
-        answers = self.view.answer(pairs.flatten(0, -3)).unflatten(0, shifted.shape[:-1])
+        answers = self.view.answer(pairs.flatten(0, -3)).unflatten(
+            0, shifted.shape[:-1]
+        )
         return (answers - points @ self.total) / tau.unsqueeze(1)
 
 
@@ -270,7 +293,9 @@ class Anchor:
         return self.theta @ self.features.mT
 
 
-def find_anchor(probe: Probe, stream: torch.Generator, delta: Tensor | None = None) -> Anchor:
+def find_anchor(
+    probe: Probe, stream: torch.Generator, delta: Tensor | None = None
+) -> Anchor:
     """Find the heads at one difference, from random starts; try others if not all are found."""
     axes = 3 if probe.positions else len(probe.subspace)
     heads = 0
@@ -307,12 +332,17 @@ def _enough_points(
 
 
 def _anchored(
-    probe: Probe, delta: Tensor, rows: Tensor, at: tuple[Tensor, Tensor], theta: Tensor,
+    probe: Probe,
+    delta: Tensor,
+    rows: Tensor,
+    at: tuple[Tensor, Tensor],
+    theta: Tensor,
     stream: torch.Generator,
-) -> Anchor:  # fmt: skip
+) -> Anchor:
     """Return the heads at δ, with κ for every point.
 
-    With positions, a gate's logit is z(τ) = τ·s + κ: two τ at the same points show s and κ.
+    With positions, a gate's logit is z(τ) = τ·s + κ: two τ at the same points show s
+    and κ.
     """
     xi, tau = at
     heads = len(theta)
@@ -320,8 +350,16 @@ def _anchored(
     values = least_squares(gates, rows)
     if not probe.positions:
         count = heads + theta.shape[1] + _SPARE
-        xi, tau = xi[:count], tau[:count]
-        return Anchor(delta, values, xi, tau, torch.zeros(heads, count, dtype=torch.float64), theta)
+        xi = xi[:count]
+        tau = tau[:count]
+        return Anchor(
+            delta,
+            values,
+            xi,
+            tau,
+            torch.zeros(heads, count, dtype=torch.float64),
+            theta,
+        )
     # Points in more dimensions separate the gates better.
     axes = len(probe.subspace)
     xi, tau = probe.points(heads + axes + 1 + _SPARE, stream, axes)
@@ -330,7 +368,8 @@ def _anchored(
     z = torch.logit(both @ torch.linalg.pinv(values)).mT.unflatten(1, (2, -1))
     if not bool(torch.isfinite(z).all()):
         raise out_of_range()
-    linear, rest = z[:, 0] - z[:, 1], z[:, 1] - other * z[:, 0]
+    linear = z[:, 0] - z[:, 1]
+    rest = z[:, 1] - other * z[:, 0]
     slopes = least_squares(linear_features(xi, tau), (linear / (1 - other)).mT).mT
     return Anchor(delta, values, xi, tau, rest / (1 - other), slopes)
 
@@ -338,19 +377,23 @@ def _anchored(
 def strengthened(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Probe:
     """Return a probe whose points have large scores although a norm bounds them: d − 1 queries.
 
-    In random directions scores are √d times smaller than in the heads' own directions `Q_h(δK_h)ᵀ`,
-    which span the new subspace. They show in the gates at d − 1 points: the values at δ are known,
-    so the answers give the gates. κ is ignored. If points have one length, they stay close to the
-    subspace's first axis.
+    In random directions scores are √d times smaller than in the heads' own directions
+    `Q_h(δK_h)ᵀ`, which span the new subspace. They show in the gates at d − 1 points:
+    the values at δ are known, so the answers give the gates. κ is ignored. If points
+    have one length, they stay close to the subspace's first axis.
     """
-    d, kept = probe.view.dim, probe.subspace[: int(probe.view.last_norm is not None)]
+    d = probe.view.dim
+    kept = probe.subspace[: int(probe.view.last_norm is not None)]
     basis = random_orthogonal(d, stream)
     basis[: 1 + len(kept)] = torch.cat([kept, anchor.delta[None]])
     basis = torch.linalg.qr(basis.mT)[0].mT[1 + len(kept) :]
     points = probe.length * basis
     if probe.view.last_norm is not None:
         points = probe.view.last_norm * normalize(kept + basis, dim=1)
-    rows = probe.view.answer(torch.stack([points + anchor.delta, points], 1)) - points @ probe.total
+    rows = (
+        probe.view.answer(torch.stack([points + anchor.delta, points], 1))
+        - points @ probe.total
+    )
     gates = (rows @ torch.linalg.pinv(anchor.values)).clamp(1e-6, 1 - 1e-6)
     along = torch.logit(gates)
     if len(kept):
@@ -367,14 +410,20 @@ def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
     rows = probe.rows(deltas, anchor.xi, anchor.tau)
     theta, outside = follow_gates(
         column_space(rows, len(anchor.values)).unsqueeze(1),
-        anchor.features, anchor.shift, _starts(anchor, probe.aside, stream),
-    )  # fmt: skip
+        anchor.features,
+        anchor.shift,
+        _starts(anchor, probe.aside, stream),
+    )
     vectors: list[Tensor] = []
     for each, far, Y in zip(theta, outside, rows, strict=True):
         settled = _nearest if probe.positions else _matched
         values = settled(anchor, each, far * ARRIVED / probe.arrived, Y)
-        if values is not None:  # else a gate was not found, or two solutions are the same
-            vectors.append((values * math.hypot(1, probe.aside) - anchor.values) / probe.aside)
+        if (
+            values is not None
+        ):  # else a gate was not found, or two solutions are the same
+            vectors.append(
+                (values * math.hypot(1, probe.aside) - anchor.values) / probe.aside
+            )
     return torch.stack(vectors) if vectors else rows[:0, : len(anchor.values)]
 
 
@@ -386,7 +435,9 @@ def _starts(anchor: Anchor, spread: float, stream: torch.Generator) -> Tensor:
     return anchor.theta + spread * anchor.theta.square().mean(0).sqrt() * around
 
 
-def _nearest(anchor: Anchor, theta: Tensor, outside: Tensor, rows: Tensor) -> Tensor | None:
+def _nearest(
+    anchor: Anchor, theta: Tensor, outside: Tensor, rows: Tensor
+) -> Tensor | None:
     """Return values if κ identifies heads: the best of each head's own solutions."""
     best = outside.argmin(0)
     heads = torch.arange(len(best))
@@ -395,7 +446,9 @@ def _nearest(anchor: Anchor, theta: Tensor, outside: Tensor, rows: Tensor) -> Te
     return _values(anchor, theta[best, heads], rows)
 
 
-def _matched(anchor: Anchor, theta: Tensor, outside: Tensor, rows: Tensor) -> Tensor | None:
+def _matched(
+    anchor: Anchor, theta: Tensor, outside: Tensor, rows: Tensor
+) -> Tensor | None:
     """Return values if κ does not identify heads: all solutions, in the order of the anchor's."""
     solutions = distinct(theta[outside < ARRIVED])
     if len(solutions) != len(anchor.values):
@@ -410,13 +463,19 @@ def _matched(anchor: Anchor, theta: Tensor, outside: Tensor, rows: Tensor) -> Te
 
 def _values(anchor: Anchor, theta: Tensor, rows: Tensor) -> Tensor | None:
     gates = torch.sigmoid(theta @ anchor.features.mT + anchor.shift).mT
-    return least_squares(gates, rows) if float(torch.linalg.cond(gates)) < _PARTED else None
+    if float(torch.linalg.cond(gates)) < _PARTED:
+        return least_squares(gates, rows)
+    return None
 
 
-def read_vectors(probe: Probe, anchor: Anchor, stream: torch.Generator) -> tuple[Tensor, int]:
+def read_vectors(
+    probe: Probe, anchor: Anchor, stream: torch.Generator
+) -> tuple[Tensor, int]:
     """Return `ωM_h` (n, H, m) of enough ω, and the dimension k of each head's row space."""
     heads, m = anchor.values.shape
-    vectors = anchor.values[None]  # the others are orthogonal to it: narrow layers need it
+    vectors = anchor.values[
+        None
+    ]  # the others are orthogonal to it: narrow layers need it
     for _ in range(3 * (m // heads) // _BATCH + 4):
         vectors = torch.cat([vectors, follow(probe, anchor, stream)])
         sizes = torch.linalg.svdvals(vectors.transpose(0, 1))
@@ -433,19 +492,25 @@ def read_vectors(probe: Probe, anchor: Anchor, stream: torch.Generator) -> tuple
     )
 
 
-def find_residual(view: Surroundings, total: Tensor, anchor: Anchor) -> tuple[Surroundings, Tensor]:
+def find_residual(
+    view: Surroundings, total: Tensor, anchor: Anchor
+) -> tuple[Surroundings, Tensor]:
     """Find out whether the input is added: the heads' values then do not add up to the answers."""
     rest = anchor.delta @ total - anchor.values.sum(0)
     size = float(anchor.delta.abs().max())
     if float(rest.abs().max()) <= 1e-6 * float((anchor.delta @ total).abs().max()):
         return view, total
-    if len(rest) == len(anchor.delta) and float((rest - anchor.delta).abs().max()) <= 1e-6 * size:
+    if (
+        len(rest) == len(anchor.delta)
+        and float((rest - anchor.delta).abs().max()) <= 1e-6 * size
+    ):
         identity = torch.eye(view.dim, dtype=torch.float64)
         return replace(view, residual=True), total - identity
     raise Unsuccessful(
-        Status.NOT_APPLICABLE, "answers to single tokens are neither the heads' values nor these "
+        Status.NOT_APPLICABLE,
+        "answers to single tokens are neither the heads' values nor these "
         "plus the input",
-    )  # fmt: skip
+    )
 
 
 # All logistic gates in a column space (above).
@@ -483,27 +548,37 @@ def follow_gates(
     unit, rest, cost = look(theta)
     for _ in range(_STEPS):
         gates = torch.sigmoid(theta @ features.mT + shift)
-        slopes = (unit * (1 - gates)).unsqueeze(-1) * features  # of the gate, over its length
+        slopes = (unit * (1 - gates)).unsqueeze(
+            -1
+        ) * features  # of the gate, over its length
         along = (unit.unsqueeze(-1) * slopes).sum(-2, keepdim=True)
         jacobian = outside.unsqueeze(-3) @ slopes - rest.unsqueeze(-1) * along
-        # Normal equations are small, and the next step makes up for the digits that they lose.
+        # Normal equations are small, and the next step makes up for the digits that
+        # they lose.
         normal = jacobian.mT @ jacobian
         damped = normal.diagonal(dim1=-2, dim2=-1) * damping.unsqueeze(-1) + _TINY
         wanted = jacobian.mT @ rest.unsqueeze(-1)
-        step = torch.linalg.solve_ex(normal + torch.diag_embed(damped), wanted)[0].squeeze(-1)
+        step = torch.linalg.solve_ex(normal + torch.diag_embed(damped), wanted)[
+            0
+        ].squeeze(-1)
         step = torch.where(torch.isfinite(step), step, 0.0)
         unit_there, rest_there, cost_there = look(theta - step)
         better = cost_there < cost
         keep = better.unsqueeze(-1)
         theta = torch.where(keep, theta - step, theta)
-        unit, rest = torch.where(keep, unit_there, unit), torch.where(keep, rest_there, rest)
+        unit = torch.where(keep, unit_there, unit)
+        rest = torch.where(keep, rest_there, rest)
         cost = torch.where(better, cost_there, cost)
         damping = torch.where(better, damping / 5, damping * 4).clamp(1e-18, 1e12)
     return theta, cost.sqrt()
 
 
 def find_gates(
-    rows: Tensor, features: Tensor, heads: int, stream: torch.Generator, arrived: float = ARRIVED
+    rows: Tensor,
+    features: Tensor,
+    heads: int,
+    stream: torch.Generator,
+    arrived: float = ARRIVED,
 ) -> Tensor | None:
     """Return θ (H, p) of all heads, with κ among the features, or None if not all are found."""
     U = column_space(rows, heads)
@@ -511,9 +586,13 @@ def find_gates(
     none = torch.zeros(1, len(features), dtype=torch.float64)
     solutions = torch.empty(0, features.shape[1], dtype=torch.float64)
     for _ in range(_ROUNDS):
-        starts = torch.randn(_GATES_STARTS, len(sizes), generator=stream, dtype=torch.float64)
+        starts = torch.randn(
+            _GATES_STARTS, len(sizes), generator=stream, dtype=torch.float64
+        )
         spread = torch.rand(_GATES_STARTS, 1, generator=stream, dtype=torch.float64)
-        starts = starts * (0.1 * 40**spread)  # gates between nearly flat and nearly steps
+        starts = starts * (
+            0.1 * 40**spread
+        )  # gates between nearly flat and nearly steps
         theta, outside = follow_gates(U, features / sizes, none, starts)
         solutions = distinct(torch.cat([solutions, theta[outside < arrived]]))
         if len(solutions) >= heads:
@@ -524,14 +603,17 @@ def find_gates(
 def distinct(solutions: Tensor) -> Tensor:
     kept: list[Tensor] = []
     for candidate in solutions:
-        if all(float((candidate - other).norm() / other.norm()) > _ONE for other in kept):
+        if all(
+            float((candidate - other).norm() / other.norm()) > _ONE for other in kept
+        ):
             kept.append(candidate)
     return torch.stack(kept) if kept else solutions[:0]
 
 
-# If the spaces that the heads write into are independent (H·k ≤ m), `Σ_h M_h` falls into the heads'
-# own parts row by row, and that is all of V and O up to a k×k matrix of each head. Heads whose
-# parts are read from one space share their values (grouped queries, arXiv 2305.13245).
+# If the spaces that the heads write into are independent (H·k ≤ m), `Σ_h M_h` falls
+# into the heads' own parts row by row, and that is all of V and O up to a k×k matrix of
+# each head. Heads whose parts are read from one space share their values (grouped
+# queries, arXiv 2305.13245).
 
 _SHARED = 1e-3  # cosines of two spaces that are one differ from 1 by less
 
@@ -540,7 +622,8 @@ _SHARED = 1e-3  # cosines of two spaces that are one differ from 1 by less
 class Values:
     """`V` (G, d, k) and `O` (H, k, m): what is read and written, by groups of heads.
 
-    `groups` are the numbers of the heads that share a V; `O` is in the order of the anchor.
+    `groups` are the numbers of the heads that share a V; `O` is in the order of the
+    anchor.
     """
 
     V: Tensor
@@ -551,10 +634,13 @@ class Values:
     def of(cls, total: Tensor, vectors: Tensor, k: int) -> Values:
         """Return all values, given `ωM_h` of some ω and `Σ_h M_h`.
 
-        In a group `ωM_h = (ωV)·O_h` with the same ωV for all heads, so the O_h of a group are one
-        factor of rank k; `Σ_h M_h` is then solved for the V of all groups.
+        In a group `ωM_h = (ωV)·O_h` with the same ωV for all heads, so the O_h of a
+        group are one factor of rank k; `Σ_h M_h` is then solved for the V of all
+        groups.
         """
-        spaces = torch.linalg.svd(vectors.transpose(0, 1), full_matrices=False)[2][:, :k]
+        spaces = torch.linalg.svd(vectors.transpose(0, 1), full_matrices=False)[2][
+            :, :k
+        ]
         apart = torch.linalg.pinv(spaces.flatten(0, 1)).unflatten(1, (len(spaces), k))
         groups = _sharing(torch.einsum("dm,mhk->hdk", total, apart))
         O = torch.empty_like(spaces)  # noqa: E741
@@ -569,16 +655,18 @@ class Values:
     def completed(self, probe: Probe, stream: torch.Generator) -> Values:
         """Return all values if the row spaces have one dimension too many, as behind a norm.
 
-        With Σ_h n_h O_h = 0, `V_h + f n_h` give the same answers to single tokens, for any vector
-        f. Two pairs for each of d differences δ show f·δ: they are answered with `Σ_h a_h·δV_h O_h
-        + b_h·n_h O_h`, where b_h is (f·δ)·a_h plus a number that is the same for all heads.
+        With Σ_h n_h O_h = 0, `V_h + f n_h` give the same answers to single tokens, for
+        any vector f. Two pairs for each of d differences δ show f·δ: they are answered
+        with `Σ_h a_h·δV_h O_h + b_h·n_h O_h`, where b_h is (f·δ)·a_h plus a number that
+        is the same for all heads.
         """
         heads, k, m = self.O.shape
         if heads * k <= m:
             return self
         if len(self.groups) < heads:
             raise Unsuccessful(
-                Status.NOT_APPLICABLE, "heads that share values have more numbers than an answer"
+                Status.NOT_APPLICABLE,
+                "heads that share values have more numbers than an answer",
             )
         null = torch.linalg.svd(self.O.flatten(0, 1))[0][:, -1].view(heads, k)
         kept = torch.einsum("hk,hkm->hm", null, self.O)
@@ -592,7 +680,9 @@ class Values:
         written = torch.einsum("nd,hdk,hkm->nhm", deltas, V, self.O)
         system = torch.cat([written, kept.expand_as(written)], 1).mT  # (d, m, 2H)
         solved = torch.linalg.pinv(system, rtol=1e-12) @ rows.mT
-        gates, others = (part - part.mean(1, keepdim=True) for part in solved.split(heads, 1))
+        gates, others = (
+            part - part.mean(1, keepdim=True) for part in solved.split(heads, 1)
+        )
         along = (gates * others).sum((1, 2)) / gates.square().sum((1, 2))
         f = deltas.mT @ along / probe.length**2
         return replace(self, V=(V + f[:, None] * null[:, None])[order])

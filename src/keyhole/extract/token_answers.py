@@ -1,10 +1,11 @@
 """Rows of logits of a language model, also from a server that gives few of them, or none.
 
-This takes an oracle that is asked by token ids, and random prompts, and returns one row for each
-prompt, of which output_layer.py makes a matrix: the logits ℓ_i of all tokens i that are asked
-about, up to one constant for the row. `WholeVectors` is for targets that answer with every logit.
-Others give the best `top` = k tokens, after a bias that a query may add to some. `ChosenTokens`
-reads ℓ_i − ℓ_r from them, for n tokens i and one *reference* token r, the same in all rows:
+This takes an oracle that is asked by token ids, and random prompts, and returns one row
+for each prompt, of which output_layer.py makes a matrix: the logits ℓ_i of all tokens i
+that are asked about, up to one constant for the row. `WholeVectors` is for targets that
+answer with every logit. Others give the best `top` = k tokens, after a bias that a
+query may add to some. `ChosenTokens` reads ℓ_i − ℓ_r from them, for n tokens i and one
+*reference* token r, the same in all rows:
 
     k ≥ 2    r and k − 1 tokens are raised above all others, so these come back with numbers.
              Their differences do not depend on the bias            ⌈(n − 1)/(k − 1)⌉ queries a row
@@ -13,16 +14,17 @@ reads ℓ_i − ℓ_r from them, for n tokens i and one *reference* token r, the
     k = 0    no numbers: r is raised by b, i by b + t. At temperature 0 i is sampled if
              ℓ_i − ℓ_r + t > 0, and bisection of t measures ℓ_i − ℓ_r    20(n − 1) queries
 
-Without a bias, a sampled token i shows only that ℓ_i ≥ ℓ_j for all j, and no rank: a layer of width
-2, whose rows lie on a circle, can give any sampled tokens.
+Without a bias, a sampled token i shows only that ℓ_i ≥ ℓ_j for all j, and no rank: a
+layer of width 2, whose rows lie on a circle, can give any sampled tokens.
 
-The bias is added to a logit in float32, where every doubling of the sum costs a binary digit. So
-the smallest bias that raises the tokens is used, and a larger one for a token whose probability is
-still exactly zero. The reference has a larger one, so that it is the token that is sampled: if that
-were part of a character (incomplete UTF-8), some servers would give nothing.
+The bias is added to a logit in float32, where every doubling of the sum costs a binary
+digit. So the smallest bias that raises the tokens is used, and a larger one for a token
+whose probability is still exactly zero. The reference has a larger one, so that it is
+the token that is sampled: if that were part of a character (incomplete UTF-8), some
+servers would give nothing.
 
-A row with a missing number, or with one so improbable that float32 has no digits of it, is paid for
-but not used.
+A row with a missing number, or with one so improbable that float32 has no digits of it,
+is paid for but not used.
 """
 
 from __future__ import annotations
@@ -37,22 +39,33 @@ from keyhole.core.machine import expect_memory
 from keyhole.oracle.protocol import Oracle, ask
 from keyhole.oracle.token_questions import ABSENT, question
 
-_LEAST_LOG = -85.0  # the logarithm of the smallest number that float32 holds with all digits
+_LEAST_LOG = (
+    -85.0
+)  # the logarithm of the smallest number that float32 holds with all digits
 _MAX_UNUSABLE = 16  # unusable rows after which the attack gives up
-_ROWS_AT_ONCE = 64  # rows whose queries are sent at once: several servers may share them
+_ROWS_AT_ONCE = (
+    64  # rows whose queries are sent at once: several servers may share them
+)
 _BIASES = (16.0, 32.0, 64.0, 128.0)  # tried from the smallest
-_EXTRA_BIAS = 48.0  # lifts a token that is over 85 below the reference, so that float32 shows it
+_EXTRA_BIAS = (
+    48.0  # lifts a token that is over 85 below the reference, so that float32 shows it
+)
 _REFERENCE_BIAS = 16.0  # added to the bias of the reference
 _PAIR_BIAS = 60.0  # raises two tokens to be compared; OpenAI allows biases up to 100
-_RANGE, _BITS = 32.0, 20  # differences within ±32 are bisected 20 times, to 6e-5
+# differences within ±32 are bisected 20 times, to 6e-5
+_RANGE = 32.0
+_BITS = 20
 _GIVEN = ABSENT / 2  # larger numbers were returned by the target
-_NORMALISED = 0.5  # how far the logarithm of the sum of rounded probabilities may be from 0
+_NORMALISED = (
+    0.5  # how far the logarithm of the sum of rounded probabilities may be from 0
+)
 
 
 class Prompts:
     """Random prompts of one length; while the vocabulary is not known, prompts of zeros.
 
-    No prompt comes twice: equal answers would look like a rank that the layer does not have.
+    No prompt comes twice: equal answers would look like a rank that the layer does not
+    have.
     """
 
     def __init__(self, length: int, stream: torch.Generator) -> None:
@@ -63,12 +76,15 @@ class Prompts:
     def draw(self, vocabulary: int | None) -> Tensor:
         """Return a new prompt; raise Unsuccessful if there are no more."""
         while vocabulary is None or len(self._drawn) < vocabulary**self.length:
-            prompt = torch.randint(0, vocabulary or 1, (self.length,), generator=self._stream)
+            prompt = torch.randint(
+                0, vocabulary or 1, (self.length,), generator=self._stream
+            )
             if (ids := tuple(prompt.tolist())) not in self._drawn or vocabulary is None:
                 self._drawn.add(ids)
                 return prompt
         raise Unsuccessful(
-            Status.UNVERIFIED, f"all prompts of length {self.length} were asked: allow longer ones"
+            Status.UNVERIFIED,
+            f"all prompts of length {self.length} were asked: allow longer ones",
         )
 
 
@@ -77,7 +93,9 @@ class WholeVectors:
 
     step: float | None = None
 
-    def __init__(self, oracle: Oracle, prompts: Prompts, vocabulary: int | None) -> None:
+    def __init__(
+        self, oracle: Oracle, prompts: Prompts, vocabulary: int | None
+    ) -> None:
         self.vocabulary = vocabulary
         self._oracle = oracle
         self._prompts = prompts
@@ -89,7 +107,8 @@ class WholeVectors:
 
     def rows(self, count: int) -> Tensor:
         """Return the first `count` usable rows (count, tokens); missing ones are queried."""
-        # Four matrices of float64: the rows, a centred copy, its basis, and LAPACK's workspace.
+        # Four matrices of float64: the rows, a centred copy, its basis, and LAPACK's
+        # workspace.
         size = self.vocabulary or 0
         expect_memory(4 * 8 * count * size, f"{count:,} answers of {size:,} tokens")
         while len(self._rows) < count:
@@ -117,15 +136,21 @@ class WholeVectors:
 class ChosenTokens:
     """Answers about randomly chosen tokens, from a target that gives the best `top` tokens.
 
-    n rows are about n + `spare` tokens, and `tokens` at least: a rank below n shows only if there
-    are more columns than that. If more rows are wanted, more tokens are chosen, and the earlier
-    rows are filled up.
+    n rows are about n + `spare` tokens, and `tokens` at least: a rank below n shows
+    only if there are more columns than that. If more rows are wanted, more tokens are
+    chosen, and the earlier rows are filled up.
     """
 
     def __init__(
-        self, oracle: Oracle, prompts: Prompts, vocabulary: int, top: int, tokens: int | None,
-        spare: int, stream: torch.Generator,
-    ) -> None:  # fmt: skip
+        self,
+        oracle: Oracle,
+        prompts: Prompts,
+        vocabulary: int,
+        top: int,
+        tokens: int | None,
+        spare: int,
+        stream: torch.Generator,
+    ) -> None:
         self.vocabulary = vocabulary
         self._oracle = oracle
         self._prompts = prompts
@@ -135,8 +160,12 @@ class ChosenTokens:
         self._order = iter(torch.randperm(vocabulary, generator=stream).tolist())
         self._chosen: list[int] = []  # the reference first
         self._row_prompts: list[Tensor] = []
-        self._rows: list[Tensor] = []  # numbers of the chosen tokens, as far as they are known
-        self._bias = _BIASES[0]  # the smallest one that was enough for the latest queries
+        self._rows: list[
+            Tensor
+        ] = []  # numbers of the chosen tokens, as far as they are known
+        self._bias = _BIASES[
+            0
+        ]  # the smallest one that was enough for the latest queries
 
     @property
     def step(self) -> float | None:
@@ -151,7 +180,9 @@ class ChosenTokens:
         """Return the first `count` rows (count, tokens); missing numbers are queried."""
         if not self._rows:
             self._choose_reference()
-        self._choose_tokens(min(self.vocabulary, max(count + self._spare, self._min_tokens)))
+        self._choose_tokens(
+            min(self.vocabulary, max(count + self._spare, self._min_tokens))
+        )
         while len(self._rows) < count:
             self._row_prompts.append(self._prompts.draw(self.vocabulary))
             self._rows.append(_NONE)
@@ -173,7 +204,9 @@ class ChosenTokens:
             row = self._read([prompt], [self._chosen])[0]
             if float(row.min()) > _GIVEN:
                 return prompt, row
-        raise Unsuccessful(Status.NOT_APPLICABLE, "the target gives no number for some tokens")
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE, "the target gives no number for some tokens"
+        )
 
     def _complete(self, places: list[int]) -> None:
         """Query what the rows in these places miss; replace rows for which it is not given."""
@@ -185,7 +218,9 @@ class ChosenTokens:
         for place, row, rest in zip(places, known, more, strict=True):
             self._rows[place] = torch.cat([row, rest])
             if float(self._rows[place].min()) <= _GIVEN:
-                self._row_prompts[place], self._rows[place] = self._new_row(self._prompts)
+                self._row_prompts[place], self._rows[place] = self._new_row(
+                    self._prompts
+                )
 
     def _choose_reference(self) -> None:
         """Draw the first prompt, and find a reference token that the target gives for it.
@@ -196,19 +231,24 @@ class ChosenTokens:
         for tried, reference in enumerate(self._order):
             second = [] if self._top == 1 else [(reference + 1) % self.vocabulary]
             ids = [reference, *second]
-            values = (
-                self._logits([prompt], [ids])[0] if self._top else self._differences(prompt, *ids)
-            )
+            if self._top:
+                values = self._logits([prompt], [ids])[0]
+            else:
+                values = self._differences(prompt, *ids)
             if float(values.min()) > ABSENT:
-                self._chosen, self._row_prompts = [reference], [prompt]
-                self._rows = [values if self._top == 1 else torch.zeros(1, dtype=torch.float64)]
+                self._chosen = [reference]
+                self._row_prompts = [prompt]
+                self._rows = [
+                    values if self._top == 1 else torch.zeros(1, dtype=torch.float64)
+                ]
                 return
             if tried == _MAX_UNUSABLE:
                 break
         shown = ", or its answers do not show it, as they need not for top = 1"
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
-            "raised tokens do not come back: the target takes no bias" + shown * (self._top != 1),
+            "raised tokens do not come back: the target takes no bias"
+            + shown * (self._top != 1),
         )
 
     def _choose_tokens(self, count: int) -> None:
@@ -220,18 +260,24 @@ class ChosenTokens:
                 return
             values = self._read(self._row_prompts[:1], [group])[0]
             given = values > _GIVEN
-            self._chosen += [token for token, known in zip(group, given, strict=True) if known]
+            self._chosen += [
+                token for token, known in zip(group, given, strict=True) if known
+            ]
             self._rows[0] = torch.cat([self._rows[0], values[given]])
 
     def _read(self, prompts: list[Tensor], tokens: list[list[int]]) -> list[Tensor]:
         """Return the logits of tokens of each prompt, up to a constant for each prompt.
 
-        Unless k = 1, the constant is the logit of the reference, whose own number, 0, takes no
-        query. Queries that raise equally many tokens are sent together, as one tensor.
+        Unless k = 1, the constant is the logit of the reference, whose own number, 0,
+        takes no query. Queries that raise equally many tokens are sent together, as one
+        tensor.
         """
-        reference, size = self._chosen[0], self._top - 1
+        reference = self._chosen[0]
+        size = self._top - 1
         parts: list[list[Tensor]] = []
-        asked: list[tuple[int, list[int]]] = []  # the prompt's number, and what is raised
+        asked: list[
+            tuple[int, list[int]]
+        ] = []  # the prompt's number, and what is raised
         for number, (prompt, wanted) in enumerate(zip(prompts, tokens, strict=True)):
             others = [token for token in wanted if self._top == 1 or token != reference]
             parts.append([torch.zeros(len(wanted) - len(others), dtype=torch.float64)])
@@ -241,7 +287,9 @@ class ChosenTokens:
                 asked += [(number, [token]) for token in others]
             else:
                 groups = range(0, len(others), size)
-                asked += [(number, [reference, *others[at : at + size]]) for at in groups]
+                asked += [
+                    (number, [reference, *others[at : at + size]]) for at in groups
+                ]
         for _, alike in itertools.groupby(
             sorted(asked, key=lambda each: -len(each[1])), lambda each: len(each[1])
         ):
@@ -257,19 +305,29 @@ class ChosenTokens:
     def _differences(self, prompt: Tensor, reference: int, *others: int) -> Tensor:
         """Return ℓ − ℓ_reference of other tokens, ABSENT outside of ±_RANGE, from what is sampled.
 
-        It is between `low` and `low + step`, and every question halves this range. An answer has a
-        number for the token that is sampled and ABSENT for the other, or a number for both.
+        It is between `low` and `low + step`, and every question halves this range. An
+        answer has a number for the token that is sampled and ABSENT for the other, or a
+        number for both.
         """
         low = torch.full((len(others),), -_RANGE, dtype=torch.float64)
-        step, sampled = torch.full_like(low, 2 * _RANGE), torch.ones(len(others), dtype=torch.bool)
-        pairs = torch.tensor([[reference, token] for token in others], dtype=torch.float64)
+        step = torch.full_like(low, 2 * _RANGE)
+        sampled = torch.ones(len(others), dtype=torch.bool)
+        pairs = torch.tensor(
+            [[reference, token] for token in others], dtype=torch.float64
+        )
         start = question(prompt).expand(len(others), -1, -1)
         for _ in range(_BITS if others else 0):
             step = step / 2
             middle = low + step  # the difference that is asked about
-            biases = _PAIR_BIAS + torch.stack([middle.clamp(min=0), (-middle).clamp(min=0)], 1)
-            values = ask(self._oracle, torch.cat([start, torch.stack([pairs, biases], 2)], 1))
-            raised = torch.where(values > ABSENT, values + biases, -torch.inf)  # sampled: largest
+            biases = _PAIR_BIAS + torch.stack(
+                [middle.clamp(min=0), (-middle).clamp(min=0)], 1
+            )
+            values = ask(
+                self._oracle, torch.cat([start, torch.stack([pairs, biases], 2)], 1)
+            )
+            raised = torch.where(
+                values > ABSENT, values + biases, -torch.inf
+            )  # sampled: largest
             sampled &= raised.isfinite().any(1)
             low = torch.where(raised[:, 1] > raised[:, 0], middle, low)
         inside = sampled & (low > -_RANGE) & (low + step < _RANGE)
@@ -278,17 +336,21 @@ class ChosenTokens:
     def _logits(self, prompts: list[Tensor], groups: list[list[int]]) -> Tensor:
         """Return logits of raised tokens (groups, tokens), each group after its prompt.
 
-        Biases grow until every token has a number. Tokens that have none at the largest bias, since
-        next to the reference their probability is zero, are asked for once more with `_EXTRA_BIAS`.
+        Biases grow until every token has a number. Tokens that have none at the largest
+        bias, since next to the reference their probability is zero, are asked for once
+        more with `_EXTRA_BIAS`.
         """
         tokens = torch.tensor(groups)
         values = torch.full(tokens.shape, ABSENT, dtype=torch.float64)
-        more, left = torch.zeros_like(values), torch.arange(len(groups))
+        more = torch.zeros_like(values)
+        left = torch.arange(len(groups))
         ladder = [bias for bias in _BIASES if bias >= self._bias]
         for bias in (*ladder, ladder[-1]):
             biases = bias + more
             biases[:, 0] += _REFERENCE_BIAS
-            asked = torch.cat([question(prompts[i], tokens[i], biases[i]) for i in left])
+            asked = torch.cat(
+                [question(prompts[i], tokens[i], biases[i]) for i in left]
+            )
             values[left] = ask(self._oracle, asked)
             absent = values <= ABSENT
             left = absent.any(1).nonzero()[:, 0]
@@ -303,7 +365,9 @@ class ChosenTokens:
 
 
 _NONE = torch.empty(0, dtype=torch.float64)
-Answers = WholeVectors | ChosenTokens  # rows of answers, and the tokens that they are about
+Answers = (
+    WholeVectors | ChosenTokens
+)  # rows of answers, and the tokens that they are about
 
 
 def is_normalised(answers: Tensor) -> bool:

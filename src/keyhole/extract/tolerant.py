@@ -1,32 +1,36 @@
 """One head from answers that are off by up to ±τ, with a proved error of the result (ours).
 
-After Theorem 6.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873): if every answer
-is within τ of the truth, probes whose α is not near 0 or 1 give W to accuracy ε for τ polynomial in
-ε, d, 1/‖W‖ and 1/η, where η is the smallest non-zero |v_i|:
+After Theorem 6.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873): if
+every answer is within τ of the truth, probes whose α is not near 0 or 1 give W to
+accuracy ε for τ polynomial in ε, d, 1/‖W‖ and 1/η, where η is the smallest non-zero
+|v_i|:
 
     v_i = f([e_i]) ± τ;   α = (f([x+δ ; x]) − vᵀx) / vᵀδ;   δᵀWx = logit(α ± error of α).
 
 tolerant_as_published.py has the theorem as it stands. Departures:
 
 - The error is not the theorem's worst case. Each answer gives an interval for one bilinear form
-  δᵀWx, and every later step (quotient, logit, linear solve) uses interval arithmetic, so
-  `guarantee` follows from the answers. ‖v‖ ≤ 1 is not needed, since v is read first. `bound` (‖W‖ ≤
-  B) and `margin` (η) make intervals narrower. Floating-point rounding widens them, to first order.
+  δᵀWx, and every later step (quotient, logit, linear solve) uses interval arithmetic,
+  so `guarantee` follows from the answers. ‖v‖ ≤ 1 is not needed, since v is read first.
+  `bound` (‖W‖ ≤ B) and `margin` (η) make intervals narrower. Floating-point rounding
+  widens them, to first order.
 - Probes are amplified. The error of α is τ/|vᵀδ|, so δ is made t times longer and x t times
-  shorter: the logit stays the same, and the error of α is divided by t. So a server that rounds its
-  answers is protected only if it also bounds the norm of tokens. `max_norm` is that bound, and t
-  the largest that it allows. Without it t = τ/`precision`: beyond that, the oracle's floating-point
-  error exceeds τ. v is read with t as well.
+  shorter: the logit stays the same, and the error of α is divided by t. So a server
+  that rounds its answers is protected only if it also bounds the norm of tokens.
+  `max_norm` is that bound, and t the largest that it allows. Without it t =
+  τ/`precision`: beyond that, the oracle's floating-point error exceeds τ. v is read
+  with t as well.
 - Probes have a large component along v (bilinear.py), and each is sent alone as well: vᵀδ is then
-  known to τ/‖δ‖, √d times better than from the entries of v. This takes d² + 2d queries, and a few
-  that find the scale of the probes.
+  known to τ/‖δ‖, √d times better than from the entries of v. This takes d² + 2d
+  queries, and a few that find the scale of the probes.
 - `repeats` measures everything again with other probes, and intersects the intervals. This helps
-  even if the oracle repeats its error whenever a query is repeated. Estimates are averaged; with
-  `refine`, up to 1,200 unknowns are fitted to all answers by least squares instead, which reduces
-  random errors. In both cases the result is moved into the proved intervals.
+  even if the oracle repeats its error whenever a query is repeated. Estimates are
+  averaged; with `refine`, up to 1,200 unknowns are fitted to all answers by least
+  squares instead, which reduces random errors. In both cases the result is moved into
+  the proved intervals.
 - The assumption is tested: the judge sends every query twice more, with the sequence repeated two
-  and three times, to which a head gives the same answer. If two answers are more than 2τ apart, one
-  of them is not within τ, and nothing is called proved.
+  and three times, to which a head gives the same answer. If two answers are more than
+  2τ apart, one of them is not within τ, and nothing is called proved.
 """
 
 from __future__ import annotations
@@ -49,7 +53,9 @@ from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
 _EXACT = 1e-8  # relative error on fresh queries up to which a model counts as exact
-_WITHIN = 1 - 1e-12  # share of `max_norm` that tokens use, so that rounding does not exceed it
+_WITHIN = (
+    1 - 1e-12
+)  # share of `max_norm` that tokens use, so that rounding does not exceed it
 _FITTED = 1200  # the most unknowns that are fitted to all answers at once
 
 
@@ -62,9 +68,12 @@ class Tolerant(Method):
     margin: float | None = setting(None, "no |v_i| lies between 0 and this")
     max_norm: float | None = setting(None, "tokens may not be longer than this")
     precision: float = setting(
-        torch.finfo(torch.float64).eps, "relative precision of the target; 6e-8 for float32"
+        torch.finfo(torch.float64).eps,
+        "relative precision of the target; 6e-8 for float32",
     )
-    repeats: int = setting(1, "how often everything is measured, each time with other probes")
+    repeats: int = setting(
+        1, "how often everything is measured, each time with other probes"
+    )
     refine: bool = setting(True, "fit all answers by least squares in the end")
     seed: int = 0
 
@@ -106,7 +115,10 @@ class Tolerant(Method):
         stream = torch.Generator().manual_seed(self.seed)
         state = _State(self, d)
         for number in range(self.repeats):
-            basis = random_orthogonal(d, stream) if number else torch.eye(d, dtype=torch.float64)
+            if number:
+                basis = random_orthogonal(d, stream)
+            else:
+                basis = torch.eye(d, dtype=torch.float64)
             state.read_values(oracle, basis)
             if number == 0:
                 yield state.step()
@@ -119,7 +131,8 @@ class Tolerant(Method):
                 yield state.step()
                 raise
             state.add(forms, probes)
-            # A step fits all answers, which is slow: only after rounds 1, 2, 4, … and the last.
+            # A step fits all answers, which is slow: only after rounds 1, 2, 4, … and
+            # the last.
             if (number + 1).bit_count() == 1 or number + 1 == self.repeats:
                 yield state.step()
 
@@ -152,7 +165,9 @@ class _State:
                     Status.NOT_APPLICABLE,
                     f"the margin {margin:g} does not hold: some |v_i| is {value:.1e}",
                 )
-            self.v = Interval(self.v.low.masked_fill(zero, 0.0), self.v.high.masked_fill(zero, 0.0))
+            self.v = Interval(
+                self.v.low.masked_fill(zero, 0.0), self.v.high.masked_fill(zero, 0.0)
+            )
         if not bool((self.v.low > 0).any() | (self.v.high < 0).any()):
             raise Unsuccessful(
                 Status.NOT_IDENTIFIABLE,
@@ -163,7 +178,8 @@ class _State:
         """Send each probe alone for vᵀδ, and return the forms to measure with these probes."""
         deltas = probes.deltas
         deltas = deltas / torch.linalg.vector_norm(deltas, dim=1, keepdim=True)
-        v, method = self.v, self._method
+        v = self.v
+        method = self._method
         guess = float((deltas @ v.middle).min())
         reach = method.reach(max(guess, method.precision))
         computed = Interval.around(deltas @ v.middle, deltas.abs() @ v.radius)
@@ -174,13 +190,23 @@ class _State:
                 f"answers within ±{method.tolerance:g} leave vᵀδ without a sign: v is too small",
             )
         return Forms(
-            oracle, deltas, X, v, signal, method.tolerance, method.precision, reach, method.bound
+            oracle,
+            deltas,
+            X,
+            v,
+            signal,
+            method.tolerance,
+            method.precision,
+            reach,
+            method.bound,
         )
 
     def add(self, forms: Forms, probes: ProbeBasis) -> None:
         """Intersect W with what complete forms prove, and keep their estimate and answers."""
         middle, radius = self._solve(forms, probes)
-        self.W = self.W.meet(Interval.around(middle, radius), weights_named(self._method.bound))
+        self.W = self.W.meet(
+            Interval.around(middle, radius), weights_named(self._method.bound)
+        )
         self._answers.append(forms.asked)
         self._estimates.append(middle)
         self._known = middle.numel()
@@ -198,18 +224,25 @@ class _State:
     def step(self) -> Step:
         """Return the best estimate so far, and what is proved of it."""
         d = self.v.low.numel()
-        v, W = torch.stack(self._values).mean(0), torch.zeros(d, d, dtype=torch.float64)
+        v = torch.stack(self._values).mean(0)
+        W = torch.zeros(d, d, dtype=torch.float64)
         if self._estimates:
             W = torch.stack(self._estimates).mean(0)
         if len(self._estimates) > 1 and self._method.refine and d * d + d <= _FITTED:
             everything = slice(None)
             asked = [
-                (part.questions(everything), part.answers, torch.ones_like(part.answers))
+                (
+                    part.questions(everything),
+                    part.answers,
+                    torch.ones_like(part.answers),
+                )
                 for part in self._answers
             ]
             head = refined(Head(W, v), ("W", "v"), asked)
-            v, W = head.v, head.W
-        v, W = self.v.clamp(v), self.W.clamp(W)
+            v = head.v
+            W = head.W
+        v = self.v.clamp(v)
+        W = self.W.clamp(W)
         proved = bool(self.W.finite.all())
         return Step(
             Head(W, v),
@@ -230,7 +263,11 @@ class _State:
         d = len(W)
         # To first order: rounding of scores, of their exponentials and of this solve.
         rounding = (
-            (4 * d + 16) * self._method.precision * forms.deltas.abs() @ W.abs() @ forms.X.abs().mT
+            (4 * d + 16)
+            * self._method.precision
+            * forms.deltas.abs()
+            @ W.abs()
+            @ forms.X.abs().mT
         )
         return W, inverse.abs() @ (forms.interval.radius + rounding) @ forms.X.abs()
 

@@ -1,7 +1,8 @@
 """Theorem 6.1 as published: one head from answers within ±τ, by unit probes and d² + d queries.
 
-*Provably Learning Attention with Queries* (arXiv 2601.16873), Section 6. A head scores a sequence X
-with last token x by f(X) = Σ_i softmax_i(xᵀW x_i)·vᵀx_i. Known in advance: ‖W‖ ≤ B, and η: every
+*Provably Learning Attention with Queries* (arXiv 2601.16873), Section 6. A head scores
+a sequence X with last token x by f(X) = Σ_i softmax_i(xᵀW x_i)·vᵀx_i. Known in advance:
+‖W‖ ≤ B, and η: every
 |v_i| is 0 or at least η. Of two tokens b·e_j + a·u and b·e_j, the first gets the weight α =
 σ(ab·uᵀWe_j). With a = ½, b = 1/B and the unit vectors,
 
@@ -9,26 +10,27 @@ with last token x by f(X) = Σ_i softmax_i(xᵀW x_i)·vᵀx_i. Known in advance
     α̂ = (f([b·e_j + a·u ; b·e_j]) − b·v̂_j) / (a·v̂ᵀu),   u = e_i, or e_i + e_k where v_i = 0
     uᵀWe_j = 2B·logit(clip(α̂))                                                    d² queries
 
-where k is the index of the largest |v̂_k|. W_ij is uᵀWe_j itself, or less Ŵ_kj where v_i = 0. Since
+where k is the index of the largest |v̂_k|. W_ij is uᵀWe_j itself, or less Ŵ_kj where
+v_i = 0. Since
 |ab·W_ij| ≤ ½ (for sums 1/√2, as ‖e_i + e_k‖ = √2), α̂ is clipped to σ(±½) or σ(±1/√2), and the slope
-of the logit there is κ = 2 + 2·cosh(1/√2) at most (Lemma A.1). With |v̂ᵀu| ≥ η/2 the steps of the
-proof add up to
+of the logit there is κ = 2 + 2·cosh(1/√2) at most (Lemma A.1). With |v̂ᵀu| ≥ η/2 the
+steps of the proof add up to
 
     |α̂ − α| ≤ (τ + bτ + aτ)·2/(aη),   |Ŵ_ij − W_ij| ≤ 2·2B·κ·|α̂ − α| = 2κ(12B + 8)·τ/η =: ε/d,
 
-including a factor of two for the entries that are a difference; then ‖Ŵ − W‖_F ≤ ε, and ‖v̂ − v‖ ≤
-√d·τ ≤ ε:
+including a factor of two for the entries that are a difference; then ‖Ŵ − W‖_F ≤ ε, and
+‖v̂ − v‖ ≤ √d·τ ≤ ε:
 
     τ(ε, B, η, d) = ε / max(2κ·d·(12B + 8)/η, √d).
 
-This is `tolerance_for`, and `accuracy_for` is its inverse. ε is known in advance, and every result
-states it (`stated`). `guarantee` is reported as well: it follows from the answers by intervals,
-entry by entry, and is never larger than ε/d, apart from rounding. tolerant.py is our version, with
-no B and no η, longer probes and far smaller errors.
+This is `tolerance_for`, and `accuracy_for` is its inverse. ε is known in advance, and
+every result states it (`stated`). `guarantee` is reported as well: it follows from the
+answers by intervals, entry by entry, and is never larger than ε/d, apart from rounding.
+tolerant.py is our version, with no B and no η, longer probes and far smaller errors.
 
-Where the paper writes O(·), the constants here are those of its own steps. ‖W‖ may be any norm that
-bounds |uᵀWx|, in the paper and here. The paper does not mention that τ < η/2 is needed to tell
-zeros of v; for ε ≤ 1 that follows.
+Where the paper writes O(·), the constants here are those of its own steps. ‖W‖ may be
+any norm that bounds |uᵀWx|, in the paper and here. The paper does not mention that τ <
+η/2 is needed to tell zeros of v; for ε ≤ 1 that follows.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ from keyhole.oracle.protocol import BudgetExhausted, Oracle
 _EXACT = 1e-8  # relative error on fresh queries up to which a model counts as recovered
 _EPSILON = torch.finfo(torch.float64).eps
 _DELTA = 0.5  # a: how much of u is added to a token
-_SINGLE, _SUM = 0.5, math.sqrt(0.5)  # bounds on |ab·uᵀWe_j| for u = e_i and u = e_i + e_k
+# bounds on |ab·uᵀWe_j| for u = e_i and u = e_i + e_k
+_SINGLE = 0.5
+_SUM = math.sqrt(0.5)
 _SLOPE = 2 + 2 * math.cosh(_SUM)  # κ: the largest slope of the logit at these α
 
 
@@ -92,7 +96,9 @@ class TolerantAsPublished(Method):
         return _EXACT
 
     def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
-        return AmplifiedExam.amplified(oracle, self.seed, self.tolerance, reach=1.0, max_norm=None)
+        return AmplifiedExam.amplified(
+            oracle, self.seed, self.tolerance, reach=1.0, max_norm=None
+        )
 
     def expected_queries(self, dim: int) -> int:
         return dim * dim + dim
@@ -114,7 +120,8 @@ class TolerantAsPublished(Method):
         v = alone.answers.masked_fill(zero, 0.0)
         if bool(zero.all()):
             raise Unsuccessful(
-                Status.NOT_IDENTIFIABLE, f"v = 0: no answer is above half the margin {self.margin}"
+                Status.NOT_IDENTIFIABLE,
+                f"v = 0: no answer is above half the margin {self.margin}",
             )
         probes = _Probes(self, v)
         yield self._step(v, probes, [alone])
@@ -139,9 +146,12 @@ class TolerantAsPublished(Method):
             )
         return v.abs() < self.margin / 2
 
-    def _step(self, v: Tensor, probes: _Probes, asked: list[SingleTokens | Pairs]) -> Step:
+    def _step(
+        self, v: Tensor, probes: _Probes, asked: list[SingleTokens | Pairs]
+    ) -> Step:
         W, interval = probes.solve()
-        d, complete = len(v), bool(W.isfinite().all())
+        d = len(v)
+        complete = bool(W.isfinite().all())
         return Step(
             Head(W.nan_to_num(0.0), v),
             known=d + int(W.isfinite().sum()),
@@ -159,7 +169,8 @@ class _Probes:
     """The d² probes of length two; answers that are still missing are NaN."""
 
     def __init__(self, method: TolerantAsPublished, v: Tensor) -> None:
-        self._method, self._v = method, v
+        self._method = method
+        self._v = v
         d = len(v)
         self._pivot = int(v.abs().argmax())
         self._sums = v == 0
@@ -167,18 +178,22 @@ class _Probes:
         u = tokens + self._sums.unsqueeze(1) * tokens[self._pivot]
         index = torch.arange(d * d)
         answers = torch.full((d * d,), math.nan, dtype=torch.float64)
-        b, a = torch.full_like(answers, 1 / method.bound), torch.full_like(answers, _DELTA)
+        b = torch.full_like(answers, 1 / method.bound)
+        a = torch.full_like(answers, _DELTA)
         self.asked = Pairs(u, tokens, index // d, index % d, b, a, answers)
 
     def ask(self, oracle: Oracle) -> None:
-        for rows, answers in in_batches(oracle, len(self.asked.answers), self.asked.questions):
+        for rows, answers in in_batches(
+            oracle, len(self.asked.answers), self.asked.questions
+        ):
             self.asked.answers[rows] = answers
 
     def solve(self) -> tuple[Tensor, Interval]:
         """Return Ŵ as in the theorem, and the interval that the answers prove."""
         alpha, error = self._gates()
         reach = torch.where(self._sums, _SUM, _SINGLE).to(torch.float64).unsqueeze(1)
-        low, high = torch.sigmoid(-reach), torch.sigmoid(reach)
+        low = torch.sigmoid(-reach)
+        high = torch.sigmoid(reach)
         if bool(((alpha - error > high) | (alpha + error < low)).any()):
             raise Unsuccessful(
                 Status.MISMATCH,
@@ -189,7 +204,8 @@ class _Probes:
             self._method.bound / _DELTA * torch.logit(gate.clamp(low, high))
             for gate in (alpha, alpha - error, alpha + error)
         )
-        k, is_sum = self._pivot, self._sums.unsqueeze(1)
+        k = self._pivot
+        is_sum = self._sums.unsqueeze(1)
         W = torch.where(is_sum, forms - forms[k], forms)
         rounding = 16 * _EPSILON * self._method.bound
         lower = torch.where(is_sum, least - most[k], least) - rounding
@@ -198,8 +214,10 @@ class _Probes:
 
     def _gates(self) -> tuple[Tensor, Tensor]:
         """Return α̂ and a bound on its error, entry (i, j) for u_i and e_j."""
-        v, d = self._v, len(self._v)
-        b, tau = 1 / self._method.bound, self._method.tolerance
+        v = self._v
+        d = len(self._v)
+        b = 1 / self._method.bound
+        tau = self._method.tolerance
         radius = torch.where(v == 0, 0.0, tau)  # zeros of v are known exactly
         signal = _DELTA * (self.asked.deltas @ v).unsqueeze(1)
         answers = self.asked.answers.view(d, d)

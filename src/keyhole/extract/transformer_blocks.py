@@ -1,6 +1,7 @@
 """Stacked Transformer blocks, with norms in front of their parts (ours).
 
-For blocks l = 1 … L of oracle/block.py, each with heads, units and biases b_l and c_l of its own,
+For blocks l = 1 … L of oracle/block.py, each with heads, units and biases b_l and c_l
+of its own,
 
     h = x + b_l + Attention_l(N(x)),    x ← h + F_l(N(h)),    F_l(u) = C_l·f(u) + c_l
 
@@ -10,29 +11,34 @@ let u be tokens of length √d, which N leaves unchanged up to its ε.
 
     Λu_n + Σ_h Σ_j a_hj·u_j M_h + Σ_l b_l + Σ_l F_l(u_n) + O(1/Λ),    M_h = V_h O_h
 
-with the weights a_h that heads have for u_1, …, u_n: one block with the heads and units of all.
-*Proof.* What a block adds to Λu_j is bounded, so every norm returns u_j + O(1/Λ), masked or not.
+with the weights a_h that heads have for u_1, …, u_n: one block with the heads and units
+of all. *Proof.* What a block adds to Λu_j is bounded, so every norm returns u_j +
+O(1/Λ), masked or not.
 
-So the units of all blocks are read like those of one (blocks/pre_norm.py), and pairs of tokens show
-the heads of all:
+So the units of all blocks are read like those of one (blocks/pre_norm.py), and pairs of
+tokens show the heads of all:
 
     y([Λ(u+δ) ; Λu]) − y([Λu]) → Σ_h σ(u·g_h)·δM_h,    g_h = B_h δ − 2(r_h·δ)/|δ|²·δ
 
-with B_h = Q_h K_hᵀ and r_h = K_h q_h. As u + δ is as long as u, u·δ = −|δ|²/2. For each δ this is a
-network of H units, one for each head; its g_h are linear in B_h and r_h, which are solved for from
-many δ. Σ_h M_h tells the signs of the feed-forward units (block.py).
+with B_h = Q_h K_hᵀ and r_h = K_h q_h. As u + δ is as long as u, u·δ = −|δ|²/2. For each
+δ this is a network of H units, one for each head; its g_h are linear in B_h and r_h,
+which are solved for from many δ. Σ_h M_h tells the signs of the feed-forward units
+(block.py).
 
-**Theorem (blocks are identifiable).** In general position the term of order 1/Λ of single tokens
-shows the block of every unit and head, and all biases (docs/mathematics.md): a unit of block l has
-N(h) moved by u·Σ M_h over the heads up to block l, by biases, and by the units of earlier blocks.
+**Theorem (blocks are identifiable).** In general position the term of order 1/Λ of
+single tokens shows the block of every unit and head, and all biases
+(docs/mathematics.md): a unit of block l has N(h) moved by u·Σ M_h over the heads up to
+block l, by biases, and by the units of earlier blocks.
 
-Blocks are found by least squares on tokens of ordinary length: every unit and head is in all blocks
-at once, with unknown shares that add up to 1. They converge to 0 or 1; then all numbers are fitted
-together. The number of blocks is the smallest that explains the answers.
+Blocks are found by least squares on tokens of ordinary length: every unit and head is
+in all blocks at once, with unknown shares that add up to 1. They converge to 0 or 1;
+then all numbers are fitted together. The number of blocks is the smallest that explains
+the answers.
 
-Limits. The units of all blocks together are as many as block.py reads: about d²/2, half as many
-with gates. There must be fewer than d heads in all, since a rank shows their number. No positions.
-Norms behind sums and blocks without norms are refused: the theorem does not hold for them.
+Limits. The units of all blocks together are as many as block.py reads: about d²/2, half
+as many with gates. There must be fewer than d heads in all, since a rank shows their
+number. No positions. Norms behind sums and blocks without norms are refused: the
+theorem does not hold for them.
 """
 
 from __future__ import annotations
@@ -62,13 +68,24 @@ from keyhole.oracle.planted import Parametric
 from keyhole.oracle.protocol import Oracle, ask
 
 _ATTEMPTS = 3  # to find the units
-_LENGTHS = (1.0, 0.7, 1.3, 0.5)  # of δ, relative to √d: the next one if heads are not found
+_LENGTHS = (
+    1.0,
+    0.7,
+    1.3,
+    0.5,
+)  # of δ, relative to √d: the next one if heads are not found
 _NEAR = (0.3, 0.1)  # how far the next δ are from the first, relative to its length
 _RANK = 1e-3  # the least singular value that counts, relative to the largest
-_SHORTER = (64.0, 16.0, 4.0)  # lengths of single tokens that show which block a unit is in
+_SHORTER = (
+    64.0,
+    16.0,
+    4.0,
+)  # lengths of single tokens that show which block a unit is in
 _DEEPEST = 3  # the most blocks that are tried
 _STARTS = 3  # starts of the shares: equal ones, then random ones
-_CLOSE = 1e-3  # the share of y − x that may be unexplained before all numbers are fitted
+_CLOSE = (
+    1e-3  # the share of y − x that may be unexplained before all numbers are fitted
+)
 _WHOLE = 0.1  # how far from 0 or 1 a share may be
 _ANSWERS = 1.5  # answers for each unknown
 _TOKENS = 4  # of a sequence in the last fit
@@ -89,7 +106,9 @@ class TransformerBlocks(Method):
         stream = torch.Generator().manual_seed(self.seed)
         view = View.open(oracle, stream)
         if view.norm not in ("rms", "layer"):
-            raise _refusal("there are no norms in front of attention and feed-forward layers")
+            raise _refusal(
+                "there are no norms in front of attention and feed-forward layers"
+            )
         if view.scores:
             raise _refusal("the answers are numbers, and not vectors")
         units, linear = attempted(lambda: far_units(view, stream), _ATTEMPTS)
@@ -97,9 +116,15 @@ class TransformerBlocks(Method):
         flips = units.flips(linear[:-1] - heads.M.sum(0))
         if flips is None:
             raise _refusal("heads and units do not add up to what single tokens answer")
-        model = _polished(view, _assigned(view, units.flipped(flips), heads, stream), stream)
+        model = _polished(
+            view, _assigned(view, units.flipped(flips), heads, stream), stream
+        )
         yield Step(
-            model, model.unknowns, model.unknowns, numbers=view.dim, remark=_described(model)
+            model,
+            model.unknowns,
+            model.unknowns,
+            numbers=view.dim,
+            remark=_described(model),
         )
 
 
@@ -113,7 +138,10 @@ class _Heads:
 
     def g(self, delta: Tensor) -> Tensor:
         """Return g_h (H, e) of all heads at δ."""
-        return self.B @ delta - 2 * (self.r @ delta / delta.square().sum())[:, None] * delta
+        return (
+            self.B @ delta
+            - 2 * (self.r @ delta / delta.square().sum())[:, None] * delta
+        )
 
     @classmethod
     def of(cls, deltas: Tensor, g: Tensor, moved: Tensor) -> _Heads:
@@ -121,11 +149,18 @@ class _Heads:
         n, e = deltas.shape
         identity = torch.eye(e, dtype=torch.float64)
         of_B = torch.einsum("ab,nc->nabc", identity, deltas).reshape(n * e, e * e)
-        of_r = -2 * torch.einsum("na,nb->nab", deltas, deltas) / deltas[0].square().sum()
-        solved = least_squares(
-            torch.cat([of_B, of_r.reshape(n * e, e)], 1), g.transpose(1, 2).reshape(n * e, -1)
+        of_r = (
+            -2 * torch.einsum("na,nb->nab", deltas, deltas) / deltas[0].square().sum()
         )
-        M = least_squares(deltas, moved.flatten(1)).unflatten(1, moved.shape[1:]).transpose(0, 1)
+        solved = least_squares(
+            torch.cat([of_B, of_r.reshape(n * e, e)], 1),
+            g.transpose(1, 2).reshape(n * e, -1),
+        )
+        M = (
+            least_squares(deltas, moved.flatten(1))
+            .unflatten(1, moved.shape[1:])
+            .transpose(0, 1)
+        )
         return cls(solved[: e * e].mT.unflatten(1, (e, e)), solved[e * e :].mT, M)
 
 
@@ -160,8 +195,9 @@ class _Pairs:
 def _read_heads(view: View, stream: torch.Generator) -> _Heads:
     """Return all heads, from the networks of many δ.
 
-    The network of the first δ is searched for. Those of δ near it are fitted from there, so that
-    heads keep their order; they give B and r, from which the networks of all other δ are fitted.
+    The network of the first δ is searched for. Those of δ near it are fitted from
+    there, so that heads keep their order; they give B and r, from which the networks of
+    all other δ are fitted.
     """
     e = view.axes.shape[1]
     for share in _LENGTHS:
@@ -180,17 +216,24 @@ def _read_heads(view: View, stream: torch.Generator) -> _Heads:
             if heads is None:
                 continue
             deltas = length * random_units(e + 6, e, stream)
-            heads = _fitted_heads(fewer, deltas, torch.stack([heads.g(each) for each in deltas]))
+            heads = _fitted_heads(
+                fewer, deltas, torch.stack([heads.g(each) for each in deltas])
+            )
             if heads is not None:
                 return heads
-    raise _refusal("no network of as many heads as there seem to be explains the answers")
+    raise _refusal(
+        "no network of as many heads as there seem to be explains the answers"
+    )
 
 
 def _fitted_heads(pairs: _Pairs, deltas: Tensor, starts: Tensor) -> _Heads | None:
     """Return the heads from g_h that are fitted at each δ, given starts; None if a fit fails."""
-    g, moved = list[Tensor](), list[Tensor]()
+    g = list[Tensor]()
+    moved = list[Tensor]()
     for delta, start in zip(deltas, starts, strict=True):
-        g_here, moved_here, explained = fit_network(_sigmoid, *pairs.answers(delta), start)
+        g_here, moved_here, explained = fit_network(
+            _sigmoid, *pairs.answers(delta), start
+        )
         if not explained:
             return None
         g.append(g_here)
@@ -202,7 +245,8 @@ def _fitted_heads(pairs: _Pairs, deltas: Tensor, starts: Tensor) -> _Heads | Non
 class _Shares(Parametric):
     """Answers to single tokens, with a share of each unit and head in every block.
 
-    The shares of a unit or head add up to 1; those in all blocks but the last are parameters.
+    The shares of a unit or head add up to 1; those in all blocks but the last are
+    parameters.
     """
 
     view: View
@@ -215,7 +259,9 @@ class _Shares(Parametric):
     kind = "shares"
 
     def tensors(self) -> dict[str, Tensor]:
-        return {name: getattr(self, name) for name in ("of_heads", "of_units", "b", "c")}
+        return {
+            name: getattr(self, name) for name in ("of_heads", "of_units", "b", "c")
+        }
 
     @property
     def shares(self) -> tuple[Tensor, Tensor]:
@@ -230,7 +276,8 @@ class _Shares(Parametric):
     def are_whole(self) -> bool:
         """Whether each head and unit is in one block, and no block is empty."""
         return all(
-            float((each - each.round()).abs().max()) <= _WHOLE and bool(each.round().any(1).all())
+            float((each - each.round()).abs().max()) <= _WHOLE
+            and bool(each.round().any(1).all())
             for each in self.shares
         )
 
@@ -239,54 +286,85 @@ class _Shares(Parametric):
         (of_heads, by_head), (of_units, by_unit) = (
             each.argmax(0).sort(stable=True) for each in self.shares
         )
-        view, units = self.view, self.known
-        scores, keys = factored(torch.cat([heads.B, heads.r[:, None]], 1)[by_head], _RANK)
+        view = self.view
+        units = self.known
+        scores, keys = factored(
+            torch.cat([heads.B, heads.r[:, None]], 1)[by_head], _RANK
+        )
         mixed, out = factored(heads.M[by_head], _RANK)
         lift = view.axes
         gated = len(units.G) > 0
         parts = {
-            "Q": lift @ scores[:, :-1], "q": scores[:, -1], "K": lift @ keys,
-            "V": lift @ mixed, "O": out.mT,
-            "A": units.A[by_unit] @ lift.mT, "a": units.a[by_unit],
+            "Q": lift @ scores[:, :-1],
+            "q": scores[:, -1],
+            "K": lift @ keys,
+            "V": lift @ mixed,
+            "O": out.mT,
+            "A": units.A[by_unit] @ lift.mT,
+            "a": units.a[by_unit],
             "G": (units.G[by_unit] if gated else units.G) @ lift.mT,
-            "g": units.g[by_unit] if gated else units.g, "C": units.C[:, by_unit],
-            "b": self.b, "c": self.c, "epsilon": torch.zeros(len(self.b), 2, dtype=torch.float64),
-            "heads": of_heads.double(), "units": of_units.double(),
-        }  # fmt: skip
+            "g": units.g[by_unit] if gated else units.g,
+            "C": units.C[:, by_unit],
+            "b": self.b,
+            "c": self.c,
+            "epsilon": torch.zeros(len(self.b), 2, dtype=torch.float64),
+            "heads": of_heads.double(),
+            "units": of_units.double(),
+        }
         return Blocks(
             **{name: part.contiguous() for name, part in parts.items()},
-            activation=units.activation, norm=view.norm,
-            every_token=view.every_token, causal=view.causal,
-        )  # fmt: skip
+            activation=units.activation,
+            norm=view.norm,
+            every_token=view.every_token,
+            causal=view.causal,
+        )
 
     def answers(self, tokens: Tensor) -> Tensor:
         x = tokens[:, -1]
         for heads, units, b, c in zip(*self.shares, self.b, self.c, strict=True):
             M = torch.einsum("h,hed->ed", heads, self.M)
             x = x + self.view.normed(x, 0.0) @ M + b
-            x = x + (units * self.known.features(self.view.normed(x, 0.0))) @ self.known.C.mT + c
+            x = (
+                x
+                + (units * self.known.features(self.view.normed(x, 0.0)))
+                @ self.known.C.mT
+                + c
+            )
         return x
 
 
-def _assigned(view: View, units: Units, heads: _Heads, stream: torch.Generator) -> Blocks:
+def _assigned(
+    view: View, units: Units, heads: _Heads, stream: torch.Generator
+) -> Blocks:
     """Return the fewest blocks of these heads and units that explain answers to single tokens."""
-    width, count = len(units.A), len(heads.M)
+    width = len(units.A)
+    count = len(heads.M)
     unknowns = (_DEEPEST - 1) * (count + width) + 2 * _DEEPEST * view.dim
     asked: list[tuple[Tensor, Tensor]] = []
     for length in _SHORTER:
-        tokens = view.tokens(math.ceil(_ANSWERS * unknowns / view.dim) + 8, length, stream)
+        tokens = view.tokens(
+            math.ceil(_ANSWERS * unknowns / view.dim) + 8, length, stream
+        )
         asked.append((tokens.unsqueeze(1), view.ask(tokens)))
     left = math.inf
     for depth in range(1, _DEEPEST + 1):
         zeros = torch.zeros(depth, view.dim, dtype=torch.float64)
         for start in range(_STARTS if depth > 1 else 1):
-            sizes = torch.rand(depth, count + width, generator=stream, dtype=torch.float64)
+            sizes = torch.rand(
+                depth, count + width, generator=stream, dtype=torch.float64
+            )
             sizes = torch.ones_like(sizes) if not start else sizes
             free = (sizes / sizes.sum(0))[:-1]
-            model = _Shares(view, units, heads.M, free[:, :count], free[:, count:], zeros, zeros)
+            model = _Shares(
+                view, units, heads.M, free[:, :count], free[:, count:], zeros, zeros
+            )
             for tokens, y in asked:
-                model = refined(model, tuple(model.tensors()), [(tokens, y, torch.ones_like(y))])
-                left = float((model.answers(tokens) - y).norm() / (y - tokens[:, 0]).norm())
+                model = refined(
+                    model, tuple(model.tensors()), [(tokens, y, torch.ones_like(y))]
+                )
+                left = float(
+                    (model.answers(tokens) - y).norm() / (y - tokens[:, 0]).norm()
+                )
             if left <= _CLOSE and model.are_whole:
                 return model.blocks(heads)
     raise _refusal(
@@ -298,7 +376,8 @@ def _assigned(view: View, units: Units, heads: _Heads, stream: torch.Generator) 
 def _polished(view: View, model: Blocks, stream: torch.Generator) -> Blocks:
     """Fit all numbers at once, by least squares: long tokens have lost half of the digits."""
     free = [name for name in model.NUMBERS if getattr(model, name).numel()]
-    unknowns, d = sum(getattr(model, name).numel() for name in free), view.dim
+    unknowns = sum(getattr(model, name).numel() for name in free)
+    d = view.dim
     count = math.ceil(_ANSWERS * max(unknowns / d, d**2 / (_TOKENS - 1))) + 16
     tokens = torch.randn(count, _TOKENS, d, generator=stream, dtype=torch.float64)
     tokens[::2] /= 4  # short ones show every ε
@@ -306,7 +385,9 @@ def _polished(view: View, model: Blocks, stream: torch.Generator) -> Blocks:
     model = refined(model, free, [(tokens, y, torch.ones_like(y))])
     left = float((model(tokens) - y).norm() / y.norm())
     if not left <= _EXACT:
-        raise _refusal(f"{_described(model)} leave {left:.0e} of the answers unexplained")
+        raise _refusal(
+            f"{_described(model)} leave {left:.0e} of the answers unexplained"
+        )
     return replace(model, epsilon=model.epsilon.clamp(min=0.0))
 
 
@@ -316,7 +397,10 @@ def _described(model: Blocks) -> str:
     def counted(count: int, what: str) -> str:
         return f"{count} {what}{'s' * (count != 1)}"
 
-    unit = f"{model.activation} unit" if not len(model.G) else f"gated {model.activation} unit"
+    if not len(model.G):
+        unit = f"{model.activation} unit"
+    else:
+        unit = f"gated {model.activation} unit"
     each = [
         f"{counted(len(block.Q), 'head')} and {counted(len(block.A), unit)}"
         for block in model.blocks

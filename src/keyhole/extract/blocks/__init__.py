@@ -1,7 +1,8 @@
 """Parts of the extraction of a whole Transformer block (extract/block.py), in the order they run.
 
 A block is attention, whose output joins the token, and a feed-forward layer of *units*
-`c_k·φ(a_k·u + α_k)`. It is read from the back: single tokens show everything behind attention.
+`c_k·φ(a_k·u + α_k)`. It is read from the back: single tokens show everything behind
+attention.
 
     view               norms in front of the parts or behind the sums, vectors or scores
     units              what a unit computes; which of φ(z) and φ(−z) it is

@@ -2,15 +2,15 @@
 
     ŷ = √d·R/√(|R|² + d·ε₂),    R(n) = n·L + C·φ(A·n + a) + c,    |n| = √d
 
-From answers ŷ, which have lost the length of R, and units near by (wide_curvature.py), this makes
-the `Layer` that explains them, by least squares (descent.py). Layers of trained models need three
-things more:
+From answers ŷ, which have lost the length of R, and units near by (wide_curvature.py),
+this makes the `Layer` that explains them, by least squares (descent.py). Layers of
+trained models need three things more:
 
     doubtful    a unit whose row is orthogonal to the plane of the base points has the same
-                curvature at all of them, whatever its length. It is read on the great circle
-                through its own row: answers show the direction ŷ of `R(n) + c_k·φ(a_k·n + α_k)`,
-                with R known up to an affine function, so `(1 − ŷŷᵀ)·R(n) = −(1 − ŷŷᵀ)·c_k·φ(a_k·n
-                + α_k)`
+                curvature at all of them, whatever its length. It is read on the great
+                circle through its own row: answers show the direction ŷ of `R(n) +
+                c_k·φ(a_k·n + α_k)`, with R known up to an affine function, so `(1 −
+                ŷŷᵀ)·R(n) = −(1 − ŷŷᵀ)·c_k·φ(a_k·n + α_k)`
     rare        a unit that is off nearly everywhere, |α| ≫ |a|, does not show its row at random
                 points: more are drawn, at which many such units are on at once
     slow        conjugate gradients converge slowly if parameters of a unit have nearly the same
@@ -72,7 +72,11 @@ class Layer:
     def normed(self, h: Tensor) -> Tensor:
         """Return n."""
         d = h.shape[-1] + 1
-        return math.sqrt(d) * h / (h.square().sum(-1, keepdim=True) + d * self.epsilon).sqrt()
+        return (
+            math.sqrt(d)
+            * h
+            / (h.square().sum(-1, keepdim=True) + d * self.epsilon).sqrt()
+        )
 
     def __call__(self, n: Tensor) -> Tensor:
         """Return R."""
@@ -92,12 +96,15 @@ class Layer:
         made = Layer.of(self.numbers(device), self.units.activation)
         return replace(made, epsilon=self.epsilon, epsilon_behind=self.epsilon_behind)
 
-    def undone(self, hats: Tensor, sums: Tensor, basis: Tensor, start: Tensor) -> Tensor:
+    def undone(
+        self, hats: Tensor, sums: Tensor, basis: Tensor, start: Tensor
+    ) -> Tensor:
         """Return u (n, r) such that sums `sums + u·basis` give `hats` (n, q, e), or NaN.
 
-        By Gauss–Newton steps. There must be more equations than unknowns: several answers that
-        share one u, or a u of few numbers. A sum does not follow from one answer: in trained layers
-        dR/dn is singular on a surface close to any point, and R takes most values more than once.
+        By Gauss–Newton steps. There must be more equations than unknowns: several
+        answers that share one u, or a u of few numbers. A sum does not follow from one
+        answer: in trained layers dR/dn is singular on a surface close to any point, and
+        R takes most values more than once.
         """
         u = start.clone()
         size = (self._made(sums, basis, u) - hats).square().sum((1, 2))
@@ -105,10 +112,14 @@ class Layer:
         for _ in range(_NEWTON):
             if not len(going):
                 break
-            of, wanted, at, before = sums[going], hats[going], u[going], size[going]
+            of = sums[going]
+            wanted = hats[going]
+            at = u[going]
+            before = size[going]
             J = self._slopes_of_made(of, basis, at)
             factor = torch.linalg.cholesky_ex(J.mT @ J)[0]
-            share, left = torch.ones_like(at[:, :1]), before
+            share = torch.ones_like(at[:, :1])
+            left = before
             rest = (self._made(of, basis, at) - wanted).flatten(1)
             # Slopes are expensive: one serves for several steps.
             for _ in range(_STEPS):
@@ -116,10 +127,12 @@ class Layer:
                 tried = at - share * step
                 off = (self._made(of, basis, tried) - wanted).flatten(1)
                 better = (off.square().sum(1) < left)[:, None]
-                at, rest = torch.where(better, tried, at), torch.where(better, off, rest)
+                at = torch.where(better, tried, at)
+                rest = torch.where(better, off, rest)
                 share = torch.where(better, (2 * share).clamp(max=1), share / 4)
                 left = rest.square().sum(1)
-            u[going], size[going] = at, left
+            u[going] = at
+            size[going] = left
             near = left < _ARRIVED**2 * wanted.square().sum((1, 2))
             going = going[(left < before / 4) & ~(near & (share[:, 0] < 1))]
         right = size < _ROUGH**2 * hats.square().sum((1, 2))
@@ -139,8 +152,11 @@ class Layer:
         turned = basis.mT - hat[..., None] * (hat @ basis.mT)[..., None, :]
         slopes = self.slopes(radius * hat.flatten(0, 1), turned.flatten(0, 1))
         slopes = slopes.unflatten(0, hat.shape[:2])
-        out, scale = normalize(R, dim=2)[..., None], radius**2 / (length * R.norm(dim=2))
-        return ((slopes - out * (out.mT @ slopes)) * scale[..., None, None]).flatten(1, 2)
+        out = normalize(R, dim=2)[..., None]
+        scale = radius**2 / (length * R.norm(dim=2))
+        return ((slopes - out * (out.mT @ slopes)) * scale[..., None, None]).flatten(
+            1, 2
+        )
 
     def numbers(self, device: torch.device) -> Numbers:
         units = self.units
@@ -150,7 +166,8 @@ class Layer:
 
     @classmethod
     def of(cls, numbers: Numbers, activation: str) -> Layer:
-        A, linear = numbers["A"], numbers["linear"]
+        A = numbers["A"]
+        linear = numbers["linear"]
         units = Units.plain(A[:, :-1], A[:, -1], linear[: len(A)].mT, activation)
         return cls(units, linear[len(A) : -1], linear[-1])
 
@@ -159,8 +176,8 @@ class Layer:
 class Fitted:
     """A layer that answers `share·ŷ + centre`, and the relative error left.
 
-    The numbers include `norm`, (ε₂ over the mean square of R, share − 1), and `centre`, unless
-    these are known to be 0.
+    The numbers include `norm`, (ε₂ over the mean square of R, share − 1), and `centre`,
+    unless these are known to be 0.
     """
 
     numbers: Numbers
@@ -170,20 +187,28 @@ class Fitted:
     left: float = math.inf
 
     @classmethod
-    def started(cls, units: Units, n: Tensor, y: Tensor, radius: float, exact: bool) -> Fitted:
+    def started(
+        cls, units: Units, n: Tensor, y: Tensor, radius: float, exact: bool
+    ) -> Fitted:
         """Return a start: linear numbers and lengths of answers, fitted in turns."""
         affine = with_ones(n)
         A = torch.cat([units.A, units.a[:, None]], 1).to(n.device)
         made = ACTIVATIONS[units.activation](affine @ A.mT) @ units.C.mT.to(n.device)
         Q, R = torch.linalg.qr(affine)
-        length, sums = torch.ones_like(y[:, :1]), made
+        length = torch.ones_like(y[:, :1])
+        sums = made
         for _ in range(_TURNS):
             sums = made + Q @ (Q.mT @ (length * y - made))
             length = (sums * y).sum(1, keepdim=True) / radius**2
-        linear = torch.linalg.solve_triangular(R, Q.mT @ (length * y - made), upper=True).to("cpu")
+        linear = torch.linalg.solve_triangular(
+            R, Q.mT @ (length * y - made), upper=True
+        ).to("cpu")
         numbers = Layer(units, linear[:-1], linear[-1]).numbers(n.device)
         if not exact:
-            numbers |= {"norm": torch.zeros_like(y[0, :2]), "centre": torch.zeros_like(y[0])}
+            numbers |= {
+                "norm": torch.zeros_like(y[0, :2]),
+                "centre": torch.zeros_like(y[0]),
+            }
         return cls(numbers, units.activation, radius, sums.square().sum(1).mean())
 
     @property
@@ -195,7 +220,9 @@ class Fitted:
 
     @property
     def centre(self) -> Tensor:
-        return self.numbers.get("centre", torch.zeros_like(self.numbers["linear"][0])).to("cpu")
+        return self.numbers.get(
+            "centre", torch.zeros_like(self.numbers["linear"][0])
+        ).to("cpu")
 
     @property
     def share(self) -> float:
@@ -239,12 +266,13 @@ class _Preconditioner:
               all columns of A, the Gram matrix of φ'(z_k)·c_k and of constants
     features  C, L and c: one matrix serves for all numbers of an answer, that of φ(z), n and 1
     shapes    if a unit varies little, φ(z) is nearly a parabola. Then its length, its offset, the
-              size of c_k, L along a_k ⊗ c_k and c have nearly the same effect: c_k times functions
-              of t = a_k·n/|a_k|, φ'(z)·t, φ'(z), φ(z), t and 1. So have `centre`, which is nearly
-              c, and `norm`. The equations for all of these are solved together
+              size of c_k, L along a_k ⊗ c_k and c have nearly the same effect: c_k
+              times functions of t = a_k·n/|a_k|, φ'(z)·t, φ'(z), φ(z), t and 1. So have
+              `centre`, which is nearly c, and `norm`. The equations for all of these
+              are solved together
 
-    Answers show R/s, s = |R|, orthogonally to ŷ. So functions F times columns c_k have the Gram
-    matrix (CᵀC) ∘ (FᵀF) − HᵀH with H_nk = F_nk·(c_k·ŷ_n), F divided by s.
+    Answers show R/s, s = |R|, orthogonally to ŷ. So functions F times columns c_k have
+    the Gram matrix (CᵀC) ∘ (FᵀF) − HᵀH with H_nk = F_nk·(c_k·ŷ_n), F divided by s.
     """
 
     axis: Tensor  # (r, e)
@@ -256,14 +284,20 @@ class _Preconditioner:
 
     @classmethod
     def of(cls, fit: Fitted, affine: Tensor, numbers: Numbers) -> _Preconditioner:
-        A, C = numbers["A"], numbers["linear"][: len(numbers["A"])]
-        r, z, length = len(A), affine @ A.mT, A[:, :-1].norm(dim=1)
-        t, slope = (z - A[:, -1]) / length, derivative(fit.activation, 1)(z)
+        A = numbers["A"]
+        C = numbers["linear"][: len(numbers["A"])]
+        r = len(A)
+        z = affine @ A.mT
+        length = A[:, :-1].norm(dim=1)
+        t = (z - A[:, -1]) / length
+        slope = derivative(fit.activation, 1)(z)
         features, R, size = fit.sums(affine, numbers)
-        hats, size = R / size, size / fit.radius
+        hats = R / size
+        size = size / fit.radius
         F = torch.cat([slope, slope * t, ACTIVATIONS[fit.activation](z), t], 1) / size
         along = F * (hats @ C.mT).repeat(1, 4)
-        eye, over = torch.eye(C.shape[1]).to(C), 1 / size
+        eye = torch.eye(C.shape[1]).to(C)
+        over = 1 / size
 
         def with_units(weight: Tensor) -> Tensor:
             return (F.mT @ weight) * C.repeat(4, 1) - along.mT @ (weight * hats)
@@ -276,8 +310,11 @@ class _Preconditioner:
         rows = _joined([[of_units[:r, :r], upper[0][1][:r]], upper[1][:1]])
         if "norm" in numbers:
             longer = fit.radius * hats
-            beside = torch.stack([-fit.size / (2 * (fit.radius * size).square()) * longer, longer])
-            square, none = beside.flatten(1) @ beside.flatten(1).mT, F.new_zeros(4 * r, 2)
+            beside = torch.stack(
+                [-fit.size / (2 * (fit.radius * size).square()) * longer, longer]
+            )
+            square = beside.flatten(1) @ beside.flatten(1).mT
+            none = F.new_zeros(4 * r, 2)
             upper[0] += [with_units(torch.ones_like(over)), none]
             upper[1] += [of_constants(over), none[: len(eye)]]
             upper += [[len(affine) * eye, beside.sum(1).mT], [square]]
@@ -286,47 +323,73 @@ class _Preconditioner:
         gram = gram / sizes / sizes[:, None]
         gram.diagonal().add_(_RIDGE)
         return cls(
-            A[:, :-1] / length[:, None], C, inverse(rows),
-            inverse((features / size).mT @ (features / size)), torch.linalg.cholesky(gram), sizes,
-        )  # fmt: skip
+            A[:, :-1] / length[:, None],
+            C,
+            inverse(rows),
+            inverse((features / size).mT @ (features / size)),
+            torch.linalg.cholesky(gram),
+            sizes,
+        )
 
     def __call__(self, slope: Numbers) -> Numbers:
-        A, linear = slope["A"], slope["linear"]
+        A = slope["A"]
+        linear = slope["linear"]
         r, m = self.C.shape
-        x = torch.cat([
-            A[:, -1], (A[:, :-1] * self.axis).sum(1), (linear[:r] * self.C).sum(1),
-            ((self.axis @ linear[r:-1]) * self.C).sum(1), linear[-1],
-            *(slope[name] for name in ("centre", "norm") if name in slope),
-        ])  # fmt: skip
-        x = torch.cholesky_solve((x / self.sizes)[:, None], self.factor)[:, 0] / self.sizes
+        x = torch.cat(
+            [
+                A[:, -1],
+                (A[:, :-1] * self.axis).sum(1),
+                (linear[:r] * self.C).sum(1),
+                ((self.axis @ linear[r:-1]) * self.C).sum(1),
+                linear[-1],
+                *(slope[name] for name in ("centre", "norm") if name in slope),
+            ]
+        )
+        x = (
+            torch.cholesky_solve((x / self.sizes)[:, None], self.factor)[:, 0]
+            / self.sizes
+        )
         offset, along, size, turned = (part[:, None] for part in x[: 4 * r].split(r))
         c, *rest = x[4 * r :].split([m, m, 2] if "norm" in slope else [m])
         rows = self.rows @ torch.cat([A, linear[r:].mT])
-        linear = self.features @ linear + torch.cat([
-            size * self.C, (turned * self.axis).mT @ self.C + rows[r:, :-1].mT,
-            c[None] + rows[r:, -1:].mT,
-        ])  # fmt: skip
-        found = {"A": rows[:r] + torch.cat([along * self.axis, offset], 1), "linear": linear}
+        linear = self.features @ linear + torch.cat(
+            [
+                size * self.C,
+                (turned * self.axis).mT @ self.C + rows[r:, :-1].mT,
+                c[None] + rows[r:, -1:].mT,
+            ]
+        )
+        found = {
+            "A": rows[:r] + torch.cat([along * self.axis, offset], 1),
+            "linear": linear,
+        }
         found |= dict(zip(("centre", "norm"), rest, strict=False))
         return {name: found[name] for name in slope}
 
 
 def _joined(upper: list[list[Tensor]]) -> Tensor:
     """Return a symmetric matrix, given the blocks of its upper half."""
-    return torch.cat([
-        torch.cat([*(upper[j][i - j].mT for j in range(i)), *row], 1)
-        for i, row in enumerate(upper)
-    ])  # fmt: skip
+    return torch.cat(
+        [
+            torch.cat([*(upper[j][i - j].mT for j in range(i)), *row], 1)
+            for i, row in enumerate(upper)
+        ]
+    )
 
 
 def fitted(
-    value: Value, units: Units, doubtful: Tensor, radius: float, device: torch.device,
-    stream: torch.Generator, exact: bool = False,
-) -> Fitted:  # fmt: skip
+    value: Value,
+    units: Units,
+    doubtful: Tensor,
+    radius: float,
+    device: torch.device,
+    stream: torch.Generator,
+    exact: bool = False,
+) -> Fitted:
     """Fit all numbers of the layer, starting from the units.
 
-    The lengths and offsets of the units `doubtful` (indices) are read again first. If ŷ are
-    `exact`, they have the same length and no centre.
+    The lengths and offsets of the units `doubtful` (indices) are read again first. If ŷ
+    are `exact`, they have the same length and no centre.
     """
     width, e = units.A.shape
     unknowns = width * (e + 1) + (width + e + 2) * e + 2
@@ -346,15 +409,21 @@ def _reshaped(
 ) -> Units:
     """Return the units with lengths and offsets from a great circle through each unit's own row.
 
-    The linear numbers were fitted with the unit as it was, and may be off by an affine function.
+    The linear numbers were fitted with the unit as it was, and may be off by an affine
+    function.
     """
-    A, a, C = units.A.clone(), units.a.clone(), units.C.clone()
+    A = units.A.clone()
+    a = units.a.clone()
+    C = units.C.clone()
     affine = torch.stack([torch.ones_like(_ANGLES), _ANGLES.sin(), _ANGLES.cos()], 1)
     for k in doubtful.tolist():
-        axis, c = normalize(A[k], dim=0), C[:, k]
+        axis = normalize(A[k], dim=0)
+        c = C[:, k]
         up = torch.randn(len(axis), generator=stream, dtype=torch.float64)
         up = normalize(up - (up @ axis) * axis, dim=0)
-        circle = fit.radius * (_ANGLES.cos()[:, None] * up + _ANGLES.sin()[:, None] * axis)
+        circle = fit.radius * (
+            _ANGLES.cos()[:, None] * up + _ANGLES.sin()[:, None] * axis
+        )
         R, hats = fit.shown(value, circle)
         R = R - ACTIVATIONS[fit.activation](circle @ A[k] + a[k])[:, None] * c
         near = _across(R, hats).norm(dim=1) < _NEAR * R.norm(dim=1)
@@ -363,7 +432,9 @@ def _reshaped(
         offset, slope, size = _fit(
             affine[near, 1], _amounts(R, hats, c)[near], fit.activation, affine[near]
         )
-        A[k], a[k], C[:, k] = slope / fit.radius * axis, offset, size * c
+        A[k] = slope / fit.radius * axis
+        a[k] = offset
+        C[:, k] = size * c
     return replace(units, A=A, a=a, C=C)
 
 
@@ -372,25 +443,33 @@ def _with_rare(
 ) -> tuple[Tensor, Tensor]:
     """Return n and y with more points, at which units that are nearly always off, or on, change.
 
-    A row has e numbers, so each unit needs more than e such points; many units share them.
+    A row has e numbers, so each unit needs more than e such points; many units share
+    them.
     """
-    units, radius = fit.layer.units, fit.radius
-    A, a = units.A.to("cpu"), units.a.to("cpu")
-    length, e = A.norm(dim=1), A.shape[1]
+    units = fit.layer.units
+    radius = fit.radius
+    A = units.A.to("cpu")
+    a = units.a.to("cpu")
+    length = A.norm(dim=1)
+    e = A.shape[1]
     far = a.abs() / length
     rare = (far > _RARELY) & (far < _REACHED * radius)
     if not rare.any():
         return n, y
-    A, a, length = A[rare], a[rare], length[rare]
+    A = A[rare]
+    a = a[rare]
+    length = length[rare]
     chance = min(1.0, _SHARED * radius**2 / float(far[rare].square().sum()))
     count = math.ceil(_MORE * e / chance)
     chosen = torch.rand(count, len(A), generator=stream, dtype=torch.float64) < chance
     random = torch.randn(count, len(A) + e, generator=stream, dtype=torch.float64)
-    # Rows are nearly orthogonal: what the other units of a point add to a·n only spreads it.
+    # Rows are nearly orthogonal: what the other units of a point add to a·n only
+    # spreads it.
     wanted = (_SPREAD * random[:, : len(A)] - a) / length
     along = torch.where(chosen, wanted, 0.0) @ (A / length[:, None])
     along = along * (_REACHED * radius / along.norm(dim=1, keepdim=True)).clamp(max=1)
-    axis, across = normalize(along, dim=1), random[:, len(A) :]
+    axis = normalize(along, dim=1)
+    across = random[:, len(A) :]
     across = across - (across * axis).sum(1, keepdim=True) * axis
     rest = (radius**2 - along.square().sum(1, keepdim=True)).sqrt()
     more = along + rest * normalize(across, dim=1)
@@ -400,30 +479,41 @@ def _with_rare(
 def signed(layer: Layer, axes: Tensor) -> tuple[Layer, Tensor]:
     """Return the layer with those signs of its units for which D is diagonal, and D (d).
 
-    D has the mean square 1. `L = axesᵀ·D·axes − Σ_k t_k a_k ⊗ c_k` with t_k 1 or 0, since φ(z) =
-    φ(−z) + z: linear in D, t.
+    D has the mean square 1. `L = axesᵀ·D·axes − Σ_k t_k a_k ⊗ c_k` with t_k 1 or 0,
+    since φ(z) = φ(−z) + z: linear in D, t.
     """
     units = layer.units
-    A, C = units.A @ axes.mT, units.C.mT @ axes.mT  # (r, d)
+    # (r, d)
+    A = units.A @ axes.mT
+    C = units.C.mT @ axes.mT
     L = axes @ layer.L @ axes.mT
-    d, r = L.shape[0], len(A)
+    d = L.shape[0]
+    r = len(A)
     centre = torch.eye(d, dtype=torch.float64) - 1 / d
-    gram = torch.cat([
-        torch.cat([(A @ A.mT) * (C @ C.mT), -A * C], 1),
-        torch.cat([(-A * C).mT, centre.square()], 1),
-    ])  # fmt: skip
+    gram = torch.cat(
+        [
+            torch.cat([(A @ A.mT) * (C @ C.mT), -A * C], 1),
+            torch.cat([(-A * C).mT, centre.square()], 1),
+        ]
+    )
     wanted = torch.cat([-((A @ L) * C).sum(1), L.diagonal()])
     solved = torch.linalg.solve(gram, wanted)
-    turned, D = solved[:r] > 0.5, solved[r:]
+    turned = solved[:r] > 0.5
+    D = solved[r:]
     off = (solved[:r] - turned.to(torch.float64)).abs().max()
     if float(off) > 0.05:
-        raise Unsuccessful(Status.NOT_APPLICABLE, "no signs of the units leave a residual alone")
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE, "no signs of the units leave a residual alone"
+        )
     share = turned.to(torch.float64)
-    sign, size = 1 - 2 * share, D.square().mean().sqrt() * D.sum().sign()
+    sign = 1 - 2 * share
+    size = D.square().mean().sqrt() * D.sum().sign()
     # What D leaves of L stays in the layer, whose answers remain as fitted.
     L = layer.L + units.A.mT @ (share[:, None] * units.C.mT)
     c = layer.c + units.C @ (share * units.a)
-    units = replace(units, A=units.A * sign[:, None], a=units.a * sign, C=units.C / size)
+    units = replace(
+        units, A=units.A * sign[:, None], a=units.a * sign, C=units.C / size
+    )
     epsilon = layer.epsilon_behind / float(size) ** 2
     return Layer(units, L / size, c / size, layer.epsilon, epsilon), D / size
 
@@ -444,7 +534,9 @@ def _fit(sines: Tensor, wanted: Tensor, activation: str, affine: Tensor) -> Tens
 
     Up to the columns `affine`; by Levenberg–Marquardt, from the best of some starts.
     """
-    f, df, scale = ACTIVATIONS[activation], derivative(activation, 1), wanted.norm()
+    f = ACTIVATIONS[activation]
+    df = derivative(activation, 1)
+    scale = wanted.norm()
     steps = torch.stack([torch.ones_like(sines), sines], 1)
     Q = torch.linalg.qr(affine)[0]
 
@@ -453,17 +545,21 @@ def _fit(sines: Tensor, wanted: Tensor, activation: str, affine: Tensor) -> Tens
 
     def model(x: Tensor) -> tuple[Tensor, Tensor]:
         z = steps @ x[:2]
-        made, slopes = f(z), x[2] * df(z)[:, None] * steps
+        made = f(z)
+        slopes = x[2] * df(z)[:, None] * steps
         off = across(x[2] * made - wanted)
         return off / scale, across(torch.cat([slopes, made[:, None]], 1)) / scale
 
     def start(offset: float, slope: float) -> Tensor:
         made = across(f(offset + slope * sines))
-        return torch.tensor([offset, slope, float((made @ wanted) / (made @ made))]).to(made)
+        return torch.tensor([offset, slope, float((made @ wanted) / (made @ made))]).to(
+            made
+        )
 
     tried = [start(offset, slope) for offset in _OFFSETS for slope in _SLOPES]
     tried = sorted(tried, key=lambda x: float(model(x)[0].norm()))[:_STARTS]
-    best, least = tried[0], math.inf
+    best = tried[0]
+    least = math.inf
     for x in tried:
         end, left = levenberg(model, x)
         best, least = (end, left) if left < least else (best, least)

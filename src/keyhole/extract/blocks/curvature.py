@@ -1,7 +1,8 @@
 """The units of a smooth feed-forward layer, from second derivatives: a start for fit.py.
 
-From answers F(x) at any x (`Field`) this finds the activation φ and all a_k, α_k and c_k (`Units`),
-to about 1e-6, the precision of finite differences. With L any linear map,
+From answers F(x) at any x (`Field`) this finds the activation φ and all a_k, α_k and
+c_k (`Units`), to about 1e-6, the precision of finite differences. With L any linear
+map,
 
     F(x) = Lx + Σ_k c_k φ(a_k·x + α_k)
 
@@ -9,16 +10,16 @@ has the second derivatives
 
     D²F_p(e, e') = Σ_k c_k φ''(a_k·p + α_k)·(a_k·e)(a_k·e'),
 
-so at every point p, and for every number of the answer, the Hessian is in the span S of the
-matrices a_k a_kᵀ. Answers of many numbers at many p show S. Its dimension is the number of units,
-and its matrices of rank one are the a_k a_kᵀ (rank_ones.py). A layer with gates, `Σ_k c_k φ(a_k·x +
-α_k)(g_k·x + γ_k)`, brings two matrices for each unit, a_k a_kᵀ and the symmetric product of a_k and
-g_k.
+so at every point p, and for every number of the answer, the Hessian is in the span S of
+the matrices a_k a_kᵀ. Answers of many numbers at many p show S. Its dimension is the
+number of units, and its matrices of rank one are the a_k a_kᵀ (rank_ones.py). A layer
+with gates, `Σ_k c_k φ(a_k·x + α_k)(g_k·x + γ_k)`, brings two matrices for each unit,
+a_k a_kᵀ and the symmetric product of a_k and g_k.
 
-Behind a norm x is on a sphere. On a great circle −DF_p(p) is added to the second derivative, the
-same for all e: one more matrix in S, the identity. To keep S one space, e is in a subspace U of
-dimension q, and p in another one, Π, orthogonal to it. If q(q − 1)/2 ≥ dim S is far below d², a
-third subspace, W, remains.
+Behind a norm x is on a sphere. On a great circle −DF_p(p) is added to the second
+derivative, the same for all e: one more matrix in S, the identity. To keep S one space,
+e is in a subspace U of dimension q, and p in another one, Π, orthogonal to it. If q(q −
+1)/2 ≥ dim S is far below d², a third subspace, W, remains.
 
     in U         a_k up to its length, from S; then c_k φ''(a_k·p + α_k) for every p: linear
     in Π, α_k    φ and θ for which these numbers, one for each p, are φ''(θ·p + α) (shapes.py)
@@ -48,11 +49,19 @@ from keyhole.extract.blocks.units import Units, derivative, with_ones
 _STEP = 0.03  # of finite differences of the fourth order, relative to the radius
 _POINTS = 12
 _BEYOND = 1.2  # Hessians for each of their numbers, at least
-_AXES, _FEWEST = 3, 2  # of Π
+# of Π
+_AXES = 3
+_FEWEST = 2
 _AXES_OF_SCORES = 5  # one number tells units apart by their φ'' at many points
-_ERRORS = 1e-6  # smaller singular values of the Hessians, relative, are errors of differences
+_ERRORS = (
+    1e-6  # smaller singular values of the Hessians, relative, are errors of differences
+)
 _FULL = 0.9  # of the dimension that S may have for rank one to be rare in it
-_RANK_ONE = (1e-4, 1e-3, 3e-3)  # what of a product may be outside S: Hessians are inexact
+_RANK_ONE = (
+    1e-4,
+    1e-3,
+    3e-3,
+)  # what of a product may be outside S: Hessians are inexact
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,9 @@ class Field:
     dim: int
     sphere: bool
     numbers: int  # in an answer; if they are few, more points are asked
-    heads: bool = False  # of attention (heads.py): few gated units of σ, with low curvature
+    heads: bool = (
+        False  # of attention (heads.py): few gated units of σ, with low curvature
+    )
 
     @property
     def radius(self) -> float:
@@ -76,13 +87,21 @@ class Field:
     def derivatives(self, p: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
         """Return first and second derivatives at points (P, d), by differences: (P, n, m).
 
-        The directions (n, d) are unit vectors orthogonal to the points. On a sphere the second
-        derivative includes −DF_p(p)/radius².
+        The directions (n, d) are unit vectors orthogonal to the points. On a sphere the
+        second derivative includes −DF_p(p)/radius².
         """
         step = 3 * _STEP if self.heads else _STEP
         steps = step * torch.tensor([-2.0, -1.0, 1.0, 2.0], dtype=torch.float64)
-        along, back = (steps.sin(), steps.cos()) if self.sphere else (steps, torch.ones_like(steps))
-        points = back.view(1, -1, 1, 1) * p[:, None, None] + along[:, None, None] * self.radius * e
+        if self.sphere:
+            along = steps.sin()
+            back = steps.cos()
+        else:
+            along = steps
+            back = torch.ones_like(steps)
+        points = (
+            back.view(1, -1, 1, 1) * p[:, None, None]
+            + along[:, None, None] * self.radius * e
+        )
         y = self.value(points.flatten(0, 2)).unflatten(0, points.shape[:3])
         middle = self.value(p).unsqueeze(1)
         y_2, y_1, y1, y2 = y.unbind(1)
@@ -104,8 +123,8 @@ class _Frame:
 def find_units(field: Field, stream: torch.Generator) -> Units:
     """Return all units.
 
-    Raise Unsuccessful if the answers have no curvature, or there are too many units, or they are of
-    another kind.
+    Raise Unsuccessful if the answers have no curvature, or there are too many units, or
+    they are of another kind.
     """
     d = field.dim
     axes = random_orthogonal(d, stream)
@@ -146,7 +165,9 @@ class _Hessians:
         return self.outside.shape[1] - len(self.outside)
 
     @classmethod
-    def measured(cls, field: Field, frame: _Frame, stream: torch.Generator) -> _Hessians:
+    def measured(
+        cls, field: Field, frame: _Frame, stream: torch.Generator
+    ) -> _Hessians:
         q = len(frame.U)
         count = max(_POINTS, math.ceil(_BEYOND * q * (q + 1) / 2 / field.numbers))
         points = field.radius * random_units(count, len(frame.Pi), stream) @ frame.Pi
@@ -185,7 +206,9 @@ def _rank_one_parts(values: Tensor) -> tuple[Tensor, Tensor]:
 def _plain(field: Field, frame: _Frame, hessians: _Hessians, units: Tensor) -> Units:
     q = len(frame.U)
     products = torch.cat([symmetric(units, units), _identity(field, q)])
-    numbers, directions = _rank_one_parts(hessians.coefficients(products)[..., : len(units)])
+    numbers, directions = _rank_one_parts(
+        hessians.coefficients(products)[..., : len(units)]
+    )
     places = hessians.points @ frame.Pi.mT
     activation, theta, sizes = random_shapes(numbers, places, 2, field.activations)
     z = with_ones(places) @ theta.mT  # (P, r)
@@ -210,7 +233,9 @@ def _first_order_weights(features: Tensor, first: Tensor) -> Tensor:
     """Return weights (r, m) of features (P·q, r) in first derivatives, next to any linear map."""
     points, q, _ = first.shape
     linear = torch.eye(q, dtype=torch.float64).repeat(points, 1)
-    return least_squares(torch.cat([features, linear], 1), first.flatten(0, 1))[: features.shape[1]]
+    return least_squares(torch.cat([features, linear], 1), first.flatten(0, 1))[
+        : features.shape[1]
+    ]
 
 
 def _mixed(
@@ -224,36 +249,53 @@ def _mixed(
     points, m = hessians.second.shape[:2]
     count = min(q, math.ceil(1.5 * unknowns / (points * m)) + 1)
     e = random_orthogonal(q, torch.Generator().manual_seed(q))[:count] @ frame.U
-    w, each = frame.W.repeat_interleave(len(e), 0), e.repeat(len(frame.W), 1)
+    w = frame.W.repeat_interleave(len(e), 0)
+    each = e.repeat(len(frame.W), 1)
     plus, minus = (
-        field.derivatives(hessians.points, (each + sign * w) / math.sqrt(2))[1] for sign in (1, -1)
+        field.derivatives(hessians.points, (each + sign * w) / math.sqrt(2))[1]
+        for sign in (1, -1)
     )
     mixed = (plus - minus) / 2
     return e, mixed.unflatten(1, (len(frame.W), len(e))).transpose(0, 1)
 
 
-def _gated(field: Field, frame: _Frame, hessians: _Hessians, units: Tensor, gates: Tensor) -> Units:
-    q, r = len(frame.U), len(units)
-    products = [symmetric(units, units), 2 * symmetric(units, gates), _identity(field, q)]
+def _gated(
+    field: Field, frame: _Frame, hessians: _Hessians, units: Tensor, gates: Tensor
+) -> Units:
+    q = len(frame.U)
+    r = len(units)
+    products = [
+        symmetric(units, units),
+        2 * symmetric(units, gates),
+        _identity(field, q),
+    ]
     both = hessians.coefficients(torch.cat(products))
     numbers, directions = _rank_one_parts(both[..., r : 2 * r])
     places = hessians.points @ frame.Pi.mT
     activation, theta, sizes = random_shapes(numbers, places, 1, field.activations)
     z = with_ones(places) @ theta.mT
     value, slope, bend = (derivative(activation, order)(z) for order in (0, 1, 2))
-    weight = sizes[:, None] * directions  # c_k·length of a_k in U, with g_k of length 1 in U
-    own = torch.einsum("pmk,km->kp", both[..., :r], weight) / weight.square().sum(1, keepdim=True)
-    system = torch.cat([bend.mT[..., None] * with_ones(places), 2 * slope.mT[..., None]], 2)
+    weight = (
+        sizes[:, None] * directions
+    )  # c_k·length of a_k in U, with g_k of length 1 in U
+    own = torch.einsum("pmk,km->kp", both[..., :r], weight) / weight.square().sum(
+        1, keepdim=True
+    )
+    system = torch.cat(
+        [bend.mT[..., None] * with_ones(places), 2 * slope.mT[..., None]], 2
+    )
     solved = torch.linalg.lstsq(system, own[..., None]).solution[..., 0]
     # (g_k in Π, γ_k) times the length, and g_k along a_k.
-    inner, part = solved[:, :-1], solved[:, -1:]
+    inner = solved[:, :-1]
+    part = solved[:, -1:]
     g_u = gates + part * units
     pi = with_ones(places) @ inner.mT  # (P, r)
     features = torch.einsum("pk,kq->pqk", slope * pi, units)
     features = features + torch.einsum("pk,kq->pqk", value, g_u)
     over = _first_order_weights(features.flatten(0, 1), hessians.first)
     length = weight.square().sum(1) / (weight * over).sum(1)
-    a_u, C = length[:, None] * units, weight / length[:, None]
+    a_u = length[:, None] * units
+    C = weight / length[:, None]
     inner = inner / length[:, None]
     A = a_u @ frame.U + theta[:, :-1] @ frame.Pi
     G = g_u @ frame.U + inner[:, :-1] @ frame.Pi
@@ -265,5 +307,8 @@ def _gated(field: Field, frame: _Frame, hessians: _Hessians, units: Tensor, gate
         of_g = slope[:, None] * on_a
         system = torch.cat([of_a, of_g], 2)[:, :, None] * torch.cat([C, C]).mT
         solved = least_squares(system.flatten(0, 2), mixed.flatten(1).mT)
-        A, G = A + solved[:r] @ frame.W, G + solved[r:] @ frame.W
-    return Units(A, theta[:, -1], G, inner[:, -1].contiguous(), C.mT.contiguous(), activation)
+        A = A + solved[:r] @ frame.W
+        G = G + solved[r:] @ frame.W
+    return Units(
+        A, theta[:, -1], G, inner[:, -1].contiguous(), C.mT.contiguous(), activation
+    )

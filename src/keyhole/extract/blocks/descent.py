@@ -2,18 +2,18 @@
 
     minimise |f(θ) − y|²:    θ ← θ − p,    JᵀJ·p = Jᵀ(f(θ) − y),    J = f′(θ)
 
-This takes f, the answers y and a θ near by, and returns the θ that explains them best. At d = 384
-with 1,536 units there are 1.3 million numbers, too many for the matrix JᵀJ. Products with J and Jᵀ
-cost as much as some answers of the model, so p is found by conjugate gradients. For inputs u that
-are evenly spread, `Σ_n u uᵀ ≈ n·1`, and units of slopes φ' and columns C, the preconditioner
-multiplies the gradient
+This takes f, the answers y and a θ near by, and returns the θ that explains them best.
+At d = 384 with 1,536 units there are 1.3 million numbers, too many for the matrix JᵀJ.
+Products with J and Jᵀ cost as much as some answers of the model, so p is found by
+conjugate gradients. For inputs u that are evenly spread, `Σ_n u uᵀ ≈ n·1`, and units of
+slopes φ' and columns C, the preconditioner multiplies the gradient
 
     by A and a                  by (CᵀC ∘ φ'ᵀφ')⁻¹ from the left
     by C and other linear maps  by (ΦᵀΦ)⁻¹, Φ the features, the inputs and 1
 
-(the factors of K-FAC, Martens and Grosse, arXiv 1503.05671). Their coupling is left to the
-conjugate gradients. If a norm follows, between_norms.py uses a preconditioner that solves for more
-at once.
+(the factors of K-FAC, Martens and Grosse, arXiv 1503.05671). Their coupling is left to
+the conjugate gradients. If a norm follows, between_norms.py uses a preconditioner that
+solves for more at once.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ _SLOW = 0.5  # two steps in a row that leave more than this of the squares are t
 
 
 def descend(
-    model: Callable[[Numbers], Tensor], numbers: Numbers, y: Tensor,
-    preconditioner: Callable[[Numbers], Callable[[Numbers], Numbers]], enough: float = _EXACT,
-) -> tuple[Numbers, float]:  # fmt: skip
+    model: Callable[[Numbers], Tensor],
+    numbers: Numbers,
+    y: Tensor,
+    preconditioner: Callable[[Numbers], Callable[[Numbers], Numbers]],
+    enough: float = _EXACT,
+) -> tuple[Numbers, float]:
     """Return the numbers for which the model's answers are nearest to y, and the relative error.
 
     The fit ends once the residual is `enough`, relative to the squares of the answers.
@@ -50,26 +53,33 @@ def descend(
         step = _step(model, numbers, rest, preconditioner(numbers))
         before = cost
         for halving in range(_HALVINGS):
-            tried = {name: part - 0.5**halving * step[name] for name, part in numbers.items()}
+            tried = {
+                name: part - 0.5**halving * step[name] for name, part in numbers.items()
+            }
             off = model(tried) - y
             if float(off.square().sum()) < cost:
-                numbers, rest, cost = tried, off, float(off.square().sum())
+                numbers = tried
+                rest = off
+                cost = float(off.square().sum())
                 break
         slow = slow + 1 if cost > _SLOW * before else 0
     return numbers, (cost / size) ** 0.5
 
 
 def _step(
-    model: Callable[[Numbers], Tensor], numbers: Numbers, rest: Tensor,
+    model: Callable[[Numbers], Tensor],
+    numbers: Numbers,
+    rest: Tensor,
     solve: Callable[[Numbers], Numbers],
-) -> Numbers:  # fmt: skip
+) -> Numbers:
     """Solve `J·step = rest` in the least-squares sense, by conjugate gradients."""
 
     def pulled(rest: Tensor) -> Numbers:
         return torch.func.vjp(model, numbers)[1](rest)[0]
 
     pull = torch.func.vjp(model, numbers)[1]
-    # J as the transpose of its transpose: forward mode would run the model again for each product.
+    # J as the transpose of its transpose: forward mode would run the model again for
+    # each product.
     push = torch.func.vjp(pulled, rest)[1]
     slope: Numbers = pull(rest)[0]
     direction = solve(slope)

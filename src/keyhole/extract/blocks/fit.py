@@ -1,14 +1,15 @@
 """All numbers of a feed-forward layer at once, from a start near by, by variable projection.
 
-Answers `y_n = Z_n·Λ + Σ_k c_k f_k(u_n; θ_k)` are linear in the c_k and in Λ, so these are
-eliminated (Golub and Pereyra 1973; the approximation of Kaufman 1975). Since f_k is a number and y
-a vector, the Jacobian of unit k is c_k ⊗ D_k, where D_k is ∂f_k/∂θ_k without what the f_l and Z
-explain. The normal equations for θ have the matrix
+Answers `y_n = Z_n·Λ + Σ_k c_k f_k(u_n; θ_k)` are linear in the c_k and in Λ, so these
+are eliminated (Golub and Pereyra 1973; the approximation of Kaufman 1975). Since f_k is
+a number and y a vector, the Jacobian of unit k is c_k ⊗ D_k, where D_k is ∂f_k/∂θ_k
+without what the f_l and Z explain. The normal equations for θ have the matrix
 
     (c_k·c_l)·D_kᵀD_l,
 
-the Gram matrix of all D_k, which is the same for every number of an answer, times the products of
-the c_k. Squaring the condition number costs no digits: residuals are exact, and steps are repeated.
+the Gram matrix of all D_k, which is the same for every number of an answer, times the
+products of the c_k. Squaring the condition number costs no digits: residuals are exact,
+and steps are repeated.
 
 If the inputs u depend on unknown numbers as well, their Jacobian is added.
 """
@@ -69,7 +70,9 @@ class Known:
 AnyInputs = TypeVar("AnyInputs", bound=Inputs)
 
 
-def fit(units: Units, inputs: AnyInputs, y: Tensor) -> tuple[Units, AnyInputs, Tensor, float]:
+def fit(
+    units: Units, inputs: AnyInputs, y: Tensor
+) -> tuple[Units, AnyInputs, Tensor, float]:
     """Return the units and inputs that explain the answers (n, m), Λ, and the relative error."""
     size = float(y.square().sum())
 
@@ -84,7 +87,8 @@ def fit(units: Units, inputs: AnyInputs, y: Tensor) -> tuple[Units, AnyInputs, T
 
     width = len(units.A)
     linear, rest, cost = look(units, inputs)
-    damping, best = 1e-6, cost
+    damping = 1e-6
+    best = cost
     for _ in range(_STEPS):
         units = replace(units, C=linear[:width].mT)
         square, slope = _normal(units, inputs, rest)
@@ -98,7 +102,8 @@ def fit(units: Units, inputs: AnyInputs, y: Tensor) -> tuple[Units, AnyInputs, T
             damping *= 10
         if not found[2] < cost:
             break
-        (units, inputs), (linear, rest, cost) = tried, found
+        (units, inputs) = tried
+        (linear, rest, cost) = found
         damping = max(damping / 30, 1e-13)
         if cost < _EXACT or (best < 1e-24 and cost > 0.25 * best):
             break
@@ -123,23 +128,29 @@ def _normal(units: Units, inputs: Inputs, rest: Tensor) -> tuple[Tensor, Tensor]
     if len(units.G):
         gates = u @ units.G.mT + units.g
         inside = ACTIVATIONS[units.activation](z)
-        parts = torch.cat([parts * gates[..., None], inside[:, :, None] * with_ones(u)[:, None]], 2)
+        parts = torch.cat(
+            [parts * gates[..., None], inside[:, :, None] * with_ones(u)[:, None]], 2
+        )
     n, width, size = parts.shape
     Q = torch.linalg.qr(torch.cat([units.features(u), inputs.extra], 1))[0]
     D = parts.flatten(1)
     D = D - Q @ (Q.mT @ D)
     C = units.C.mT
     square = (D.mT @ D).view(width, size, width, size) * (C @ C.mT)[:, None, :, None]
-    square, D = square.view(width * size, -1), D.view(n, width, size)
+    square = square.view(width * size, -1)
+    D = D.view(n, width, size)
     slope = torch.einsum("nks,nk->ks", D, rest @ C.mT).flatten()
     J = inputs.jacobian(units)
     if J is None:
         return square, slope
     flat = J.flatten(1)
     J = (flat - Q @ (Q.mT @ flat)).view_as(J)
-    across = torch.cat([D[:, k].mT @ torch.einsum("m,nmp->np", C[k], J) for k in range(width)])
+    across = torch.cat(
+        [D[:, k].mT @ torch.einsum("m,nmp->np", C[k], J) for k in range(width)]
+    )
     J = J.flatten(0, 1)
-    top, bottom = torch.cat([square, across], 1), torch.cat([across.mT, J.mT @ J], 1)
+    top = torch.cat([square, across], 1)
+    bottom = torch.cat([across.mT, J.mT @ J], 1)
     return torch.cat([top, bottom]), torch.cat([slope, J.mT @ rest.flatten()])
 
 
@@ -158,6 +169,7 @@ def _moved(units: Units, step: Tensor) -> Units:
     moved = replace(units, A=units.A + step[:, :d], a=units.a + step[:, d])
     if not len(units.G):
         return moved
-    G, g = units.G + step[:, d + 1 : 2 * d + 1], units.g + step[:, -1]
+    G = units.G + step[:, d + 1 : 2 * d + 1]
+    g = units.g + step[:, -1]
     length = torch.cat([G, g[:, None]], 1).norm(dim=1)
     return replace(moved, G=G / length[:, None], g=g / length)

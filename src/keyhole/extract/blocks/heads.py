@@ -1,15 +1,15 @@
 """The heads of a block that answers with scores, `s = w·h + C·f(N(h)) + c` (block.py).
 
-If the last token λx is so long that N(h) is nearly N(x), what follows attention is linear in h up
-to 1/λ². With one other token, t as its norm leaves it, the score is
+If the last token λx is so long that N(h) is nearly N(x), what follows attention is
+linear in h up to 1/λ². With one other token, t as its norm leaves it, the score is
 
     w·Σ_h σ(κ_h·(t − t_x))·(t − t_x)M_h,      κ_h = W_h t_x + c_h,  t_x = N(λx),
 
-up to numbers that do not depend on t. This is a feed-forward layer with gates: its units are the
-heads, its activation is σ, and curvature.py finds κ_h and M_h·w. The norm leaves any t shorter than
-√d. Since σ(−z) = 1 − σ(z), the signs of the units are free; a sum of some of the M_h·w, which is
-left as a linear part, shows them. κ_h is linear in t_x, so W_h and c_h follow by least squares,
-first from x near by, then from all x.
+up to numbers that do not depend on t. This is a feed-forward layer with gates: its
+units are the heads, its activation is σ, and curvature.py finds κ_h and M_h·w. The norm
+leaves any t shorter than √d. Since σ(−z) = 1 − σ(z), the signs of the units are free; a
+sum of some of the M_h·w, which is left as a linear part, shows them. κ_h is linear in
+t_x, so W_h and c_h follow by least squares, first from x near by, then from all x.
 """
 
 from __future__ import annotations
@@ -42,19 +42,27 @@ _FITTED = 1e-3  # relative error of the first fit: N(h) is not quite N(x)
 
 
 def read_heads(
-    value: Callable[[Tensor, Tensor], Tensor], dim: int, radius: float, stream: torch.Generator
+    value: Callable[[Tensor, Tensor], Tensor],
+    dim: int,
+    radius: float,
+    stream: torch.Generator,
 ) -> BiasedHeads:
     """Return the heads, whose tokens are t.
 
-    `value` maps t and t_x (n, dim), |t| < |t_x| = radius, to scores (n, 1), which are 0 at t = t_x.
+    `value` maps t and t_x (n, dim), |t| < |t_x| = radius, to scores (n, 1), which are 0
+    at t = t_x.
     """
     x, model = attempted(lambda: _at_one(value, dim, radius, stream), _ATTEMPTS)
-    heads, total = len(model.v), model.v.sum(0)
+    heads = len(model.v)
+    total = model.v.sum(0)
     for around in _AROUND:
         count = math.ceil(_MORE * heads * dim * (dim + 2)) + 16
-        moved = torch.randn(count, dim, generator=stream, dtype=torch.float64) / math.sqrt(dim)
+        moved = torch.randn(
+            count, dim, generator=stream, dtype=torch.float64
+        ) / math.sqrt(dim)
         near = moved if math.isinf(around) else x / radius + around * moved
-        last, t = radius * normalize(near, dim=1), _inside(count, dim, radius, stream)
+        last = radius * normalize(near, dim=1)
+        t = _inside(count, dim, radius, stream)
         y = value(t, last)[:, 0] + last @ total
         model = refined(
             model, ["W", "v", "c"], [(torch.stack([t, last], 1), y, torch.ones_like(y))]
@@ -71,24 +79,39 @@ def attempted(start: Callable[[], T], times: int) -> T:
 
 
 def _at_one(
-    value: Callable[[Tensor, Tensor], Tensor], dim: int, radius: float, stream: torch.Generator
+    value: Callable[[Tensor, Tensor], Tensor],
+    dim: int,
+    radius: float,
+    stream: torch.Generator,
 ) -> tuple[Tensor, BiasedHeads]:
     """Return a random x, and heads that give the right answers at this x only."""
-    x = radius * normalize(torch.randn(dim, generator=stream, dtype=torch.float64), dim=0)
+    x = radius * normalize(
+        torch.randn(dim, generator=stream, dtype=torch.float64), dim=0
+    )
     scale = _SHARE * radius / math.sqrt(dim)
     field = Field(
-        lambda at: value(scale * at, x.expand_as(at)), dim, sphere=False, numbers=1, heads=True
+        lambda at: value(scale * at, x.expand_as(at)),
+        dim,
+        sphere=False,
+        numbers=1,
+        heads=True,
     )
     units = find_units(field, stream)
     heads = len(units.A)
     if not len(units.G):
-        raise Unsuccessful(Status.NOT_APPLICABLE, "what another token changes is not attention")
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE, "what another token changes is not attention"
+        )
     t = _inside(math.ceil(_MORE * heads * (2 * dim + 3)) + 2 * dim, dim, radius, stream)
     units = replace(units, A=units.A / scale, G=units.G / scale)
-    units, _, linear, left = fit(units, Known(t, with_ones(t)), value(t, x.expand_as(t)))
-    keys, v = units.A, units.G * units.C.mT
+    units, _, linear, left = fit(
+        units, Known(t, with_ones(t)), value(t, x.expand_as(t))
+    )
+    keys = units.A
+    v = units.G * units.C.mT
     sign = (1 - 2 * subset_sum(v, -linear[:-1, 0]))[:, None]
-    keys, v = sign * keys, sign * v
+    keys = sign * keys
+    v = sign * v
     off = float((sign[:, 0] * units.a + keys @ x).abs().max())
     if left > _FITTED or off > 0.1 * float(1 + units.a.abs().max()):
         raise Unsuccessful(

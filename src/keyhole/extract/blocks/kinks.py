@@ -1,28 +1,31 @@
 """The ReLU units of a block, with biases, from its kinks.
 
-**Without norms**: relu_network.py in one dimension more. One number of a block's answer to a single
-token is `f(x) = ℓ·x + e + Σ_k w_k ReLU(a_k·x + α_k)`. Since ReLU(z) = (|z| + z)/2, it is
+**Without norms**: relu_network.py in one dimension more. One number of a block's answer
+to a single token is `f(x) = ℓ·x + e + Σ_k w_k ReLU(a_k·x + α_k)`. Since ReLU(z) = (|z|
++ z)/2, it is
 
     f(x) = E(x, 1) + L·(x, 1),    E(x, t) = ½ Σ_k w_k |a_k·x + α_k t|,
 
-and `t·f(x/t) = E(x, t) + L·(x, t)` for t > 0. E is even, which extends this to t < 0 once L is
-known: a network without biases, of d + 1 inputs. Beyond all kinks,
+and `t·f(x/t) = E(x, t) + L·(x, t)` for t > 0. E is even, which extends this to t < 0
+once L is known: a network without biases, of d + 1 inputs. Beyond all kinks,
 
     f(λx) − f(−λx) = 2λ·L_x·x + …,    f(λx) + f(−λx) = λ·… + 2 L_t,
 
 so two λ give L: 4d queries for d directions.
 
-**Behind a norm** x is on a sphere. On a great circle `x(θ) = r(p cos θ + q sin θ)` the answer is
-`A cos θ + B sin θ + C` between kinks, and at a kink of unit k it changes by
+**Behind a norm** x is on a sphere. On a great circle `x(θ) = r(p cos θ + q sin θ)` the
+answer is `A cos θ + B sin θ + C` between kinks, and at a kink of unit k it changes by
 
     D(θ) = ±c_k (a_k·x(θ) + α_k),        D'(θ*) = c_k |a_k·x'(θ*)|:
 
-which gives the direction of c_k, which tells units apart, a_k in the plane of p and q, and α_k. For
-w orthogonal to both, the slope along w changes by `±c_k a_k·w`: the rest of a_k, from 4(d − 2)
-queries next to the kink. This is exact, since a slope is an odd part, B sin h.
+which gives the direction of c_k, which tells units apart, a_k in the plane of p and q,
+and α_k. For w orthogonal to both, the slope along w changes by `±c_k a_k·w`: the rest
+of a_k, from 4(d − 2) queries next to the kink. This is exact, since a slope is an odd
+part, B sin h.
 
-**Between two norms** (post_norm.py) answers `y = e + R/s` have lost the length s of R as well.
-Between kinks R(θ) = (cos θ, sin θ, 1)·P, so four consecutive answers are in three dimensions:
+**Between two norms** (post_norm.py) answers `y = e + R/s` have lost the length s of R
+as well. Between kinks R(θ) = (cos θ, sin θ, 1)·P, so four consecutive answers are in
+three dimensions:
 
     e         the point in which the spaces e + span P meet, which the answers of each arc show
     s_j       of an arc's answers j, up to one factor: Σ_j q_j s_j (y_j − e) = 0 for every q that is
@@ -31,8 +34,8 @@ Between kinks R(θ) = (cos θ, sin θ, 1)·P, so four consecutive answers are in
               c_k ⊗ (a_k·p, a_k·q, α_k/r), which is 0 at the kink: P and P' agree there
     slopes    along w are known up to a multiple of R on each side: two more unknowns for each w
 
-Whether units explain the answers at other points is found in the same way as the s_j, with the
-features of the units, n and 1 in place of cos, sin and 1.
+Whether units explain the answers at other points is found in the same way as the s_j,
+with the features of the units, n and 1 in place of cos, sin and 1.
 """
 
 from __future__ import annotations
@@ -71,7 +74,9 @@ _RANK_ONE = 1e-3
 _SAME = 1e-3  # of cosines
 
 
-def straight(value: Callable[[Tensor], Tensor], d: int, stream: torch.Generator) -> bool:
+def straight(
+    value: Callable[[Tensor], Tensor], d: int, stream: torch.Generator
+) -> bool:
     """Return whether answers are linear in short steps from nearly all random points."""
     x = torch.randn(_POINTS, d, generator=stream, dtype=torch.float64)
     step = _STEP * random_units(_POINTS, d, stream)
@@ -81,17 +86,23 @@ def straight(value: Callable[[Tensor], Tensor], d: int, stream: torch.Generator)
 
 
 def straight_on_sphere(
-    value: Callable[[Tensor], Tensor], d: int, radius: float, stream: torch.Generator,
+    value: Callable[[Tensor], Tensor],
+    d: int,
+    radius: float,
+    stream: torch.Generator,
     lost: bool = False,
-) -> bool:  # fmt: skip
+) -> bool:
     """Return the same on great circles: whether answers consist of 1, cos and sin of the angle.
 
-    If answers have `lost` their length: whether four consecutive ones are in three dimensions.
+    If answers have `lost` their length: whether four consecutive ones are in three
+    dimensions.
     """
     p, q = (random_orthogonal(d, stream)[:_POINTS] for _ in range(2))
     q = normalize(q - (p * q).sum(1, keepdim=True) * p, dim=1)
     steps = _ANGLE * torch.arange(4, dtype=torch.float64)[:, None, None]
-    y = value((radius * (steps.cos() * p + steps.sin() * q)).flatten(0, 1)).unflatten(0, (4, -1))
+    y = value((radius * (steps.cos() * p + steps.sin() * q)).flatten(0, 1)).unflatten(
+        0, (4, -1)
+    )
     bend = _bend(y, _ANGLE, lost) / y.abs().amax((0, 2))
     return float(bend.median()) < (1e-12 if lost else 3e-10)
 
@@ -139,21 +150,27 @@ def _units(rows: Tensor) -> Units:
 class _Homogeneous:
     """`E(x, t) + L·(x, t)` of one number of the answers, as an oracle of one token (x, t)."""
 
-    def __init__(self, value: Callable[[Tensor], Tensor], d: int, stream: torch.Generator) -> None:
-        self._value, self.dim = value, d + 1
+    def __init__(
+        self, value: Callable[[Tensor], Tensor], d: int, stream: torch.Generator
+    ) -> None:
+        self._value = value
+        self.dim = d + 1
         self._mixture = torch.randn(d, generator=stream, dtype=torch.float64)
         frame = random_orthogonal(d, stream)
         far = _BEYOND * torch.cat([frame, -frame])
         near, further = (self._scores(length * far).chunk(2) for length in (1, 2))
         odd = (further[0] - further[1]) - (near[0] - near[1])
         self._linear = frame.mT @ odd / (2 * _BEYOND)
-        self._constant = float((2 * (near[0] + near[1]) - (further[0] + further[1])).median()) / 2
+        self._constant = (
+            float((2 * (near[0] + near[1]) - (further[0] + further[1])).median()) / 2
+        )
 
     def _scores(self, x: Tensor) -> Tensor:
         return self._value(x) @ self._mixture
 
     def __call__(self, sequences: Tensor) -> Tensor:
-        x, t = sequences[:, -1, :-1], sequences[:, -1, -1]
+        x = sequences[:, -1, :-1]
+        t = sequences[:, -1, -1]
         size = t.abs().clamp(min=1e-12)
         sign = torch.where(t < 0, -1.0, 1.0).to(torch.float64)
         scores = size * self._scores(sign[:, None] * x / size[:, None])
@@ -179,8 +196,8 @@ class _Kink:
 class _Circle:
     """A great circle through unit vectors p and q (d), its samples (n, m), and where it has kinks.
 
-    `free` (n) says whether there is no kink between a sample and the three after it. If samples
-    have `lost` their length, they have length 1 once a centre is subtracted.
+    `free` (n) says whether there is no kink between a sample and the three after it. If
+    samples have `lost` their length, they have length 1 once a centre is subtracted.
     """
 
     value: Callable[[Tensor], Tensor]
@@ -193,9 +210,13 @@ class _Circle:
 
     @classmethod
     def drawn(
-        cls, value: Callable[[Tensor], Tensor], d: int, radius: float, lost: bool,
+        cls,
+        value: Callable[[Tensor], Tensor],
+        d: int,
+        radius: float,
+        lost: bool,
         stream: torch.Generator,
-    ) -> _Circle:  # fmt: skip
+    ) -> _Circle:
         p, q = random_orthogonal(d, stream)[:2]
         count = _SAMPLES * d
         theta = 2 * math.pi * torch.arange(count, dtype=torch.float64) / count
@@ -205,7 +226,9 @@ class _Circle:
         return cls(value, p, q, radius, y, bend <= 30 * bend.median(), lost)
 
     def at(self, theta: Tensor) -> Tensor:
-        return self.radius * (theta.cos()[:, None] * self.p + theta.sin()[:, None] * self.q)
+        return self.radius * (
+            theta.cos()[:, None] * self.p + theta.sin()[:, None] * self.q
+        )
 
     def arcs(self) -> list[tuple[int, int]]:
         """Return first and last samples between kinks, in order; the last may exceed the end."""
@@ -221,7 +244,8 @@ class _Circle:
         ]
 
     def kinks(self, centre: Tensor) -> list[_Kink]:
-        step, found = 2 * math.pi / len(self.y), list[_Kink]()
+        step = 2 * math.pi / len(self.y)
+        found = list[_Kink]()
         arcs = self.arcs()
         if len(arcs) < 2:
             return found
@@ -230,32 +254,39 @@ class _Circle:
             if first - before[1] > 3:  # more than one kink is between them
                 continue
             middle = step * (first + before[1]) / 2
-            left, right = (self._waves(one, two, middle, centre) for one, two in (before, after))
+            left, right = (
+                self._waves(one, two, middle, centre) for one, two in (before, after)
+            )
             if self.lost:
                 right = right * _factor(left, right)
             change = right - left  # (3, m): of cos, sin and 1 of θ − middle
             U, sizes, V = torch.linalg.svd(change, full_matrices=False)
             if not float(sizes[1]) <= _RANK_ONE * float(sizes[0]):
                 continue
-            c, (a, b, constant) = V[0], (sizes[0] * U[:, 0]).tolist()
+            c = V[0]
+            (a, b, constant) = (sizes[0] * U[:, 0]).tolist()
             t = _root(a, b, constant)
             if not abs(t) <= 3 * step:
                 continue
             sign = 1.0 if b * math.cos(t) - a * math.sin(t) > 0 else -1.0
-            cos, sin = math.cos(middle), math.sin(middle)
+            cos = math.cos(middle)
+            sin = math.sin(middle)
             numbers = sign * torch.tensor(
-                [a * cos - b * sin, a * sin + b * cos, constant * self.radius], dtype=torch.float64
+                [a * cos - b * sin, a * sin + b * cos, constant * self.radius],
+                dtype=torch.float64,
             )
             clear = step * min(before[1] - before[0], after[1] - after[0])
-            beside = torch.stack([
-                _wave(t - clear / 2) @ left, _wave(t + clear / 2) @ right
-            ])  # fmt: skip
+            beside = torch.stack(
+                [_wave(t - clear / 2) @ left, _wave(t + clear / 2) @ right]
+            )
             found.append(_Kink(middle + t, clear, sign * c, numbers, beside))
         return found
 
     def _waves(self, first: int, last: int, middle: float, centre: Tensor) -> Tensor:
         """Return A, B, C (3, m) of an arc, θ relative to `middle`; up to a factor, if `lost`."""
-        at = torch.arange(first, last + 1, 1 + (last - first) // _ENOUGH if self.lost else 1)
+        at = torch.arange(
+            first, last + 1, 1 + (last - first) // _ENOUGH if self.lost else 1
+        )
         turn = 2 * math.pi / len(self.y) * at.to(torch.float64) - middle
         turn = torch.remainder(turn + math.pi, 2 * math.pi) - math.pi
         waves = torch.stack([turn.cos(), turn.sin(), torch.ones_like(turn)], 1)
@@ -271,10 +302,13 @@ class _Circle:
         w = torch.linalg.svd(plane)[2][2:]  # (d − 2, d)
         aside = kink.clear / 2
         h = aside / (64 if self.lost else 16)
-        theta = torch.tensor([kink.theta - aside, kink.theta + aside], dtype=torch.float64)
+        theta = torch.tensor(
+            [kink.theta - aside, kink.theta + aside], dtype=torch.float64
+        )
         moves = math.sin(h) * self.radius * torch.cat([w, -w])
         y = self.value((math.cos(h) * self.at(theta)[:, None] + moves).flatten(0, 1))
-        y, known = y.unflatten(0, (2, -1)), kink.c[None]
+        y = y.unflatten(0, (2, -1))
+        known = kink.c[None]
         if self.lost:
             sizes = torch.linalg.vector_norm(kink.beside, dim=1)
             y = sizes[:, None, None] * normalize(y - centre, dim=2)
@@ -298,8 +332,11 @@ def _root(a: float, b: float, constant: float) -> float:
     size = math.hypot(a, b)
     if not size > abs(constant):
         return math.nan
-    phase, half = math.atan2(b, a), math.acos(-constant / size)
-    return min((math.remainder(phase + sign * half, 2 * math.pi) for sign in (1, -1)), key=abs)
+    phase = math.atan2(b, a)
+    half = math.acos(-constant / size)
+    return min(
+        (math.remainder(phase + sign * half, 2 * math.pi) for sign in (1, -1)), key=abs
+    )
 
 
 def _factor(left: Tensor, right: Tensor) -> float:
@@ -308,13 +345,15 @@ def _factor(left: Tensor, right: Tensor) -> float:
     t = _root(*torch.linalg.svd(right - right @ Q @ Q.mT)[0][:, 0].tolist())
     if math.isnan(t):
         return t
-    before, after = _wave(t) @ left, _wave(t) @ right
+    before = _wave(t) @ left
+    after = _wave(t) @ right
     return float(before @ after / (after @ after))
 
 
 def _meeting(circles: list[_Circle]) -> Tensor:
     """Return the centre (m) of all arcs; parts of it that they do not show are 0."""
-    systems, wanted = list[Tensor](), list[Tensor]()
+    systems = list[Tensor]()
+    wanted = list[Tensor]()
     for circle in circles:
         arcs = sorted(circle.arcs(), key=lambda arc: arc[0] - arc[1])
         for first, last in arcs[:_LONGEST]:
@@ -332,15 +371,21 @@ def _no_kinks() -> Unsuccessful:
 
 
 def find_relu_units_on_sphere(
-    value: Callable[[Tensor], Tensor], d: int, radius: float, stream: torch.Generator,
+    value: Callable[[Tensor], Tensor],
+    d: int,
+    radius: float,
+    stream: torch.Generator,
     lost: bool = False,
-) -> tuple[Units, Tensor]:  # fmt: skip
+) -> tuple[Units, Tensor]:
     """Return the units, from answers (n, m) at points (n, d) of one length; and the centre (m).
 
-    Circles are drawn until the units explain the answers at other points. A unit is measured again
-    at a kink that is farther from others. The centre is 0 unless answers have lost their length.
+    Circles are drawn until the units explain the answers at other points. A unit is
+    measured again at a kink that is farther from others. The centre is 0 unless answers
+    have lost their length.
     """
-    rows, kinks, idle = list[Tensor](), list[_Kink](), 0
+    rows = list[Tensor]()
+    kinks = list[_Kink]()
+    idle = 0
     points = radius * random_units(d, d, stream)
     answers = value(points)
     centre = torch.zeros_like(answers[0])
@@ -358,13 +403,15 @@ def find_relu_units_on_sphere(
                 continue
             row = circle.row(kink, centre)
             if row is not None:
-                rows[known : known + 1], kinks[known : known + 1] = [row], [kink]
+                rows[known : known + 1] = [row]
+                kinks[known : known + 1] = [kink]
         if not rows:
             raise _no_kinks()
         units = _units(torch.stack(rows))
         if more := max(0, 2 * (len(rows) + d + 1) - len(points)):
             fresh = radius * random_units(more, d, stream)
-            points, answers = torch.cat([points, fresh]), torch.cat([answers, value(fresh)])
+            points = torch.cat([points, fresh])
+            answers = torch.cat([answers, value(fresh)])
         features = torch.cat([units.features(points), with_ones(points)], 1)
         made = answers
         if lost:

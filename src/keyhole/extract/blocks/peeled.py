@@ -2,9 +2,9 @@
 
     y = h + F(N(h)),    h = x + Attention(…)
 
-The answer y is solved for h, by the contraction h ← y − F(N(h)) and Newton's method; h − x is what
-attention has added. So the block becomes an oracle of its attention alone (`Peeled`), which
-extract/sub_layer.py reads.
+The answer y is solved for h, by the contraction h ← y − F(N(h)) and Newton's method; h
+− x is what attention has added. So the block becomes an oracle of its attention alone
+(`Peeled`), which extract/sub_layer.py reads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _NEWTON = 20
 _BATCH = 64
 _ARRIVED = 4e-15  # relative
 # The precision of what attention adds: narrow layers are fitted to the last digits.
-_PRECISELY, _ROUGHLY = 1e-11, 1e-9
+_PRECISELY = 1e-11
+_ROUGHLY = 1e-9
 _LENGTH = 64.0  # of the last token behind norms, relative to √d
 
 
@@ -55,14 +56,15 @@ class Network:
     def inverse(self, y: Tensor, h: Tensor) -> Tensor:
         """Return an h for each answer y, from a start near by.
 
-        The iteration h ← y − F(N(h)) is used where it is a contraction, as for long h; then
-        Newton's method.
+        The iteration h ← y − F(N(h)) is used where it is a contraction, as for long h;
+        then Newton's method.
         """
         parts = zip(y.split(_BATCH), h.split(_BATCH), strict=True)
         return torch.cat([self._inverse(*part) for part in parts])
 
     def _inverse(self, y: Tensor, h: Tensor) -> Tensor:
-        scale, h = y.abs().amax(1), h.clone()
+        scale = y.abs().amax(1)
+        h = h.clone()
         rest = self(h) - y
         contracts = self.view.norm != "none" and not self.view.scores
         for _ in range(_CONTRACTIONS if contracts else 0):
@@ -76,9 +78,11 @@ class Network:
         for _ in range(_NEWTON):
             if not len(going):
                 break
-            at, off = h[going], rest[going]
+            at = h[going]
+            off = rest[going]
             step = torch.linalg.solve(self.slopes(at), off[..., None])[..., 0]
-            size, share = off.square().sum(1), torch.ones(len(at), 1, dtype=torch.float64)
+            size = off.square().sum(1)
+            share = torch.ones(len(at), 1, dtype=torch.float64)
             tried = off
             for _ in range(4):
                 tried = self(at - share * step) - y[going]
@@ -86,7 +90,8 @@ class Network:
                 if not bool(worse.any()):
                     break
                 share = torch.where(worse[:, None], share / 5, share)
-            h[going], rest[going] = at - share * step, tried
+            h[going] = at - share * step
+            rest[going] = tried
             arrived = tried.abs().amax(1) <= _ARRIVED * scale[going]
             stuck = (share[:, 0] < 1) & (size < 1e-24 * scale[going].square())
             going = going[~(arrived | stuck)]
@@ -97,9 +102,10 @@ class Network:
 class Peeled:
     """An oracle of what attention adds to the last token.
 
-    Tokens are in the coordinates of the view. `y = h + F(N(h))` may have several solutions h,
-    unless x is long compared with what attention adds. Behind a norm the last token can be that
-    long, since all tokens of one direction are the same to attention.
+    Tokens are in the coordinates of the view. `y = h + F(N(h))` may have several
+    solutions h, unless x is long compared with what attention adds. Behind a norm the
+    last token can be that long, since all tokens of one direction are the same to
+    attention.
     """
 
     view: View
@@ -130,30 +136,49 @@ class Peeled:
     def surroundings(self) -> Surroundings:
         d, e = self.view.axes.shape
         plain = Surroundings(
-            self, self.b, every_token=self.view.every_token, causal=self.view.causal,
+            self,
+            self.b,
+            every_token=self.view.every_token,
+            causal=self.view.causal,
             precision=_ROUGHLY if self.view.wide else _PRECISELY,
-        )  # fmt: skip
+        )
         if self.view.norm == "none":
             return plain
-        # A LayerNorm of d numbers is an RMS norm of e = d − 1 coordinates, times √(d/e).
+        # A LayerNorm of d numbers is an RMS norm of e = d − 1 coordinates, times
+        # √(d/e).
         epsilon = self.epsilon * d / e
         left = max(epsilon / _LENGTH**2, 1e-12)
         return replace(plain, epsilon=epsilon, last_norm=math.sqrt(e * (1 - left)))
 
     def block(self, layer: SubLayer) -> Block:
-        view, lift, (d, e) = self.view, self.view.axes, self.view.axes.shape
+        view = self.view
+        lift = self.view.axes
+        (d, e) = self.view.axes.shape
         units = self.units.of_length_one
         scale = math.sqrt(e / d)  # an RMS norm of e coordinates relative to that of d
         Q, K, V = (scale * lift @ part for part in (layer.Q, layer.K, layer.V))
         return Block(
-            Q=Q.contiguous(), q=layer.q, K=K.contiguous(), V=V.contiguous(), O=layer.O, b=layer.b,
-            frequencies=layer.frequencies, A=(units.A @ lift.mT).contiguous(), a=units.a,
-            G=(units.G @ lift.mT).contiguous(), g=units.g, C=units.C.contiguous(),
-            c=self.network.c, norm=view.norm,
+            Q=Q.contiguous(),
+            q=layer.q,
+            K=K.contiguous(),
+            V=V.contiguous(),
+            O=layer.O,
+            b=layer.b,
+            frequencies=layer.frequencies,
+            A=(units.A @ lift.mT).contiguous(),
+            a=units.a,
+            G=(units.G @ lift.mT).contiguous(),
+            g=units.g,
+            C=units.C.contiguous(),
+            c=self.network.c,
+            norm=view.norm,
             w=view.residual[:, 0] if view.scores else torch.zeros_like(units.a[:0]),
-            activation=units.activation, epsilon=(layer.epsilon or 0.0) * e / d,
-            epsilon_behind=self.network.epsilon, every_token=view.every_token, causal=view.causal,
-        )  # fmt: skip
+            activation=units.activation,
+            epsilon=(layer.epsilon or 0.0) * e / d,
+            epsilon_behind=self.network.epsilon,
+            every_token=view.every_token,
+            causal=view.causal,
+        )
 
     def attention(self, stream: torch.Generator, reach: float) -> SubLayer:
         return read_attention(self.surroundings(), stream, self.total, reach)
@@ -166,15 +191,20 @@ class Peeled:
             return attention
         sequences = Sequences.drawn(attention, stream, around.last_norm)
         sums = around.answer(sequences.tokens) + around.b
-        return fitted_heads(attention, sequences, sums, lambda added: added, self.device, stream)
+        return fitted_heads(
+            attention, sequences, sums, lambda added: added, self.device, stream
+        )
 
     def __call__(self, sequences: Tensor) -> Tensor:
         tokens = sequences @ self.view.axes.mT
         y = last(self.view.oracle, tokens)
-        t = self.view.normed(tokens.flatten(0, 1), self.epsilon).unflatten(0, tokens.shape[:2])
+        t = self.view.normed(tokens.flatten(0, 1), self.epsilon).unflatten(
+            0, tokens.shape[:2]
+        )
         x = tokens[:, -1]
         if self.view.norm != "none":
-            # The network's error for the last token alone: it is nearly the same for sums near by.
+            # The network's error for the last token alone: it is nearly the same for
+            # sums near by.
             alone, of = torch.unique(x, dim=0, return_inverse=True)
             y = y + (self.network(self.added_alone(alone)) - self.view.ask(alone))[of]
         return self.network.inverse(y, x + t.mean(1) @ self.M + self.b) - x

@@ -2,40 +2,45 @@
 
     y = E·N(D·n + C·f(n) + c) + e,    n = N(x + Attention(x) + b)
 
-From answers y to sequences this reads E, e, D, C, c, the units f and every ε, and returns an oracle
-of the attention alone (`PeeledPostNorm`). Every answer has lost its length and its mean, and so has
-n. The block is read from the outside in, each step by linear algebra:
+From answers y to sequences this reads E, e, D, C, c, the units f and every ε, and
+returns an oracle of the attention alone (`PeeledPostNorm`). Every answer has lost its
+length and its mean, and so has n. The block is read from the outside in, each step by
+linear algebra:
 
     E, e        y/E has the same sum for all y, and (y − e)/E the same length: two linear systems
     x₀, M       n([x]) is the direction of (x − x₀)(1 + M), so the derivative of y([x]) is 0 along
-                x − x₀ and along 1(1 + M)⁻¹; two points show both. In [x + δ ; x] every head has
-                the weight ½ at δ = 0: the derivative by δ is that of y([x]) after ½·M(1 + M)⁻¹.
-                With a position bias the weights differ, which tells heads apart (position_bias.py)
+                x − x₀ and along 1(1 + M)⁻¹; two points show both. In [x + δ ; x] every
+                head has the weight ½ at δ = 0: the derivative by δ is that of y([x])
+                after ½·M(1 + M)⁻¹. With a position bias the weights differ, which tells
+                heads apart (position_bias.py)
     units       n is any point of a sphere now. The second derivatives of ŷ = R/s, s = |R|, are
 
                     ŷ_ee' + σ_e ŷ_e' + σ_e' ŷ_e + τ_ee' ŷ
                         = (1/s)(Σ_k c_k φ''_k (a_k·e)(a_k·e') − ρ δ_ee')
 
-                with σ and τ from s alone. Orthogonally to ŷ and all ŷ_e, e in U, these are ŷ_ee':
-                they show the span S of curvature.py. Orthogonally to S the left side is 0, which is
-                linear in σ (wide_curvature.py). ReLU units are read from kinks instead (kinks.py)
+                with σ and τ from s alone. Orthogonally to ŷ and all ŷ_e, e in U, these
+                are ŷ_ee': they show the span S of curvature.py. Orthogonally to S the
+                left side is 0, which is linear in σ (wide_curvature.py). ReLU units are
+                read from kinks instead (kinks.py)
     the rest    the numbers φ''_k at some points, lengths from first derivatives, the rows outside U
-                from mixed derivatives (linear, together with σ_w); then a fit of all numbers
-                (between_norms.py)
+                from mixed derivatives (linear, together with σ_w); then a fit of all
+                numbers (between_norms.py)
     signs       of φ(z) and φ(−z) those for which D is diagonal
     both ε      that of the second norm in the fit of all numbers; that of the first from sums so
                 short that n is shorter, by a factor that they share
     heads       a sum does not follow from one answer: R takes most values more than once. It does
-                from two answers that share a sum, or if the sum is in a known span of few
-                dimensions, and sub_layer.py asks for such sums. Then all numbers of all heads
-                (all_heads.py)
+                from two answers that share a sum, or if the sum is in a known span of
+                few dimensions, and sub_layer.py asks for such sums. Then all numbers of
+                all heads (all_heads.py)
 
-With an ε in the second norm, ŷ still has the direction of R, but answers have several lengths, and
-e is only roughly known at first. Then it follows from |R|, which is roughly known (`_origin`), or
-is where lines along ŷ (wide_curvature.py) or arcs (kinks.py) meet.
+With an ε in the second norm, ŷ still has the direction of R, but answers have several
+lengths, and e is only roughly known at first. Then it follows from |R|, which is
+roughly known (`_origin`), or is where lines along ŷ (wide_curvature.py) or arcs
+(kinks.py) meet.
 
-Multiplying D, C and c, and with them the root of the second ε, changes nothing: here the mean of D²
-is 1. The means of the rows of O and A, of the columns of C, of b and of c are 0.
+Multiplying D, C and c, and with them the root of the second ε, changes nothing: here
+the mean of D² is 1. The means of the rows of O and A, of the columns of C, of b and of
+c are 0.
 """
 
 from __future__ import annotations
@@ -66,11 +71,14 @@ from keyhole.extract.sub_layer_values import LostSum, Surroundings
 from keyhole.oracle.block import Block
 from keyhole.oracle.sub_layer import SubLayer
 
-# Steps of differences, relative to a token: scores of real heads have large higher derivatives, and
-# with ReLU units hardly any kink is as near as the second step.
-_SHORT, _SHORTEST = 0.001, 5e-6
-# Lengths relative to √d: of sums for which the first ε is negligible, and of tokens that show x₀.
-_FAR, _PLANES = 2.0**12, 2.0**8
+# Steps of differences, relative to a token: scores of real heads have large higher
+# derivatives, and with ReLU units hardly any kink is as near as the second step.
+_SHORT = 0.001
+_SHORTEST = 5e-6
+# Lengths relative to √d: of sums for which the first ε is negligible, and of tokens
+# that show x₀.
+_FAR = 2.0**12
+_PLANES = 2.0**8
 _SPARE = 16
 _ATTEMPTS = 3
 _AROUND = 16  # points for each dimension that show the origin of answers
@@ -145,7 +153,9 @@ class FirstSum:
         return self.start + length * n @ self.R
 
     @classmethod
-    def read(cls, ask: Value, d: int, stream: torch.Generator, step: float = _SHORT) -> FirstSum:
+    def read(
+        cls, ask: Value, d: int, stream: torch.Generator, step: float = _SHORT
+    ) -> FirstSum:
         """Read x₀ and T; `ask` takes sequences (n, tokens, d), `step` is that of differences."""
         directions = random_orthogonal(d, stream)[:2]
         basis = random_orthogonal(d, stream)
@@ -166,15 +176,20 @@ class FirstSum:
         J = both()
         # 1(1 + M)⁻¹ does not show and is left out: the mean of sums is free.
         left, sizes, right = torch.linalg.svd(J, full_matrices=False)
-        seen, right = left[:, :-1], right[:-1].mT
+        seen = left[:, :-1]
+        right = right[:-1].mT
         outside = [torch.eye(d, dtype=torch.float64) - p @ p.mT for p in planes]
-        wanted = torch.cat([o @ (_PLANES * x) for o, x in zip(outside, points, strict=True)])
+        wanted = torch.cat(
+            [o @ (_PLANES * x) for o, x in zip(outside, points, strict=True)]
+        )
         start = seen @ least_squares(torch.cat(outside) @ seen, wanted[:, None])[:, 0]
         heads = None
         if _alike(partial(_slopes_of_copies, ask, step, basis[:1]), points[0]):
             N = 2 * both(2, 1) @ right
         else:
-            heads = told_apart(torch.stack([both(*each) @ right for each in COPIES]), stream)
+            heads = told_apart(
+                torch.stack([both(*each) @ right for each in COPIES]), stream
+            )
             N = heads.total
         back = seen.mT / sizes[:-1, None]
         R = torch.eye(d, dtype=torch.float64) - N @ back
@@ -192,7 +207,8 @@ def _slopes_of_copies(
 
     `place` is counted from the last token.
     """
-    steps, copies = step * x.norm() * basis, x.expand(len(basis), tokens, len(x))
+    steps = step * x.norm() * basis
+    copies = x.expand(len(basis), tokens, len(x))
 
     def path(t: float) -> Tensor:
         moved = copies.clone()
@@ -211,10 +227,12 @@ def _alike(slopes: Callable[..., Tensor], x: Tensor) -> bool:
 def _origin(n: Tensor, y: Tensor) -> Tensor:
     """Return the centre z of answers (n, m) at points of a sphere, some shortened by an ε.
 
-    `|y − z|² = r² − κ/|R|²` is linear in z, r² and κ. Since κ is small, |R| need not be exact: it
-    is taken to be the one for which |R|·ŷ is closest to an affine function of n.
+    `|y − z|² = r² − κ/|R|²` is linear in z, r² and κ. Since κ is small, |R| need not be
+    exact: it is taken to be the one for which |R|·ŷ is closest to an affine function of
+    n.
     """
-    hats, ones = normalize(y, dim=1), torch.ones_like(y[:, :1])
+    hats = normalize(y, dim=1)
+    ones = torch.ones_like(y[:, :1])
     Q = torch.linalg.qr(torch.cat([n, ones], 1))[0]
     across = torch.eye(len(n), dtype=torch.float64) - Q @ Q.mT
     length = torch.linalg.eigh(across * (hats @ hats.mT))[1][:, :1]
@@ -227,10 +245,10 @@ def _origin(n: Tensor, y: Tensor) -> Tensor:
 class PeeledPostNorm:
     """An oracle of what attention adds to the last token, through everything behind attention.
 
-    For pairs of tokens it returns what attention adds, in coordinates (e): the sums of `[x + δ ;
-    x]` and `[x − δ ; x]` differ by δ·M, since σ(s) + σ(−s) = 1 in every head, so two answers show
-    one sum. For longer sequences it returns the output of the second norm, which is enough to see
-    whether places matter.
+    For pairs of tokens it returns what attention adds, in coordinates (e): the sums of
+    `[x + δ ; x]` and `[x − δ ; x]` differ by δ·M, since σ(s) + σ(−s) = 1 in every head,
+    so two answers show one sum. For longer sequences it returns the output of the
+    second norm, which is enough to see whether places matter.
     """
 
     ask: Value  # the last token's vectors
@@ -245,27 +263,46 @@ class PeeledPostNorm:
 
     def surroundings(self) -> Surroundings:
         return Surroundings(
-            self, self.b, every_token=self.every_token, causal=self.causal, precision=_PRECISE,
+            self,
+            self.b,
+            every_token=self.every_token,
+            causal=self.causal,
+            precision=_PRECISE,
             within=self.within,
-        )  # fmt: skip
+        )
 
     @property
     def units(self) -> Units:
         return self.layer.units
 
     def block(self, attention: SubLayer) -> Block:
-        units, lift = self.units.of_length_one, self.axes
+        units = self.units.of_length_one
+        lift = self.axes
         return Block(
-            Q=attention.Q, q=attention.q, K=attention.K, V=attention.V,
-            O=(attention.O @ lift.mT).contiguous(), b=lift @ attention.b,
-            frequencies=attention.frequencies, places=attention.places,
-            A=(units.A @ lift.mT).contiguous(), a=units.a,
-            G=units.G.new_zeros(0, self.dim), g=units.g, C=(lift @ units.C).contiguous(),
-            c=lift @ self.layer.c, D=self.D, E=self.second.E, e=self.second.e,
-            activation=units.activation, norm="behind", epsilon=self.layer.epsilon,
-            epsilon_behind=self.layer.epsilon_behind, every_token=self.every_token,
+            Q=attention.Q,
+            q=attention.q,
+            K=attention.K,
+            V=attention.V,
+            O=(attention.O @ lift.mT).contiguous(),
+            b=lift @ attention.b,
+            frequencies=attention.frequencies,
+            places=attention.places,
+            A=(units.A @ lift.mT).contiguous(),
+            a=units.a,
+            G=units.G.new_zeros(0, self.dim),
+            g=units.g,
+            C=(lift @ units.C).contiguous(),
+            c=lift @ self.layer.c,
+            D=self.D,
+            E=self.second.E,
+            e=self.second.e,
+            activation=units.activation,
+            norm="behind",
+            epsilon=self.layer.epsilon,
+            epsilon_behind=self.layer.epsilon_behind,
+            every_token=self.every_token,
             causal=self.causal,
-        )  # fmt: skip
+        )
 
     def attention(self, stream: torch.Generator, reach: float) -> SubLayer:
         """Read the heads; the last token is `reach` times as long as the others."""
@@ -278,10 +315,16 @@ class PeeledPostNorm:
     def polished(self, attention: SubLayer, stream: torch.Generator) -> SubLayer:
         """Fit all numbers of attention at once."""
         sequences = Sequences.drawn(attention, stream)
-        layer, y = self.layer.to(self.device), self._hats(sequences.tokens)
+        layer = self.layer.to(self.device)
+        y = self._hats(sequences.tokens)
         own = (sequences.x.flatten(0, 1) @ self.axes).to(self.device)
         return fitted_heads(
-            attention, sequences, y, lambda added: layer.hats(own + added), self.device, stream
+            attention,
+            sequences,
+            y,
+            lambda added: layer.hats(own + added),
+            self.device,
+            stream,
         )
 
     @property
@@ -297,7 +340,8 @@ class PeeledPostNorm:
         return self.first.b @ self.axes
 
     def __call__(self, sequences: Tensor) -> Tensor:
-        x, tokens = sequences[:, -1], sequences.shape[1]
+        x = sequences[:, -1]
+        tokens = sequences.shape[1]
         if tokens == 1:
             return self.sums(x) - x @ self.axes
         if tokens > 2:
@@ -305,7 +349,8 @@ class PeeledPostNorm:
         delta = sequences[:, 0] - x
         mirrored = torch.stack([x - delta, x], 1)
         hats = torch.stack([self._corrected(sequences), self._corrected(mirrored)], 1)
-        alone, moved = self.sums(x), delta @ self.total
+        alone = self.sums(x)
+        moved = delta @ self.total
         u = self._undone(
             hats,
             torch.stack([alone, alone - moved], 1),
@@ -318,8 +363,12 @@ class PeeledPostNorm:
         """Return what the other tokens add to the last one's sum, which is in a span of rows."""
         basis = torch.linalg.qr(span.mT)[0].mT
         x = sequences[:, -1]
-        start = (sequences.mean(1) - x) @ self.total @ basis.mT  # as if all weights were equal
-        u = self._undone(self._corrected(sequences)[:, None], self.sums(x)[:, None], basis, start)
+        start = (
+            (sequences.mean(1) - x) @ self.total @ basis.mT
+        )  # as if all weights were equal
+        u = self._undone(
+            self._corrected(sequences)[:, None], self.sums(x)[:, None], basis, start
+        )
         return u @ basis
 
     def _corrected(self, sequences: Tensor) -> Tensor:
@@ -337,9 +386,14 @@ class PeeledPostNorm:
         x = math.sqrt(d) * random_orthogonal(d, stream)[: min(_TOKENS, d)]
         moved = x @ (self.first.T @ self.axes)
         b = self._undone(
-            self._hats(x.unsqueeze(1))[None], moved[None], torch.eye(e).to(moved), self.b[None]
+            self._hats(x.unsqueeze(1))[None],
+            moved[None],
+            torch.eye(e).to(moved),
+            self.b[None],
         )[0]
-        return replace(self, first=replace(self.first, start=-(self.axes @ b) @ self.first.R))
+        return replace(
+            self, first=replace(self.first, start=-(self.axes @ b) @ self.first.R)
+        )
 
     def with_epsilon(self, stream: torch.Generator) -> PeeledPostNorm:
         """Return the block with the first ε, from sums so short that it shortens n."""
@@ -350,7 +404,8 @@ class PeeledPostNorm:
             hats = self._hats(self.first.tokens(n @ self.axes.mT, length).unsqueeze(1))
             for _ in range(_NEWTON):
                 R = self.layer(share * n)
-                out, size = normalize(R, dim=1), R.norm(dim=1, keepdim=True)
+                out = normalize(R, dim=1)
+                size = R.norm(dim=1, keepdim=True)
                 slope = self.layer.slopes(share * n, n[..., None])[..., 0] / size
                 slope = slope - out * (out * slope).sum(1, keepdim=True)
                 off = hats / math.sqrt(d) - out
@@ -370,9 +425,14 @@ class PeeledPostNorm:
         y = self.second.undone(self.ask(sequences)) @ self.axes
         return math.sqrt(self.dim) * normalize(y, dim=1)
 
-    def _undone(self, hats: Tensor, sums: Tensor, basis: Tensor, start: Tensor) -> Tensor:
-        layer, basis = self.layer.to(self.device), basis.to(self.device)
-        batches = zip(*(part.split(_BATCH) for part in (hats, sums, start)), strict=True)
+    def _undone(
+        self, hats: Tensor, sums: Tensor, basis: Tensor, start: Tensor
+    ) -> Tensor:
+        layer = self.layer.to(self.device)
+        basis = basis.to(self.device)
+        batches = zip(
+            *(part.split(_BATCH) for part in (hats, sums, start)), strict=True
+        )
         parts = list[Tensor]()
         for batch in batches:
             hats, sums, start = (part.to(self.device) for part in batch)
@@ -384,12 +444,18 @@ class PeeledPostNorm:
         return u
 
 
-def read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> PeeledPostNorm:
+def read(
+    ask: Value, d: int, device: torch.device, stream: torch.Generator
+) -> PeeledPostNorm:
     """Return everything but the heads; `ask` maps sequences (n, tokens, d) to the last vectors."""
-    return attempted(partial(_read, ask, d, device, stream), 1 if d >= WIDE else _ATTEMPTS)
+    return attempted(
+        partial(_read, ask, d, device, stream), 1 if d >= WIDE else _ATTEMPTS
+    )
 
 
-def _read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> PeeledPostNorm:
+def _read(
+    ask: Value, d: int, device: torch.device, stream: torch.Generator
+) -> PeeledPostNorm:
     tokens = torch.randn(2 * d + _SPARE, 1, d, generator=stream, dtype=torch.float64)
     second = SecondNorm.read(ask(tokens))
 
@@ -411,7 +477,9 @@ def _read(ask: Value, d: int, device: torch.device, stream: torch.Generator) -> 
         return find_units(sphere, random_orthogonal(d - 1, stream), device, stream)
 
     if kinked:
-        units, centre = find_relu_units_on_sphere(value, d - 1, radius, stream, lost=True)
+        units, centre = find_relu_units_on_sphere(
+            value, d - 1, radius, stream, lost=True
+        )
         doubtful = torch.zeros(0, dtype=torch.long)
     elif second.exact or d >= WIDE:
         units, centre, doubtful = found_units(second.exact)

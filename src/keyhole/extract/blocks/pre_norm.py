@@ -3,19 +3,21 @@
     y = h + F(N(h)),    h = x + N(x)M + b        (single tokens; M = Σ_h V_h O_h)
     F(u) = C·f(u) + c
 
-From answers y to single tokens x (`View`) this reads F, M, b and every ε, and returns an oracle of
-the attention alone (`Peeled`). If x is long, N(h) = N(x), and y − x is a feed-forward layer on a
-sphere plus a linear map. The steps:
+From answers y to single tokens x (`View`) this reads F, M, b and every ε, and returns
+an oracle of the attention alone (`Peeled`). If x is long, N(h) = N(x), and y − x is a
+feed-forward layer on a sphere plus a linear map. The steps:
 
     units          from curvature (curvature.py), or kinks (kinks.py), of long tokens
     C, Λ, κ        all numbers of `y − x = u·Λ + C·f(u) + κ`, u = N(x)
     M, b           from shorter tokens, for which N(h) is not N(x). With gates Λ is M; without, the
-                   signs of the units, φ(z) or φ(−z) = φ(z) − z, are those for which Λ becomes M
+                   signs of the units, φ(z) or φ(−z) = φ(z) − z, are those for which Λ
+                   becomes M
     all numbers    and both ε, from tokens of several lengths
 
-Fits of narrow blocks are those of fit.py, by variable projection. In wide blocks the units are read
-in those coordinates of an answer in which the token is 0 (wide_curvature.py): these are exact,
-however long the token is. Their fits are by conjugate gradients (descent.py).
+Fits of narrow blocks are those of fit.py, by variable projection. In wide blocks the
+units are read in those coordinates of an answer in which the token is 0
+(wide_curvature.py): these are exact, however long the token is. Their fits are by
+conjugate gradients (descent.py).
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ from keyhole.extract.blocks.view import FAR, View, not_a_block
 from keyhole.extract.gauss_newton import levenberg
 from keyhole.oracle.block import ACTIVATIONS
 
-_LONG, _LONGER = 2.0**16, 2.0**24  # lengths of tokens relative to √d; the second for scores
+# lengths of tokens relative to √d; the second for scores
+_LONG = 2.0**16
+_LONGER = 2.0**24
 _MORE = 1.5  # answers for each unknown of a fit
 _SHORTER = (256.0, 16.0, 4.0)  # lengths of tokens while M is sought
 LENGTHS = (16.0, 4.0, 1.0, 0.25)  # lengths of tokens in the fit of all numbers
@@ -72,7 +76,11 @@ def read(view: View, device: torch.device, stream: torch.Generator) -> Peeled:
 
 
 def tokens_of_lengths(
-    view: View, units: Units, lengths: Sequence[float], stream: torch.Generator, more: float = _MORE
+    view: View,
+    units: Units,
+    lengths: Sequence[float],
+    stream: torch.Generator,
+    more: float = _MORE,
 ) -> Tensor:
     """Draw tokens of several lengths, as many as a fit of the units needs."""
     count = math.ceil(_count(view, units, more) / len(lengths)) + 8
@@ -103,7 +111,9 @@ def far_units(view: View, stream: torch.Generator) -> tuple[Units, Tensor]:
         units = replace(units, A=units.A / shrink, G=units.G / shrink)
     x = view.tokens(_count(view, units), _LONGER if view.scores else _LONG, stream)
     u = view.normed(x, 0.0)
-    units, _, linear, left = fit(units, Known(u, with_ones(u)), view.ask(x) - x @ view.residual)
+    units, _, linear, left = fit(
+        units, Known(u, with_ones(u)), view.ask(x) - x @ view.residual
+    )
     expect_fitted(left, 1e-3)
     return units, linear
 
@@ -136,23 +146,32 @@ class _Shifted:
         return torch.ones(len(self.x), 1, dtype=torch.float64)
 
     def jacobian(self, units: Units) -> Tensor:
-        view, h = self.view, self.h
-        outer = view.residual.mT + view.slopes(units.C @ units.slopes(self.u), h, self.behind)
+        view = self.view
+        h = self.h
+        outer = view.residual.mT + view.slopes(
+            units.C @ units.slopes(self.u), h, self.behind
+        )
         t = view.normed(self.x, self.epsilon)
         of_M = torch.einsum("ne,nmj->nmej", t, outer).flatten(2)
         front = (view.normed(self.x, self.epsilon + _TINY) - t) / _TINY @ self.M
-        behind = units.features(view.normed(h, self.behind + _TINY)) - units.features(self.u)
-        of_both = torch.stack([(outer @ front[..., None])[..., 0], behind @ units.C.mT / _TINY], 2)
+        behind = units.features(view.normed(h, self.behind + _TINY)) - units.features(
+            self.u
+        )
+        of_both = torch.stack(
+            [(outer @ front[..., None])[..., 0], behind @ units.C.mT / _TINY], 2
+        )
         return torch.cat([of_M, outer, of_both], 2)
 
     def moved(self, step: Tensor) -> _Shifted:
         e, d = self.M.shape
         step = step[-(e + 1) * d - 2 :]
         return replace(
-            self, M=self.M + step[: e * d].view(e, d), b=self.b + step[e * d : -2],
+            self,
+            M=self.M + step[: e * d].view(e, d),
+            b=self.b + step[e * d : -2],
             epsilon=max(0.0, self.epsilon + float(step[-2])),
             behind=max(0.0, self.behind + float(step[-1])),
-        )  # fmt: skip
+        )
 
 
 def _rough(
@@ -161,7 +180,8 @@ def _rough(
     """Return M, b and units of the right signs, from shorter and shorter tokens."""
     d, e = view.axes.shape
     # With gates Λ is M; without, φ(z) and φ(−z) differ by a linear part.
-    M, b = torch.zeros(e, d, dtype=torch.float64), torch.zeros(d, dtype=torch.float64)
+    M = torch.zeros(e, d, dtype=torch.float64)
+    b = torch.zeros(d, dtype=torch.float64)
     if len(units.G) and not view.scores:
         M = linear[:-1]
     for length in _SHORTER:
@@ -173,9 +193,13 @@ def _rough(
 
 
 def _attention_sum(
-    view: View, units: Units, linear: Tensor, start: tuple[Tensor, Tensor], length: float,
+    view: View,
+    units: Units,
+    linear: Tensor,
+    start: tuple[Tensor, Tensor],
+    length: float,
     stream: torch.Generator,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Return M and b from tokens of one length, by Gauss–Newton, with the units' signs unknown.
 
     With h = x + tM + b, t = N(x) and u = N(h), y = hR + u(Λ − MR) + C·f(u) + κ − bR.
@@ -184,10 +208,12 @@ def _attention_sum(
     e, d = M.shape
     R = view.residual
     x = view.tokens(math.ceil(_MORE * (e + 1) * d / view.numbers) + 8, length, stream)
-    y, t = view.ask(x), view.normed(x, 0.0)
+    y = view.ask(x)
+    t = view.normed(x, 0.0)
 
     def look(both: Tensor) -> tuple[Tensor, Tensor]:
-        M, b = both[: e * d].view(e, d), both[e * d :]
+        M = both[: e * d].view(e, d)
+        b = both[e * d :]
         h = x + t @ M + b
         u = view.normed(h, 0.0)
         left = linear[:-1] - M @ R
@@ -233,7 +259,9 @@ def _scattered(axes: Tensor, stream: torch.Generator) -> Tensor:
     d, e = axes.shape
     rows = list[Tensor]()
     for block in torch.randperm(d, generator=stream).split(_BLOCK):
-        inside = torch.randn(len(block), len(block), generator=stream, dtype=torch.float64)
+        inside = torch.randn(
+            len(block), len(block), generator=stream, dtype=torch.float64
+        )
         if e < d:
             inside[:, 0] = 1
         own = torch.linalg.qr(inside)[0].mT[int(e < d) :]
@@ -258,7 +286,9 @@ class _Fits:
     def normed(self, x: Tensor, epsilon: Tensor | float = 0.0) -> Tensor:
         """Return N(x) in coordinates, with a 1 appended: (n, e + 1)."""
         v = x @ self.view.axes.to(x.device)
-        return with_ones(v / (v.square().sum(1, keepdim=True) / self.view.dim + epsilon).sqrt())
+        return with_ones(
+            v / (v.square().sum(1, keepdim=True) / self.view.dim + epsilon).sqrt()
+        )
 
     def features(self, A: Tensor, affine: Tensor) -> Tensor:
         z = affine @ A.mT
@@ -267,22 +297,27 @@ class _Fits:
 
     def inverses(self, numbers: Numbers, affine: Tensor, extra: Tensor) -> Numbers:
         """Return inverses of blocks of the normal equations: of A, and of the linear numbers."""
-        A, C = numbers["A"], numbers["linear"][: self.width]
+        A = numbers["A"]
+        C = numbers["linear"][: self.width]
         z = affine @ A.mT
-        slopes, gram = derivative(self.activation, 1)(z[:, : self.width]), C @ C.mT
+        slopes = derivative(self.activation, 1)(z[:, : self.width])
+        gram = C @ C.mT
         if len(A) > self.width:
             inside = ACTIVATIONS[self.activation](z[:, : self.width])
             slopes = torch.cat([slopes * z[:, self.width :], inside], 1)
             gram = gram.repeat(2, 2)
         features = torch.cat([self.features(A, affine), extra], 1)
         return {
-            "A": inverse(gram * (slopes.mT @ slopes)), "linear": inverse(features.mT @ features)
-        }  # fmt: skip
+            "A": inverse(gram * (slopes.mT @ slopes)),
+            "linear": inverse(features.mT @ features),
+        }
 
     def asked(self, count: int, lengths: tuple[float, ...]) -> tuple[Tensor, Tensor]:
         """Return random tokens of several lengths, and what the block adds to them."""
         each = math.ceil(count / len(lengths)) + _SPARE
-        x = torch.cat([self.view.tokens(each, length, self.stream) for length in lengths])
+        x = torch.cat(
+            [self.view.tokens(each, length, self.stream) for length in lengths]
+        )
         return x.to(self.device), (self.view.ask(x) - x).to(self.device)
 
     def far(self, units: Units) -> tuple[Tensor, Tensor]:
@@ -301,9 +336,12 @@ class _Fits:
             return torch.cat([self.features(numbers["A"], u), u], 1) @ numbers["linear"]
 
         numbers, left = descend(
-            model, {"A": A, "linear": linear}, y,
-            lambda numbers: _applied(self.inverses(numbers, u, u)), _ROUGH,
-        )  # fmt: skip
+            model,
+            {"A": A, "linear": linear},
+            y,
+            lambda numbers: _applied(self.inverses(numbers, u, u)),
+            _ROUGH,
+        )
         expect_fitted(left, 1e-3)
         return numbers["A"], numbers["linear"]
 
@@ -312,9 +350,14 @@ class _Fits:
 
         While the signs of the units are unknown, u(Λ − M) is added to them.
         """
-        width, gated = self.width, len(A) > self.width
-        C, through, kappa = linear[:width], linear[width:-1], linear[-1]
-        M = torch.cat([through if gated else torch.zeros_like(through), 0 * kappa[None]])
+        width = self.width
+        gated = len(A) > self.width
+        C = linear[:width]
+        through = linear[width:-1]
+        kappa = linear[-1]
+        M = torch.cat(
+            [through if gated else torch.zeros_like(through), 0 * kappa[None]]
+        )
         for length in _SHORTER[-1:] if gated else _SHORTER:
             x, y = self.asked(math.ceil(_MORE * len(M)), (length,))
             t = self.normed(x)
@@ -323,7 +366,9 @@ class _Fits:
                 M = numbers["M"]
                 u = self.normed(x + t @ M)
                 rest = self.features(A, u) @ C + kappa - M[-1]
-                return t @ M + (rest if gated else rest + u[:, :-1] @ (through - M[:-1]))
+                return t @ M + (
+                    rest if gated else rest + u[:, :-1] @ (through - M[:-1])
+                )
 
             of_M = _applied({"M": inverse(t.mT @ t)})
             M = descend(model, {"M": M}, y, lambda _, of_M=of_M: of_M, _ROUGH)[0]["M"]
@@ -333,13 +378,17 @@ class _Fits:
             flips = units.flips(through - M[:-1])
             if flips is None:
                 raise not_a_block()
-            A, kappa = A * (1 - 2 * flips)[:, None], kappa + (flips * a) @ C
+            A = A * (1 - 2 * flips)[:, None]
+            kappa = kappa + (flips * a) @ C
         return {"A": A, "linear": torch.cat([C, (kappa - M[-1])[None]]), "M": M}
 
     def all(self, numbers: Numbers) -> Peeled:
         """Fit all numbers, ε of both norms among them."""
         unknowns = sum(part.numel() for part in numbers.values())
-        numbers = {**numbers, "epsilon": torch.zeros(2, dtype=torch.float64, device=self.device)}
+        numbers = {
+            **numbers,
+            "epsilon": torch.zeros(2, dtype=torch.float64, device=self.device),
+        }
         x, y = self.asked(math.ceil(_MORE * unknowns / self.view.dim), LENGTHS)
 
         def inside(numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
@@ -354,9 +403,11 @@ class _Fits:
 
         def preconditioner(numbers: Numbers) -> Callable[[Numbers], Numbers]:
             t, _, u = inside(numbers)
-            made, eye = model(numbers), torch.eye(2, dtype=torch.float64, device=self.device)
+            made = model(numbers)
+            eye = torch.eye(2, dtype=torch.float64, device=self.device)
             moved = [
-                model({**numbers, "epsilon": numbers["epsilon"] + _TINY * axis}) for axis in eye
+                model({**numbers, "epsilon": numbers["epsilon"] + _TINY * axis})
+                for axis in eye
             ]
             sizes = [((each - made) / _TINY).square().sum() for each in moved]
             of_epsilon = torch.diag(1 / torch.stack(sizes).clamp(min=1e-30))
@@ -368,9 +419,12 @@ class _Fits:
         A, linear, M, epsilon = (
             numbers[name].to("cpu") for name in ("A", "linear", "M", "epsilon")
         )
-        rows, gates = A[: self.width], A[self.width :]
+        rows = A[: self.width]
+        gates = A[self.width :]
         units = Units.plain(rows[:, :-1], rows[:, -1], linear[:-1].mT, self.activation)
-        units = replace(units, G=gates[:, :-1].contiguous(), g=gates[:, -1].contiguous())
+        units = replace(
+            units, G=gates[:, :-1].contiguous(), g=gates[:, -1].contiguous()
+        )
         first, second = epsilon.clamp(min=0).tolist()
         network = Network(self.view, units, linear[-1], self.view.residual, second)
         return Peeled(self.view, network, M[:-1], M[-1], first, self.device)

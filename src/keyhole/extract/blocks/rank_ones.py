@@ -1,19 +1,20 @@
 """All matrices of rank one in a space S of symmetric ones, by the subspace power method.
 
-Kileel and Pereira, arXiv 1912.04007: in general position the aaᵀ in S are the maxima, with value 1,
-of `‖P_S(aaᵀ)‖` over |a| = 1. Iterates `a ← P_S(aaᵀ)·a` from random starts climb to them, and
-Gauss–Newton steps for `(1 − P_S)(aaᵀ) = 0` end there. Once half of the matrices are found, starts
-are first moved into what is left of S without them.
+Kileel and Pereira, arXiv 1912.04007: in general position the aaᵀ in S are the maxima,
+with value 1, of `‖P_S(aaᵀ)‖` over |a| = 1. Iterates `a ← P_S(aaᵀ)·a` from random starts
+climb to them, and Gauss–Newton steps for `(1 − P_S)(aaᵀ) = 0` end there. Once half of
+the matrices are found, starts are first moved into what is left of S without them.
 
-Units with gates bring two matrices each, aaᵀ and the symmetric product awᵀ + waᵀ of a with its
-*partner* w (ours). Towards w the maximum is flat: aaᵀ leaves S with the fourth power of the angle,
-so iterates stop in the plane of a and w, where `(1 − P_S)(a·)` nearly vanishes. In this plane S has
-two of three symmetric matrices; the third, orthogonal to both, is nnᵀ with n orthogonal to a. From
-there Newton's method solves `(1 − P_S)(aaᵀ) = 0` and `(1 − P_S)(awᵀ + waᵀ) = 0` together.
+Units with gates bring two matrices each, aaᵀ and the symmetric product awᵀ + waᵀ of a
+with its *partner* w (ours). Towards w the maximum is flat: aaᵀ leaves S with the fourth
+power of the angle, so iterates stop in the plane of a and w, where `(1 − P_S)(a·)`
+nearly vanishes. In this plane S has two of three symmetric matrices; the third,
+orthogonal to both, is nnᵀ with n orthogonal to a. From there Newton's method solves `(1
+− P_S)(aaᵀ) = 0` and `(1 − P_S)(awᵀ + waᵀ) = 0` together.
 
-Symmetric matrices (q, q) are packed as vectors of q(q + 1)/2 numbers, with √2 off the diagonal, so
-that inner products stay the same. S is given by a basis F of what is orthogonal to it, so that
-`(1 − P_S)(aaᵀ) = 0` says that aᵀFa = 0 for every F.
+Symmetric matrices (q, q) are packed as vectors of q(q + 1)/2 numbers, with √2 off the
+diagonal, so that inner products stay the same. S is given by a basis F of what is
+orthogonal to it, so that `(1 − P_S)(aaᵀ) = 0` says that aᵀFa = 0 for every F.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _ROUNDS = 40
 _POWERS = 80
 _TURNS = 2  # of planes towards a and its partner
 _NEWTON = 8
-_SAME, _SAME_PARTNER = 1e-5, 1e-4  # difference of cosines
+# difference of cosines
+_SAME = 1e-5
+_SAME_PARTNER = 1e-4
 _FLAT = 1e-3  # curvature towards a partner, relative to the mean curvature
 _BATCH = 256
 _CLIFF = 10.0  # the least ratio of the singular values on either side of the rank
@@ -101,16 +104,22 @@ def _in_plane(first: Tensor, second: Tensor, outside: Tensor) -> tuple[Tensor, T
 
 
 def rank_ones(
-    outside: Tensor, q: int, most: int, stream: torch.Generator, starts: int = 256,
-    allowed: Sequence[float] = (FOUND,), gates: bool = True,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    outside: Tensor,
+    q: int,
+    most: int,
+    stream: torch.Generator,
+    starts: int = 256,
+    allowed: Sequence[float] = (FOUND,),
+    gates: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """Return unit vectors a (n, q) with aaᵀ orthogonal to `outside`, and their partners.
 
-    `outside` has orthonormal rows, packed. There are `most` vectors, or, if there may be `gates`,
-    half as many, each with a partner orthogonal to it. Of either product, the first of `allowed`
-    may be outside S, or, if not all are found, the next.
+    `outside` has orthonormal rows, packed. There are `most` vectors, or, if there may
+    be `gates`, half as many, each with a partner orthogonal to it. Of either product,
+    the first of `allowed` may be outside S, or, if not all are found, the next.
     """
-    units, partners = torch.empty(0, q), None
+    units = torch.empty(0, q)
+    partners = None
     for each in allowed:
         units, partners = _search(outside, q, most, stream, starts, each, gates)
         if (1 if partners is None else 2) * len(units) == most:
@@ -123,14 +132,20 @@ def rank_ones(
 
 
 def _search(
-    outside: Tensor, q: int, most: int, stream: torch.Generator, starts: int, allowed: float,
+    outside: Tensor,
+    q: int,
+    most: int,
+    stream: torch.Generator,
+    starts: int,
+    allowed: float,
     gates: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:
     """Return the vectors that are found until there are enough, or rounds end."""
     device = outside.device
     flat = unpacked(outside, q).flatten(0, 1)  # (codimension·q, q)
     found = torch.empty(0, q, dtype=torch.float64, device=device)
-    left, gated = outside, None if gates else False
+    left = outside
+    gated = None if gates else False
     for _ in range(_ROUNDS):
         a = _powers(random_units(starts, q, stream).to(device), left)
         if left is not outside:
@@ -151,7 +166,9 @@ def _search(
             break
         if len(found) > most // 2:
             products = [symmetric(found[:, 0], each) for each in found.unbind(1)]
-            left = torch.linalg.qr(torch.cat([outside, *products]).mT)[0].mT.contiguous()
+            left = torch.linalg.qr(torch.cat([outside, *products]).mT)[
+                0
+            ].mT.contiguous()
     return (found[:, 0], found[:, 1]) if gated else (found.view(-1, q), None)
 
 
@@ -209,16 +226,20 @@ def _with_partners(a: Tensor, flat: Tensor, allowed: float) -> Tensor:
     for at in a.split(_BATCH) if len(a) else ():
         a, w = _in_planes(at, flat)
         for _ in range(_NEWTON):
-            of_a, of_w = _forms(a, flat), _forms(w, flat)
-            aa, wa = of_a.mT @ of_a, of_w.mT @ of_a
+            of_a = _forms(a, flat)
+            of_w = _forms(w, flat)
+            aa = of_a.mT @ of_a
+            wa = of_w.mT @ of_a
             top = torch.cat([4 * aa + of_w.mT @ of_w, wa], 2)
             square = torch.cat([top, torch.cat([wa.mT, aa], 2)], 1)
-            own, mixed = _times(of_a, a)[..., None], _times(of_a, w)[..., None]
+            own = _times(of_a, a)[..., None]
+            mixed = _times(of_a, w)[..., None]
             slope = torch.cat([2 * of_a.mT @ own + of_w.mT @ mixed, of_a.mT @ mixed], 1)
             size = square.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
             step = torch.linalg.solve(square + 1e-9 * size * eye, slope)[..., 0]
             along, aside = step.chunk(2, 1)
-            a, w = normalize(a - along, dim=1), w - aside
+            a = normalize(a - along, dim=1)
+            w = w - aside
             w = normalize(w - a * (a * w).sum(1, keepdim=True), dim=1)
         of_a = _forms(a, flat)
         off = torch.stack([_times(of_a, x).square().sum(1) for x in (a, w)]).amax(0)
@@ -232,8 +253,12 @@ def _in_planes(a: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
     for _ in range(_TURNS):
         J = _forms(a, flat)
         first, second = torch.linalg.eigh(J.mT @ J)[1][..., :2].unbind(2)
-        at_first, at_second = _forms(first, flat), _forms(second, flat)
-        products = [_times(at_first, first), math.sqrt(2) * _times(at_first, second),
-                    _times(at_second, second)]  # fmt: skip
+        at_first = _forms(first, flat)
+        at_second = _forms(second, flat)
+        products = [
+            _times(at_first, first),
+            math.sqrt(2) * _times(at_first, second),
+            _times(at_second, second),
+        ]
         a, w = _in_plane(first, second, torch.stack(products, 1))
     return normalize(a, dim=1), normalize(w, dim=1)

@@ -1,13 +1,15 @@
 """The activation φ, slope and offset of each unit, from its second derivatives at some base points.
 
-At base points p, a unit `φ(a·p + α)` shows numbers `size·φ''(a·p + α)`. One with a gate, whose
-partner is known up to a multiple τ of a, shows (see wide_curvature.py for the symbols)
+At base points p, a unit `φ(a·p + α)` shows numbers `size·φ''(a·p + α)`. One with a
+gate, whose partner is known up to a multiple τ of a, shows (see wide_curvature.py for
+the symbols)
 
     size·φ'(λt + α)    and    size·(λφ''(λt + α)·(t_w + τt + γ) + 2τφ'(λt + α))
 
-at places t along a and t_w along the partner. Each unit is a small least-squares problem, linear in
-all but θ = (λ, α) or (a, α). Levenberg–Marquardt solves it from many starts for θ; the rest is
-eliminated (variable projection, Golub and Pereyra 1973). All units and starts are one batch.
+at places t along a and t_w along the partner. Each unit is a small least-squares
+problem, linear in all but θ = (λ, α) or (a, α). Levenberg–Marquardt solves it from many
+starts for θ; the rest is eliminated (variable projection, Golub and Pereyra 1973). All
+units and starts are one batch.
 """
 
 from __future__ import annotations
@@ -27,11 +29,14 @@ from keyhole.extract.gauss_newton import levenberg
 SMOOTH = ("gelu", "gelu-tanh", "silu")
 _STEPS = 40
 _TRIES = 48  # random starts for each unit
-_DRAWS, _MORE_DRAWS = 64, 8192  # how many θ each start is the best of; for units that miss
+# how many θ each start is the best of; for units that miss
+_DRAWS = 64
+_MORE_DRAWS = 8192
 _SAMPLE = 8  # units that decide on the activation
 _MISSED = 1e-3
 # On a grid: lengths; the largest offset, and how many offsets.
-_GRID, _FINE_GRID = (10, 3.0, 37), (20, 9.0, 145)
+_GRID = (10, 3.0, 37)
+_FINE_GRID = (20, 9.0, 145)
 _GRID_SAMPLE = 40  # units that decide on the activation and on s
 _GRID_MISSED = 10.0  # relative to the median miss
 
@@ -51,7 +56,9 @@ class _Shapes:
 
     def some(self, which: Tensor | slice) -> _Shapes:
         gates = None if self.gates is None else self.gates[which]
-        return replace(self, numbers=self.numbers[which], at=self.at[which], gates=gates)
+        return replace(
+            self, numbers=self.numbers[which], at=self.at[which], gates=gates
+        )
 
     @cached_property
     def wanted(self) -> Tensor:
@@ -64,8 +71,10 @@ class _Shapes:
         f, df = (derivative(self.activation, self.order + n)(z) for n in range(2))
         if self.gates is None:
             return f[..., None], (df[..., None] * at)[:, :, None]
-        ddf, zero = derivative(self.activation, self.order + 2)(z), torch.zeros_like(z)
-        t, length = at[..., 0], theta[:, :1]
+        ddf = derivative(self.activation, self.order + 2)(z)
+        zero = torch.zeros_like(z)
+        t = at[..., 0]
+        length = theta[:, :1]
         inner = torch.stack([self.gates[which], t, torch.ones_like(t)], 2)
 
         def rows(first: Tensor, second: Tensor, twice: Tensor) -> Tensor:
@@ -77,7 +86,9 @@ class _Shapes:
         slopes = rows(t * df, length * t * ddf + df, t * df), rows(df, length * ddf, df)
         return rows(f, length * df, f), torch.stack(slopes, 3)
 
-    def _look(self, theta: Tensor, which: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _look(
+        self, theta: Tensor, which: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the linear numbers, the residuals, their square, and the Jacobian by θ."""
         shape, slopes = self._features(theta, which)
         gram = shape.mT @ shape
@@ -100,7 +111,9 @@ class _Shapes:
         for _ in range(_STEPS):
             gram = J.mT @ J
             ridge = damping[:, None] * gram.diagonal(dim1=1, dim2=2) + 1e-14
-            step = torch.linalg.solve(gram + torch.diag_embed(ridge), J.mT @ rest[..., None])
+            step = torch.linalg.solve(
+                gram + torch.diag_embed(ridge), J.mT @ rest[..., None]
+            )
             tried = theta - step[..., 0]
             new = self._look(tried, which)
             better = new[2] < cost
@@ -120,15 +133,20 @@ class _Shapes:
         at = self.at[0]
         stream = torch.Generator().manual_seed(at.shape[1] - 1)
         spread = 4 * torch.rand(_TRIES, draws, 1, generator=stream, dtype=torch.float64)
-        theta = torch.randn(_TRIES, draws, at.shape[1], generator=stream, dtype=torch.float64)
+        theta = torch.randn(
+            _TRIES, draws, at.shape[1], generator=stream, dtype=torch.float64
+        )
         theta = spread * theta / at.square().mean(0).sqrt()
-        shapes = normalize(derivative(self.activation, self.order)(theta @ at.mT), dim=2)
+        shapes = normalize(
+            derivative(self.activation, self.order)(theta @ at.mT), dim=2
+        )
         best = torch.einsum("tsp,rp->rts", shapes, self.wanted).abs().argmax(2)
         return theta[torch.arange(_TRIES), best]
 
     def grid_starts(self, count: int, furthest: float, many: int) -> Tensor:
         """Return starts (r, lengths, 2): for each of `count` lengths the best of `many` offsets."""
-        r, device = len(self.numbers), self.numbers.device
+        r = len(self.numbers)
+        device = self.numbers.device
         scale = self.at[..., 0].square().mean(1).sqrt()
         lengths = torch.logspace(-1.2, 0.7, count).to(self.numbers)
         if self.gates is not None:  # φ'' of the activations is even, φ' is not
@@ -137,7 +155,9 @@ class _Shapes:
         which = torch.arange(r, device=device).repeat(many)
         starts = list[Tensor]()
         for each in lengths:
-            tried = torch.stack([(each / scale).repeat(many), offsets.repeat_interleave(r)], 1)
+            tried = torch.stack(
+                [(each / scale).repeat(many), offsets.repeat_interleave(r)], 1
+            )
             best = self._look(tried, which)[2].view(many, r).argmin(0)
             starts.append(torch.stack([each / scale, offsets[best]], 1))
         return torch.stack(starts, 1)
@@ -152,13 +172,17 @@ def random_shapes(
     """
 
     def shapes(activation: str) -> _Shapes:
-        return _Shapes(numbers, with_ones(places).expand(len(numbers), -1, -1), activation, order)
+        return _Shapes(
+            numbers, with_ones(places).expand(len(numbers), -1, -1), activation, order
+        )
 
     def miss(activation: str) -> float:
         some = shapes(activation).some(slice(0, _SAMPLE))
         return float(some.fitted(some.random_starts(_DRAWS))[2].median())
 
-    all_units = shapes(min(activations, key=miss) if len(activations) > 1 else activations[0])
+    all_units = shapes(
+        min(activations, key=miss) if len(activations) > 1 else activations[0]
+    )
     theta, sizes, misses = all_units.fitted(all_units.random_starts(_DRAWS))
     missed = misses > _MISSED
     if bool(missed.any()):
@@ -180,7 +204,9 @@ def _grid_shapes(shapes: _Shapes) -> tuple[Tensor, Tensor, Tensor]:
     return found
 
 
-def grid_shapes(numbers: Tensor, along: Tensor, gates: Tensor | None) -> tuple[str, Tensor, Tensor]:
+def grid_shapes(
+    numbers: Tensor, along: Tensor, gates: Tensor | None
+) -> tuple[str, Tensor, Tensor]:
     """Return the activation, θ = (length, offset) of units, and their linear numbers.
 
     `along` (r, P) is where units of length 1 are at the base points, `gates` likewise.
@@ -203,7 +229,8 @@ def grid_shapes_and_lengths(
 ) -> tuple[str, Tensor, Tensor]:
     """Return likewise the shapes of numbers that the `lengths` s (P) of answers have divided.
 
-    s is roughly known; it follows from some units that are fitted well, together with them.
+    s is roughly known; it follows from some units that are fitted well, together with
+    them.
     """
     at = torch.stack([along, torch.ones_like(along)], 2)
     best = math.inf, SMOOTH[0], lengths
@@ -225,17 +252,20 @@ def _with_lengths(
     """Return s (P), of mean 1, fitted together with some units; and what is left."""
     r, P = numbers.shape
     wanted = normalize(numbers, dim=1)
-    f, df = derivative(activation, 2), derivative(activation, 3)
+    f = derivative(activation, 2)
+    df = derivative(activation, 3)
     length, offset = theta.unbind(1)
     shape = f(length[:, None] * along + offset[:, None])
     sizes = (wanted * s * shape).sum(1) / shape.square().sum(1)
-    rows, columns = torch.arange(r).repeat_interleave(P), torch.arange(P).repeat(r)
+    rows = torch.arange(r).repeat_interleave(P)
+    columns = torch.arange(P).repeat(r)
 
     def model(x: Tensor) -> tuple[Tensor, Tensor]:
         length, offset, size, log_s = x.split([r, r, r, P])
         z = length[:, None] * along + offset[:, None]
         over = torch.exp(-log_s)
-        value, slope = f(z) * over, df(z) * over * size[:, None]
+        value = f(z) * over
+        slope = df(z) * over * size[:, None]
         J = torch.zeros(r, P, 3 * r + P, dtype=torch.float64)
         J[rows, columns, rows] = (slope * along).flatten()
         J[rows, columns, rows + r] = slope.flatten()

@@ -3,9 +3,10 @@
     f_k(u) = φ(a_k·u + α_k)                       or, with gates,
     f_k(u) = φ(a_k·u + α_k)·(g_k·u + γ_k)         and the layer is Σ_k c_k f_k(u)
 
-For ReLU, GELU and SiLU, φ(z) = φ(−z) + z: neither curvature nor kinks tell the two apart, since the
-difference is linear. So the right signs are those for which nothing linear is left next to the
-units that has no explanation. This is a subset sum, which is unique in general position.
+For ReLU, GELU and SiLU, φ(z) = φ(−z) + z: neither curvature nor kinks tell the two
+apart, since the difference is linear. So the right signs are those for which nothing
+linear is left next to the units that has no explanation. This is a subset sum, which is
+unique in general position.
 """
 
 from __future__ import annotations
@@ -59,9 +60,13 @@ class Units:
     @classmethod
     def plain(cls, A: Tensor, a: Tensor, C: Tensor, activation: str) -> Units:
         return cls(
-            A.contiguous(), a.contiguous(), A.new_zeros(0, A.shape[1]), A.new_zeros(0),
-            C.contiguous(), activation,
-        )  # fmt: skip
+            A.contiguous(),
+            a.contiguous(),
+            A.new_zeros(0, A.shape[1]),
+            A.new_zeros(0),
+            C.contiguous(),
+            activation,
+        )
 
     def features(self, u: Tensor) -> Tensor:
         """Return f_k(u_n), (n, width)."""
@@ -74,7 +79,8 @@ class Units:
         slope = derivative(self.activation, 1)(z)
         if not len(self.G):
             return slope[..., None] * self.A
-        gates, inside = u @ self.G.mT + self.g, ACTIVATIONS[self.activation](z)
+        gates = u @ self.G.mT + self.g
+        inside = ACTIVATIONS[self.activation](z)
         return (slope * gates)[..., None] * self.A + inside[..., None] * self.G
 
     @property
@@ -100,25 +106,31 @@ class Units:
 
         None if no choice of signs does it.
         """
-        A, C = self.A, self.C.mT
+        A = self.A
+        C = self.C.mT
         shares = torch.zeros_like(self.a)
         if not len(self.G) and linear.numel() < len(A):
             products = (A[:, :, None] * C[:, None]).flatten(1)  # a_k ⊗ c_k
             shares = subset_sum(products, -linear.flatten())
-        elif not len(self.G):  # by Gram matrices: products of a wide layer would not fit in memory
+        elif not len(
+            self.G
+        ):  # by Gram matrices: products of a wide layer would not fit in memory
             gram = (A @ A.mT) * (C @ C.mT)
             shares = torch.linalg.solve_ex(gram, -((A @ linear) * C).sum(1))[0]
         flips = (shares > 0.5).to(torch.float64)
-        rest, most = linear + A.mT @ (flips[:, None] * C), _LEFT_OVER * (1 + linear.abs().max())
-        clear = bool((shares - flips).abs().max() <= _SIGN) and bool(rest.abs().max() <= most)
+        rest = linear + A.mT @ (flips[:, None] * C)
+        most = _LEFT_OVER * (1 + linear.abs().max())
+        clear = bool((shares - flips).abs().max() <= _SIGN) and bool(
+            rest.abs().max() <= most
+        )
         return flips if clear else None
 
 
 def subset_sum(vectors: Tensor, total: Tensor) -> Tensor:
     """Return 1 for those of the vectors (n, e) that add up to `total` (e), and 0 for the others.
 
-    Meet in the middle: the sums of all subsets of either half are sorted along a random direction,
-    and each sum of one half is compared with its neighbours of the other.
+    Meet in the middle: the sums of all subsets of either half are sorted along a random
+    direction, and each sum of one half is compared with its neighbours of the other.
     """
     n = len(vectors)
     if n > _MOST:
@@ -133,15 +145,19 @@ def subset_sum(vectors: Tensor, total: Tensor) -> Tensor:
     along = torch.randn(len(total), generator=stream, dtype=torch.float64)
     order = (second @ along).argsort()
     place = torch.searchsorted((second @ along)[order], total @ along - first @ along)
-    best, pair = torch.inf, (0, 0)
+    best = torch.inf
+    pair = (0, 0)
     for shift in range(-_NEIGHBOURS, _NEIGHBOURS):
         other = order[(place + shift).clamp(0, len(order) - 1)]
         off = (first + second[other] - total).abs().amax(1)
         at = int(off.argmin())
         if float(off[at]) < best:
-            best, pair = float(off[at]), (at, int(other[at]))
+            best = float(off[at])
+            pair = (at, int(other[at]))
     bits = [
-        number >> k & 1 for number, half in zip(pair, halves, strict=True) for k in range(len(half))
+        number >> k & 1
+        for number, half in zip(pair, halves, strict=True)
+        for k in range(len(half))
     ]
     return torch.tensor(bits, dtype=torch.float64)
 

@@ -1,14 +1,15 @@
 """Which norms a block has, and whether it answers vectors or scores, from a few single tokens.
 
-`View.open` takes an oracle and returns a `View`, which asks it with the tokens that its norms
-distinguish. For tokens Λx with Λ → ∞ the answer y, a vector, behaves in one of three ways:
+`View.open` takes an oracle and returns a `View`, which asks it with the tokens that its
+norms distinguish. For tokens Λx with Λ → ∞ the answer y, a vector, behaves in one of
+three ways:
 
     y stays bounded          a norm is behind the sums (post_norm.py)
     y − Λx stays bounded     a norm is in front of the parts: N(Λx) has one length for all Λ
     y − Λx grows with Λ      there is no norm
 
-A LayerNorm ignores the mean of a token, and an RMS norm does not. Scores `w·h + F(N(h))` behave in
-the same way next to w·Λx; w is their odd part.
+A LayerNorm ignores the mean of a token, and an RMS norm does not. Scores `w·h +
+F(N(h))` behave in the same way next to w·Λx; w is their odd part.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class View:
     oracle: Oracle
     norm: str
     axes: Tensor
-    residual: Tensor  # (d, m): maps h to its part of an answer; identity, or w for scores
+    residual: (
+        Tensor  # (d, m): maps h to its part of an answer; identity, or w for scores
+    )
     every_token: bool
     causal: bool
 
@@ -90,7 +93,9 @@ class View:
         identity = torch.eye(d, dtype=torch.float64)
         far = _FARTHEST * torch.cat([identity, -identity])
         forth, back = last(oracle, far.unsqueeze(1)).chunk(2)
-        view = cls(oracle, "rms", identity, (forth - back) / (2 * _FARTHEST), False, False)
+        view = cls(
+            oracle, "rms", identity, (forth - back) / (2 * _FARTHEST), False, False
+        )
         tokens = FAR * torch.stack([x, 2 * x, x + x.mean().sign()])
         forth, back = view.ask(torch.cat([tokens, -tokens])).chunk(2)
         one, two, shifted = ((forth + back)[:, 0]).tolist()
@@ -112,7 +117,9 @@ class View:
         """Return N(tokens), in coordinates (n, e)."""
         if self.norm == "none":
             return tokens
-        return attention.normed(tokens, epsilon, centred=self.norm == "layer") @ self.axes
+        return (
+            attention.normed(tokens, epsilon, centred=self.norm == "layer") @ self.axes
+        )
 
     def slopes(self, by_normed: Tensor, h: Tensor, epsilon: float) -> Tensor:
         """Return derivatives by h (n, m, d), from those by N(h) (n, m, e)."""
@@ -128,7 +135,9 @@ class View:
 
     def tokens(self, count: int, length: float, stream: torch.Generator) -> Tensor:
         """Draw random tokens of about `length` times √d."""
-        xi = torch.randn(count, self.axes.shape[1], generator=stream, dtype=torch.float64)
+        xi = torch.randn(
+            count, self.axes.shape[1], generator=stream, dtype=torch.float64
+        )
         return length * xi @ self.axes.mT
 
 

@@ -2,25 +2,26 @@
 
     R(n) = n·L + Σ_k c_k f_k(n) + c,    f_k = φ(a_k·n + α_k), with gates times (g_k·n + γ_k)
 
-From R at any n of one length, or ŷ = R/s, s = |R|, if a norm follows (`Sphere`), this finds the
-activation and all a_k, α_k, g_k, γ_k and c_k (`Units`), as a start for a fit. post_norm.py says how
-second derivatives of ŷ in a subspace U show the units; σ are the slopes of log s, and without a
-norm behind R (pre_norm.py) σ = 0 and s = 1. At a base point p the derivatives in U are sums over k
-of
+From R at any n of one length, or ŷ = R/s, s = |R|, if a norm follows (`Sphere`), this
+finds the activation and all a_k, α_k, g_k, γ_k and c_k (`Units`), as a start for a fit.
+post_norm.py says how second derivatives of ŷ in a subspace U show the units; σ are the
+slopes of log s, and without a norm behind R (pre_norm.py) σ = 0 and s = 1. At a base
+point p the derivatives in U are sums over k of
 
     c_k φ'' λ²·ââᵀ    or, with gates,    c_k λ(φ''λω + 2τφ')·ââᵀ + c_k λφ'·(âŵᵀ + ŵâᵀ)
 
-where a_k is λâ in U, g_k is ŵ + τâ there (its length is free), and ω = g_k·p + γ_k. The steps:
+where a_k is λâ in U, g_k is ŵ + τâ there (its length is free), and ω = g_k·p + γ_k. The
+steps:
 
     â, ŵ             the matrices of rank one, and their partners (rank_ones.py)
     outside U        mixed derivatives of e in U and w, linear in a_k·w/λ, g_k·w − τ(a_k·w)/λ, σ_w
     s                base points are on a circle; the slopes of log s along it, by harmonics
     λ, α, τ, γ       of each unit, from its numbers at the base points (shapes.py)
 
-If the token is added to the answer, a long token costs the answer digits, but only in the
-coordinates in which the token is not 0. So U and the base points are chosen to touch few
-coordinates, and the others are exact whatever the length. There is then one base point for each
-axis.
+If the token is added to the answer, a long token costs the answer digits, but only in
+the coordinates in which the token is not 0. So U and the base points are chosen to
+touch few coordinates, and the others are exact whatever the length. There is then one
+base point for each axis.
 """
 
 from __future__ import annotations
@@ -36,7 +37,14 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.blocks.rank_ones import FOUND, packed, rank_of, rank_ones, symmetric, unpacked
+from keyhole.extract.blocks.rank_ones import (
+    FOUND,
+    packed,
+    rank_of,
+    rank_ones,
+    symmetric,
+    unpacked,
+)
 from keyhole.extract.blocks.shapes import grid_shapes, grid_shapes_and_lengths
 from keyhole.extract.blocks.units import Units
 
@@ -51,8 +59,16 @@ _FULL = 0.85  # share of the dimensions of symmetric matrices in U that S may ha
 _ERRORS = 1e-9  # smaller relative singular values are errors of differences;
 _SQUARED = 1e-8  # the same for roots of eigenvalues of the Gram matrix
 _ROUGHLY = 1e-3  # what of a unit may be outside S if an ε distorts S
-_WIDTHS = (2.0, 4.0, 6.0, 9.0, 13.0)  # how many units for each dimension U is made to hold
-_STEADY = 0.07  # spread of a·n/|a| at base points below which curvature does not show |a|
+_WIDTHS = (
+    2.0,
+    4.0,
+    6.0,
+    9.0,
+    13.0,
+)  # how many units for each dimension U is made to hold
+_STEADY = (
+    0.07  # spread of a·n/|a| at base points below which curvature does not show |a|
+)
 _AT = (-3.0, -2.0, -1.0, 1.0, 2.0, 3.0)
 
 
@@ -62,7 +78,9 @@ def differences(
     """Return first and second derivatives of value(path(t)) (n, m) at 0, by differences."""
     y = value(torch.cat([path(at) for at in _AT])).unflatten(0, (len(_AT), -1))
     first = torch.tensor([-1.0, 9.0, -45.0, 45.0, -9.0, 1.0], dtype=torch.float64) / 60
-    second = torch.tensor([2.0, -27.0, 270.0, 270.0, -27.0, 2.0], dtype=torch.float64) / 180
+    second = (
+        torch.tensor([2.0, -27.0, 270.0, 270.0, -27.0, 2.0], dtype=torch.float64) / 180
+    )
     y = y - middle
     return torch.einsum("t,tnm->nm", first, y), torch.einsum("t,tnm->nm", second, y)
 
@@ -71,9 +89,9 @@ def differences(
 class Sphere:
     """Answers (n, m) at points (n, e) of one length, differentiated along great circles.
 
-    With `touched`, answers keep their length, and it says which numbers of an answer lose digits at
-    points in the span of some rows. Without it, answers have lost their length. Unless they are
-    `centred`, an unknown vector is added to all answers.
+    With `touched`, answers keep their length, and it says which numbers of an answer
+    lose digits at points in the span of some rows. Without it, answers have lost their
+    length. Unless they are `centred`, an unknown vector is added to all answers.
     """
 
     value: Value
@@ -82,9 +100,13 @@ class Sphere:
     touched: Callable[[Tensor], Tensor] | None = None
     centred: bool = True
 
-    def derivatives(self, p: Tensor, directions: Tensor, middle: Tensor) -> tuple[Tensor, Tensor]:
+    def derivatives(
+        self, p: Tensor, directions: Tensor, middle: Tensor
+    ) -> tuple[Tensor, Tensor]:
         def path(t: float) -> Tensor:
-            return math.cos(_STEP * t) * p + math.sin(_STEP * t) * self.radius * directions
+            return (
+                math.cos(_STEP * t) * p + math.sin(_STEP * t) * self.radius * directions
+            )
 
         first, second = differences(self.value, path, middle)
         return first / _STEP, second / _STEP**2
@@ -123,7 +145,9 @@ class _Measured:
         """Measure; what has been measured `before`, with fewer axes, is not asked again."""
         U = axes[:q]
         points, Pi = sphere.points(count, axes)
-        if before is not None and not torch.equal(points[: len(before.points)], before.points):
+        if before is not None and not torch.equal(
+            points[: len(before.points)], before.points
+        ):
             before = None
         y = sphere.value(points)
         first = torch.zeros(count, q, y.shape[1], dtype=torch.float64)
@@ -133,23 +157,29 @@ class _Measured:
         for each, p in enumerate(points):
             had = 0
             if before is not None and each < len(before.points):
-                had, y[each] = len(before.U), before.y[each]
+                had = len(before.U)
+                y[each] = before.y[each]
                 first[each, :had] = before.first[each]
                 second[each, :had, :had] = before.second[each]
             new = columns >= had
             by, twice = sphere.derivatives(p, directions[new], y[each])
-            i, j = rows[new], columns[new]
+            i = rows[new]
+            j = columns[new]
             first[each, i[i == j]] = by[i == j]
             second[each, i[i == j], j[i == j]] = twice[i == j]
             diagonal = second[each].diagonal().mT  # (q, m)
             apart = i != j
-            i, j = i[apart], j[apart]
+            i = i[apart]
+            j = j[apart]
             mixed = twice[apart] - (diagonal[i] + diagonal[j]) / 2
             second[each, i, j] = second[each, j, i] = mixed
         seen = torch.arange(y.shape[1])
         if sphere.touched is not None:
             seen = seen[~sphere.touched(torch.cat([Pi, U]))]
-        hats = normalize(y, dim=1) if sphere.centred and sphere.touched is None else None
+        if sphere.centred and sphere.touched is None:
+            hats = normalize(y, dim=1)
+        else:
+            hats = None
         return cls(sphere, Pi, U, points, y, first, second, seen, hats)
 
     @property
@@ -172,18 +202,23 @@ class _Measured:
     def space(self, device: torch.device) -> tuple[Tensor, bool]:
         """Return what is orthogonal to S (n, q(q+1)/2), and whether the rank of S is clear.
 
-        S is spanned by second derivatives orthogonal to ŷ and to first derivatives. If ŷ is not
-        known, S has one more dimension for each base point: the matrix τ, the coefficient of ŷ.
+        S is spanned by second derivatives orthogonal to ŷ and to first derivatives. If
+        ŷ is not known, S has one more dimension for each base point: the matrix τ, the
+        coefficient of ŷ.
         """
-        rows = torch.cat([
-            (hessian.to(device) @ self.across(j, self.first[j]).to(device)).mT
-            for j, hessian in enumerate(self.hessians)
-        ])  # fmt: skip
+        rows = torch.cat(
+            [
+                (hessian.to(device) @ self.across(j, self.first[j]).to(device)).mT
+                for j, hessian in enumerate(self.hessians)
+            ]
+        )
         values, vectors = torch.linalg.eigh(rows.mT @ rows)
-        sizes, right = values.flip(0).clamp(min=0).sqrt(), vectors.mT.flip(0)
+        sizes = values.flip(0).clamp(min=0).sqrt()
+        right = vectors.mT.flip(0)
         count, clear = rank_of(sizes, 10 * _SQUARED)
         if clear and float(sizes[count - 1]) > 1e3 * _SQUARED * float(sizes[0]):
-            # The Gram matrix shows the rank, and one step of inverse iteration the last digits.
+            # The Gram matrix shows the rank, and one step of inverse iteration the last
+            # digits.
             R = torch.linalg.qr(rows, mode="r")[1]
             back = torch.linalg.solve_triangular(R.mT, right[count:].mT, upper=False)
             found = torch.linalg.solve_triangular(R, back, upper=True)
@@ -194,7 +229,9 @@ class _Measured:
         return right[count:].contiguous(), clear and count <= _FULL * len(sizes)
 
 
-def _curvature(sphere: Sphere, axes: Tensor, device: torch.device) -> tuple[_Measured, Tensor]:
+def _curvature(
+    sphere: Sphere, axes: Tensor, device: torch.device
+) -> tuple[_Measured, Tensor]:
     """Return derivatives in a subspace U wide enough to hold S, and what is orthogonal to S."""
     dim = sphere.dim
     measured = None
@@ -234,8 +271,9 @@ def find_units(
 ) -> tuple[Units, Tensor, Tensor]:
     """Return the units as a start for descent.py, C relative to the mean length of R.
 
-    Also the vector (m) added to all answers, where lines along ŷ through them meet; and the units
-    whose lengths and offsets are doubtful, since they hardly vary at the base points.
+    Also the vector (m) added to all answers, where lines along ŷ through them meet; and
+    the units whose lengths and offsets are doubtful, since they hardly vary at the base
+    points.
     """
     measured, outside = _curvature(sphere, axes, device)
     q = len(measured.U)
@@ -247,9 +285,12 @@ def find_units(
     )
     if partners is not None and sphere.touched is None:
         raise Unsuccessful(
-            Status.NOT_APPLICABLE, "units with gates in front of a norm of their sum are not read"
+            Status.NOT_APPLICABLE,
+            "units with gates in front of a norm of their sum are not read",
         )
-    units = _read(measured, outside, units, partners, axes[q : -len(measured.Pi)], stream)
+    units = _read(
+        measured, outside, units, partners, axes[q : -len(measured.Pi)], stream
+    )
     varied = (measured.points @ normalize(units.A, dim=1).mT).std(0)
     return units, _meeting(measured), (varied < _STEADY).nonzero()[:, 0]
 
@@ -262,11 +303,18 @@ def _meeting(at: _Measured) -> Tensor:
 
 
 def _read(
-    at: _Measured, outside: Tensor, units: Tensor, partners: Tensor | None, W: Tensor,
+    at: _Measured,
+    outside: Tensor,
+    units: Tensor,
+    partners: Tensor | None,
+    W: Tensor,
     stream: torch.Generator,
-) -> Units:  # fmt: skip
-    q, P, m = len(at.U), len(at.y), len(at.seen)
-    device, r = units.device, len(units)
+) -> Units:
+    q = len(at.U)
+    P = len(at.y)
+    m = len(at.seen)
+    device = units.device
+    r = len(units)
     identity = torch.eye(q, dtype=torch.float64, device=device)
     products = [symmetric(units, units)]
     if partners is not None:
@@ -286,7 +334,9 @@ def _read(
             by = at.first[j].to(device)
             by = by - (by @ hats[j])[:, None] * hats[j]
             system = 2 * torch.einsum("cie,em->icm", forms, by).flatten(1)
-            sigma[j] = -torch.linalg.solve(system @ system.mT, system @ (outside @ H).flatten())
+            sigma[j] = -torch.linalg.solve(
+                system @ system.mT, system @ (outside @ H).flatten()
+            )
             H = H + 2 * symmetric(sigma[j].expand(m, q), by.mT).mT
         if at.sphere.touched is None and at.hats is None:  # τŷ is all that is left
             rest = H - Q @ (Q.mT @ H)
@@ -300,7 +350,9 @@ def _read(
     of_W = reading.beyond(W)
     if at.sphere.touched is None:
         of_Pi, along, grown = reading.around()
-        activation, theta, found = grid_shapes_and_lengths(numbers.mT.to("cpu"), along, grown)
+        activation, theta, found = grid_shapes_and_lengths(
+            numbers.mT.to("cpu"), along, grown
+        )
     else:
         of_Pi = reading.at_points()
         along, *gate = (part.to(device) for part in of_Pi)  # of units whose length is 1
@@ -311,7 +363,8 @@ def _read(
     length, offset = theta.unbind(1)
     rows = [units] if partners is None else [units, partners]
     full = [
-        u.to("cpu") @ at.U + p @ at.Pi + w @ W for u, p, w in zip(rows, of_Pi, of_W, strict=True)
+        u.to("cpu") @ at.U + p @ at.Pi + w @ W
+        for u, p, w in zip(rows, of_Pi, of_W, strict=True)
     ]
     C = torch.zeros(at.y.shape[1], r, dtype=torch.float64)
     power = 2 if partners is None else 1
@@ -321,7 +374,9 @@ def _read(
     if partners is None:
         return read
     tau, gamma = (found[:, 1:] / found[:, :1]).unbind(1)
-    return replace(read, G=full[1] / at.sphere.radius + tau[:, None] * a, g=gamma.contiguous())
+    return replace(
+        read, G=full[1] / at.sphere.radius + tau[:, None] * a, g=gamma.contiguous()
+    )
 
 
 def _directions(parts: Tensor, hats: Tensor) -> tuple[Tensor, Tensor]:
@@ -329,7 +384,9 @@ def _directions(parts: Tensor, hats: Tensor) -> tuple[Tensor, Tensor]:
     sizes = torch.linalg.vector_norm(parts, dim=2)
     share = sizes / torch.linalg.vector_norm(sizes, dim=0)
     own = (share / sizes)[..., None] * parts
-    both = torch.cat([own, share[..., None] * hats[:, None]]).transpose(0, 1)  # (r, 2P, m)
+    both = torch.cat([own, share[..., None] * hats[:, None]]).transpose(
+        0, 1
+    )  # (r, 2P, m)
     vectors = torch.linalg.eigh(both @ both.mT)[1][..., -1]
     c = normalize(torch.einsum("kp,kpm->km", vectors, both), dim=1)
     left = 1 - (c @ hats.mT).mT.square()
@@ -349,19 +406,26 @@ class _Reading:
 
     def beyond(self, W: Tensor) -> list[Tensor]:
         """Return those in W (r, |W|): of a, and of gates."""
-        P, chunks = len(self.at.y), [W]
+        P = len(self.at.y)
+        chunks = [W]
         if self.at.sphere.touched is not None:
             chunks = list(W.split(max(1, math.ceil(len(W) / _CHUNKS))))
-        found = [self._mixed(range(P), [each] * P, each)[0] for each in chunks if len(each)]
+        found = [
+            self._mixed(range(P), [each] * P, each)[0] for each in chunks if len(each)
+        ]
         kinds = 1 if self.partners is None else 2
         none = self.units[:, :0].to("cpu")
-        return [torch.cat([none, *(each[n] for each in found)], 1) for n in range(kinds)]
+        return [
+            torch.cat([none, *(each[n] for each in found)], 1) for n in range(kinds)
+        ]
 
     def at_points(self) -> list[Tensor]:
         """Return those in Π (r, P), if each axis is a base point: from all other base points."""
         P = len(self.at.y)
         found = [
-            self._mixed([j for j in range(P) if j != own], [axis[None]] * P, axis[None])[0]
+            self._mixed(
+                [j for j in range(P) if j != own], [axis[None]] * P, axis[None]
+            )[0]
             for own, axis in enumerate(self.at.Pi)
         ]
         return [torch.cat(kind, 1) for kind in zip(*found, strict=True)]
@@ -381,19 +445,30 @@ class _Reading:
     ) -> tuple[list[Tensor], Tensor]:
         """Return rows in `axes` (r, |axes|) for each kind, and σ along directions (P, n).
 
-        They are linear in the mixed second derivatives of each point's directions with some e of U.
+        They are linear in the mixed second derivatives of each point's directions with
+        some e of U.
         """
-        at, device, places = self.at, self.units.device, list(places)
-        P, n, kinds = len(at.y), len(directions[0]), 1 if self.partners is None else 2
-        r, behind = len(self.units), at.sphere.touched is None
-        apart = n == len(axes)  # each axis has equations of its own, with one matrix for all
+        at = self.at
+        device = self.units.device
+        places = list(places)
+        P = len(at.y)
+        n = len(directions[0])
+        kinds = 1 if self.partners is None else 2
+        r = len(self.units)
+        behind = at.sphere.touched is None
+        apart = n == len(
+            axes
+        )  # each axis has equations of its own, with one matrix for all
         unknowns = kinds * r * (1 if apart else len(axes))
         visible = torch.ones(len(at.seen), dtype=torch.bool)
         if at.sphere.touched is not None:
             visible = ~at.sphere.touched(axes)[at.seen]
         rows = len(places) * int(visible.sum()) * (1 if apart else n)
-        each = min(len(at.U), math.ceil((2.5 if behind else _ROWS) * unknowns / max(rows, 1)))
-        systems, wanted = list[Tensor](), list[Tensor]()
+        each = min(
+            len(at.U), math.ceil((2.5 if behind else _ROWS) * unknowns / max(rows, 1))
+        )
+        systems = list[Tensor]()
+        wanted = list[Tensor]()
         for j in places:
             along = directions[j]
             across = at.across(j)[visible].mT.to(device)
@@ -403,9 +478,10 @@ class _Reading:
             both = torch.cat([one + many, one - many]) / math.sqrt(2)
             first, second = (
                 (part[: len(one)] - part[len(one) :])[:, at.seen[visible]]
-                .unflatten(0, (each, n)).to(device)
+                .unflatten(0, (each, n))
+                .to(device)
                 for part in at.sphere.derivatives(at.points[j], both, at.y[j])
-            )  # fmt: skip
+            )
             e = e.to(device)
             turned = (e @ self.sigma[j])[:, None, None] * first / math.sqrt(2)
             rest = (second / 2 + turned) @ across.mT
@@ -438,7 +514,9 @@ class _Reading:
         if self.partners is None:
             return parts * on_a
         own, mixed = parts.split(len(self.units))
-        return torch.cat([own * on_a + mixed * (self.partners @ e)[:, None], mixed * on_a])
+        return torch.cat(
+            [own * on_a + mixed * (self.partners @ e)[:, None], mixed * on_a]
+        )
 
 
 def _integrated(angles: Tensor, slopes: Tensor) -> Tensor:

@@ -1,22 +1,24 @@
 """The far field of many heads: linear regions, and the hyperplanes between them.
 
-From answers of f of multi_head.py to `[x+δ ; x]`, for one last token x, this finds the directions
-of all `g_h = W_h x`, up to sign (`Lines`). With `v = Σ_h v_h`,
+From answers of f of multi_head.py to `[x+δ ; x]`, for one last token x, this finds the
+directions of all `g_h = W_h x`, up to sign (`Lines`). With `v = Σ_h v_h`,
 
     φ(δ) = f([x+δ ; x]) − vᵀx = Σ_h σ(g_hᵀδ)·v_hᵀδ.
 
-For long δ every gate σ is 0 or 1, so φ is linear on regions and jumps by `v_hᵀδ` where `g_hᵀδ = 0`.
-On a half circle `δ(θ) = ρ(a cos θ + b sin θ)` each head has one such crossing. On one region φ has
-the form `p cos θ + q sin θ`, so three neighbouring samples of a region satisfy
+For long δ every gate σ is 0 or 1, so φ is linear on regions and jumps by `v_hᵀδ` where
+`g_hᵀδ = 0`. On a half circle `δ(θ) = ρ(a cos θ + b sin θ)` each head has one such
+crossing. On one region φ has the form `p cos θ + q sin θ`, so three neighbouring
+samples of a region satisfy
 
     φ(θ_1) sin(θ_3 − θ_2) − φ(θ_2) sin(θ_3 − θ_1) + φ(θ_3) sin(θ_2 − θ_1) = 0.
 
-Intervals that are in no such triple are divided until only crossings are left. At each of them, the
-normal g_h is measured (`_normals`).
+Intervals that are in no such triple are divided until only crossings are left. At each
+of them, the normal g_h is measured (`_normals`).
 
-Heads W and −W with equal v cancel in every answer of length two, since σ(z) + σ(−z) = 1. A third
-token `x + D`, D a thousand times as long as δ, takes all the attention of heads with `gᵀD > 0` and
-none of the others', so that one of the two is left and the same search finds it.
+Heads W and −W with equal v cancel in every answer of length two, since σ(z) + σ(−z) =
+1. A third token `x + D`, D a thousand times as long as δ, takes all the attention of
+heads with `gᵀD > 0` and none of the others', so that one of the two is left and the
+same search finds it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import ask_scores, random_orthogonal, random_units
 from keyhole.oracle.protocol import Oracle
 
-FAR = 1e10  # ρ in saturation radii: transitions from one region to the next are within `_WIDTH`
+# ρ in saturation radii: transitions from one region to the next are within `_WIDTH`
+FAR = 1e10
 _WIDTH = 1e-7  # the angle to which crossings are isolated
 _EXACT = 1e-10  # the smallest jump that is found, relative to the largest answer
 _BEYOND = 1e3  # |D| / |δ| of the third token
@@ -40,7 +43,9 @@ _SAMPLES = 25  # on the half circle, to begin with
 _PARTS = 8  # into which an interval with a crossing is divided
 _MOST = 8192  # samples on a circle: heads do not make more regions than that
 _TRIES = 4  # circles that are compared
-_GAP, _JUMP = 3e-3, 0.01  # least gaps and jumps of a circle that is good enough
+# least gaps and jumps of a circle that is good enough
+_GAP = 3e-3
+_JUMP = 0.01
 
 
 class BadToken(Unsuccessful):
@@ -70,17 +75,20 @@ class Probe:
 def saturation_radius(probe: Probe, stream: torch.Generator) -> float | None:
     """Return the largest radius where a gate on two random rays is open; None if none ever is.
 
-    A gate is open while σ(z) is not yet 0 or 1. On a ray tu, φ(tu)/t goes from ½vᵀu to its limit;
-    at the radius returned, the gate that closes last has |z| about 14.
+    A gate is open while σ(z) is not yet 0 or 1. On a ray tu, φ(tu)/t goes from ½vᵀu to
+    its limit; at the radius returned, the gate that closes last has |z| about 14.
     """
     u = random_units(2, len(probe.x), stream)
     t = 8.0 ** torch.arange(-12, 18, dtype=torch.float64)
     ratio = probe(u.repeat(len(t), 1), t.repeat_interleave(2)).view(-1, 2)  # φ(tu)/t
     scale = ratio[t >= 1].abs().max()
     noise = 1e-13 * (
-        torch.linalg.vector_norm(probe.v) * torch.linalg.vector_norm(probe.x) / t + scale
+        torch.linalg.vector_norm(probe.v) * torch.linalg.vector_norm(probe.x) / t
+        + scale
     )
-    is_open = ((ratio - ratio[-1]).abs() > (1e-6 * scale + 100 * noise).unsqueeze(1)).any(1)
+    is_open = (
+        (ratio - ratio[-1]).abs() > (1e-6 * scale + 100 * noise).unsqueeze(1)
+    ).any(1)
     if not bool(is_open.any()):
         return None
     last = int(is_open.nonzero().max())
@@ -143,7 +151,8 @@ def best_circle(probe: Probe, rho: float, stream: torch.Generator) -> Circle | N
             continue
         merit = (len(circle.left), circle.quality())
         if merit > reached:
-            best, reached = circle, merit
+            best = circle
+            reached = merit
         if merit[1] == 1.0:
             break
     return best
@@ -162,7 +171,9 @@ def _search(probe: Probe, rho: float, stream: torch.Generator) -> Circle | None:
         if not len(doubtful):
             return _assemble(a, b, theta, y, clear)
         if len(theta) + (_PARTS - 1) * len(doubtful) > _MOST:
-            raise Unsuccessful(Status.MISMATCH, "the far field is not linear on a few regions")
+            raise Unsuccessful(
+                Status.MISMATCH, "the far field is not linear on a few regions"
+            )
         new = (theta[doubtful, None] + theta.diff()[doubtful, None] * inner).reshape(-1)
         theta, order = torch.cat([theta, new]).sort()
         y = torch.cat([y, _sample(probe, rho, a, b, new)])[order]
@@ -178,7 +189,8 @@ def _clear(theta: Tensor, y: Tensor, tolerance: float) -> Tensor:
     Triples of very unequal spacing do not count: they could hide a jump.
     """
     gap = theta.diff()
-    first, second = gap[:-1], gap[1:]
+    first = gap[:-1]
+    second = gap[1:]
     even = (first <= 8 * second) & (second <= 8 * first)
     both = torch.sin(first + second)
     miss = y[:-2] * torch.sin(second) - y[1:-1] * both + y[2:] * torch.sin(first)
@@ -189,15 +201,21 @@ def _clear(theta: Tensor, y: Tensor, tolerance: float) -> Tensor:
     return clear
 
 
-def _assemble(a: Tensor, b: Tensor, theta: Tensor, y: Tensor, clear: Tensor) -> Circle | None:
+def _assemble(
+    a: Tensor, b: Tensor, theta: Tensor, y: Tensor, clear: Tensor
+) -> Circle | None:
     """Join neighbouring clear intervals to regions; what separates two regions is a crossing."""
     edge = torch.zeros(1, dtype=torch.long)
     change = torch.cat([edge, clear.long(), edge]).diff()
-    first, last = (change == 1).nonzero().squeeze(1), (change == -1).nonzero().squeeze(1)
+    first = (change == 1).nonzero().squeeze(1)
+    last = (change == -1).nonzero().squeeze(1)
     if len(first) < 2 or int(first[0]) != 0 or int(last[-1]) != len(clear):
         return None
-    left, right = theta[last[:-1]], theta[first[1:]]
-    if bool((theta[last] - theta[first] < 1e-5).any()) or bool((right - left > 1e-6).any()):
+    left = theta[last[:-1]]
+    right = theta[first[1:]]
+    if bool((theta[last] - theta[first] < 1e-5).any()) or bool(
+        (right - left > 1e-6).any()
+    ):
         return None
     samples = torch.stack([first, (first + last) // 2, last], 1)  # three of each region
     wave = torch.stack([torch.cos(theta[samples]), torch.sin(theta[samples])], 2)
@@ -205,21 +223,28 @@ def _assemble(a: Tensor, b: Tensor, theta: Tensor, y: Tensor, clear: Tensor) -> 
     return Circle(a, b, left, right, regions, float(y.abs().max()))
 
 
-# The normals of the hyperplanes where the far field jumps, to the few digits that masks need.
+# The normals of the hyperplanes where the far field jumps, to the few digits that masks
+# need.
 #
-# At a crossing δ* all other gates are saturated, so if the regions on both sides are known,
+# At a crossing δ* all other gates are saturated, so if the regions on both sides are
+# known,
 #
 #     (φ − region before) / (region after − region before) = σ(gᵀδ),
 #
-# and d answers around it give g. Only the direction and rough length of g are needed: masks.py then
-# isolates the head, and everything is measured again in the near field. The probes differ from δ*
-# by so little that the regions' values at δ* can be used for all of them, and the linear maps of
-# the regions are never measured: d queries a head instead of 3d.
+# and d answers around it give g. Only the direction and rough length of g are needed:
+# masks.py then isolates the head, and everything is measured again in the near field.
+# The probes differ from δ* by so little that the regions' values at δ* can be used for
+# all of them, and the linear maps of the regions are never measured: d queries a head
+# instead of 3d.
 
-_ISOLATED = 400.0  # ρ at a crossing, times its gap, in saturation radii: others have |z| > 5000
+_ISOLATED = (
+    400.0  # ρ at a crossing, times its gap, in saturation radii: others have |z| > 5000
+)
 _PARALLEL = 0.9995  # with a larger cosine, two normals belong to one line
 _MIDDLE = 0.18  # a ratio between this and 1 − this is well inside the transition
-_OPEN = 4.0  # about |z| of the slowest gate at the saturation radius: it is from 1 to 14
+_OPEN = (
+    4.0  # about |z| of the slowest gate at the saturation radius: it is from 1 to 14
+)
 _SCOUTS = 6  # directions that determine the step before the others are measured
 _GUESS = 0.7  # the slowest slope that is stated with a g that is only a guess
 
@@ -228,8 +253,8 @@ _GUESS = 0.7  # the slowest slope that is stated with a g that is only a guess
 class Lines:
     """The hyperplanes at one last token: a head's `W x` has the direction ±g of one of them.
 
-    Several heads may share a line: `slow` is |W x| of the slowest, relative to |g|. `scale` is the
-    size of the values.
+    Several heads may share a line: `slow` is |W x| of the slowest, relative to |g|.
+    `scale` is the size of the values.
     """
 
     g: Tensor  # (L, d)
@@ -269,7 +294,9 @@ def find_hidden_lines(probe: Probe, stream: torch.Generator) -> Lines:
     radius = saturation_radius(probe, stream)
     if radius is None:
         return Lines.none(len(probe.x))
-    drift = float(probe(torch.zeros_like(away).unsqueeze(0), torch.tensor([FAR * radius]))[0])
+    drift = float(
+        probe(torch.zeros_like(away).unsqueeze(0), torch.tensor([FAR * radius]))[0]
+    )
     return _lines(replace(probe, drift=drift), radius, stream)
 
 
@@ -278,7 +305,9 @@ def _lines(probe: Probe, radius: float, stream: torch.Generator) -> Lines:
     if len(probe.x) == 1:  # one line, and nothing but its slope to find
         ends = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
         scale = float(probe(ends, torch.full((2,), FAR * radius)).abs().max())
-        return Lines(_OPEN / radius * ends[:1], torch.full((1,), _GUESS).double(), scale)
+        return Lines(
+            _OPEN / radius * ends[:1], torch.full((1,), _GUESS).double(), scale
+        )
     circle = best_circle(probe, FAR * radius, stream)
     if circle is None:
         return Lines.none(len(probe.x))
@@ -289,7 +318,9 @@ def _lines(probe: Probe, radius: float, stream: torch.Generator) -> Lines:
     if not bool((torch.linalg.vector_norm(g, dim=1) > 0).all()):
         raise BadToken(Status.MISMATCH, "a jump of the far field has no normal")
     # If several gates share a line, g is that of the slowest, and only a guess.
-    return Lines(g * slow.unsqueeze(1), torch.where(slow < 1, _GUESS, 1.0).double(), circle.scale)
+    return Lines(
+        g * slow.unsqueeze(1), torch.where(slow < 1, _GUESS, 1.0).double(), circle.scale
+    )
 
 
 def _refine(probe: Probe, circle: Circle, rho: Tensor) -> tuple[Tensor, Tensor]:
@@ -302,14 +333,16 @@ def _refine(probe: Probe, circle: Circle, rho: Tensor) -> tuple[Tensor, Tensor]:
         return (r > _MIDDLE) & (r < 1 - _MIDDLE)
 
     every = torch.arange(len(rho))
-    lo, hi = circle.left.clone(), circle.right.clone()
+    lo = circle.left.clone()
+    hi = circle.right.clone()
     r_lo, r_hi = ratio(torch.cat([lo, hi]), every.repeat(2)).chunk(2)
     for _ in range(8):  # ½ must lie between the ends
         rows = ((r_lo > 0.5) == (r_hi > 0.5)).nonzero().squeeze(1)
         if not len(rows):
             break
         width = 2 * (hi - lo)[rows]
-        lo[rows], hi[rows] = lo[rows] - width, hi[rows] + width
+        lo[rows] = lo[rows] - width
+        hi[rows] = hi[rows] + width
         ends = ratio(torch.cat([lo[rows], hi[rows]]), rows.repeat(2))
         r_lo[rows], r_hi[rows] = ends.chunk(2)
     for _ in range(60):
@@ -319,24 +352,32 @@ def _refine(probe: Probe, circle: Circle, rho: Tensor) -> tuple[Tensor, Tensor]:
         mid = (lo + hi)[rows] / 2
         r = ratio(mid, rows)
         high = (r > 0.5) == (r_hi[rows] > 0.5)
-        hi[rows[high]], r_hi[rows[high]] = mid[high], r[high]
-        lo[rows[~high]], r_lo[rows[~high]] = mid[~high], r[~high]
+        hi[rows[high]] = mid[high]
+        r_hi[rows[high]] = r[high]
+        lo[rows[~high]] = mid[~high]
+        r_lo[rows[~high]] = r[~high]
     slope = (_logit(r_hi) - _logit(r_lo)) / (hi - lo)
     if not bool((inside(r_lo) & inside(r_hi) & (slope != 0)).all()):
-        raise BadToken(Status.MISMATCH, "a jump of the far field has no smooth transition")
+        raise BadToken(
+            Status.MISMATCH, "a jump of the far field has no smooth transition"
+        )
     return (lo + hi) / 2 - _logit((r_lo + r_hi) / 2) / slope, slope
 
 
-def _slowest(probe: Probe, circle: Circle, theta: Tensor, slope: Tensor, rho: Tensor) -> Tensor:
+def _slowest(
+    probe: Probe, circle: Circle, theta: Tensor, slope: Tensor, rho: Tensor
+) -> Tensor:
     """Return the slope of the slowest gate at each crossing, relative to `slope` at its middle.
 
-    It is 1 if one logistic explains the answers at z = ±4, ±9. If not, several gates cross here,
-    and the distance at which the ratio settles gives the slope of the slowest.
+    It is 1 if one logistic explains the answers at z = ±4, ±9. If not, several gates
+    cross here, and the distance at which the ratio settles gives the slope of the
+    slowest.
     """
 
     def ratio(rows: Tensor, z: Tensor) -> Tensor:
         t = theta[rows, None] + z / slope[rows, None].abs()
-        flat, radii = t.reshape(-1), rho[rows].repeat_interleave(len(z))
+        flat = t.reshape(-1)
+        radii = rho[rows].repeat_interleave(len(z))
         index = rows.repeat_interleave(len(z))
         return circle.ratio(index, flat, probe(circle.points(flat), radii)).view_as(t)
 
@@ -357,13 +398,20 @@ def _slowest(probe: Probe, circle: Circle, theta: Tensor, slope: Tensor, rho: Te
 
 
 def _normals(
-    probe: Probe, circle: Circle, theta: Tensor, slope: Tensor, rho: Tensor, stream: torch.Generator
+    probe: Probe,
+    circle: Circle,
+    theta: Tensor,
+    slope: Tensor,
+    rho: Tensor,
+    stream: torch.Generator,
 ) -> Tensor:
     """Return g of each crossing δ*, from the ratios σ(z* + τgᵀu_i) at δ* + τu_i in d directions.
 
-    A few directions first determine the step τ; ratios far from ½ are measured again with τ/6.
+    A few directions first determine the step τ; ratios far from ½ are measured again
+    with τ/6.
     """
-    crossings, d = len(theta), len(probe.x)
+    crossings = len(theta)
+    d = len(probe.x)
     U = random_orthogonal(d, stream)
     centre = circle.points(theta)
     r0 = circle.ratio(torch.arange(crossings), theta, probe(centre, rho))
@@ -382,9 +430,12 @@ def _normals(
         line, k = bad.nonzero().unbind(1)
         y = probe(centre[line] + step[line, k, None] * U[k], rho[line])
         r[line, k] = circle.ratio(line, theta[line], y)
-    r, r0 = r.nan_to_num(0.5), r0.unsqueeze(1)
+    r = r.nan_to_num(0.5)
+    r0 = r0.unsqueeze(1)
     logistic = ((torch.cat([r, r0], 1) - 0.5).abs() < 0.499).all(1, keepdim=True)
-    z = torch.where(logistic, _logit(r) - _logit(r0), 4 * (r - r0))  # σ has the slope ¼ at 0
+    z = torch.where(
+        logistic, _logit(r) - _logit(r0), 4 * (r - r0)
+    )  # σ has the slope ¼ at 0
     return z / (step * rho.unsqueeze(1)) @ U
 
 

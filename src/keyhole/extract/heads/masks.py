@@ -1,12 +1,14 @@
 """Mask tokens: two extra tokens that take the attention of every head except one.
 
-From the directions of all `g_h = W_h x` at one last token x (`Lines`) this makes two tokens for
-each of them (`Masks`), next to which only one head's answer changes (`IsolatedHeads`). A *line* l
-is the direction of some g_h, up to sign; far_field.py finds lines, with g_l the normal of the plane
-where the head's gate is half open. A *ray* is a line with a sign s, and usually has one head. The
-*near field* are probes δ so short that no gate σ(gᵀδ) is 0 or 1.
+From the directions of all `g_h = W_h x` at one last token x (`Lines`) this makes two
+tokens for each of them (`Masks`), next to which only one head's answer changes
+(`IsolatedHeads`). A *line* l is the direction of some g_h, up to sign; far_field.py
+finds lines, with g_l the normal of the plane where the head's gate is half open. A
+*ray* is a line with a sign s, and usually has one head. The *near field* are probes δ
+so short that no gate σ(gᵀδ) is 0 or 1.
 
-In `[x+δ ; x+D1 ; x+D2 ; x]` a head gives x+D a weight proportional to `exp(gᵀD)`. For a ray choose
+In `[x+δ ; x+D1 ; x+D2 ; x]` a head gives x+D a weight proportional to `exp(gᵀD)`. For a
+ray choose
 
     D1 = −sμ b + τ w,   D2 = −sμ' b − τ w,    w ⟂ g_l,  g_lᵀb = |g_l|,  τ|g_kᵀw| ≫ μ|g_kᵀb|, k ≠ l.
 
@@ -21,9 +23,9 @@ So only the near field of one head is left, whatever H, d and the values are:
 
     f([x+δ ; x+D1 ; x+D2 ; x]) − f([x ; x+D1 ; x+D2 ; x]) = σ(s g_lᵀδ)·vᵀδ + v_0ᵀδ/4
 
-(v_0: the value of a head with W = 0). The normals are only needed to a few per cent. If it costs
-little margin, D1 and D2 are orthogonal to the other heads' values: then the masked heads add
-nothing to the answers, and no digits are lost to cancellation.
+(v_0: the value of a head with W = 0). The normals are only needed to a few per cent. If
+it costs little margin, D1 and D2 are orthogonal to the other heads' values: then the
+masked heads add nothing to the answers, and no digits are lost to cancellation.
 """
 
 from __future__ import annotations
@@ -43,14 +45,18 @@ MARGIN = 50.0  # e^{−50} is far below rounding
 _SPARE = 2.0  # factor on margins, so that the masks also work at other tokens x nearby
 _PULL = 4.0  # g_kᵀω of a probe that shows whether a mask leaks
 _SIGNS = 256  # sign patterns that are tried for w
-_STARTS, _KEPT, _ASCENT = 512, 24, 60  # random search for w if there are many lines
+# random search for w if there are many lines
+_STARTS = 512
+_KEPT = 24
+_ASCENT = 60
 
 
 @dataclass(frozen=True)
 class Masks:
     """The two offsets D1 and D2 of each ray.
 
-    `margin` is the least |gᵀw| among the other lines, for unit vectors g and w: 1 is the best.
+    `margin` is the least |gᵀw| among the other lines, for unit vectors g and w: 1 is
+    the best.
     """
 
     D: Tensor  # (R, 2, d)
@@ -98,7 +104,9 @@ class IsolatedHeads:
 
     def _put(self, offsets: Tensor, x: Tensor) -> Tensor:
         shape = torch.Size((*x.shape[:-3], *offsets.shape))
-        tokens = torch.add(offsets, x, out=offsets.new_empty(shape))  # contiguous, in one pass
+        tokens = torch.add(
+            offsets, x, out=offsets.new_empty(shape)
+        )  # contiguous, in one pass
         return scalar(ask(self.oracle, tokens.view(-1, *shape[-2:]))).view(shape[:-2])
 
     def at_once(self, x: Tensor, rows: Tensor) -> Tensor:
@@ -150,7 +158,9 @@ def mask_others(
     free = _offsets(G, norm, line, sign, mu, heavy, stream)
     if best is None:
         return free
-    costly = best.margin < 0.4 * free.margin  # where orthogonality costs too much margin
+    costly = (
+        best.margin < 0.4 * free.margin
+    )  # where orthogonality costs too much margin
     return Masks(
         torch.where(costly[:, None, None], free.D, best.D),
         torch.where(costly, free.margin, best.margin),
@@ -174,13 +184,16 @@ def _offsets(
     rest = unit[others].view(rays, count - 1, d)
     along = own / lengths(own).clamp(min=1e-300).unsqueeze(1)
     w = _spread(rest - (rest @ along.unsqueeze(2)) * along.unsqueeze(1), stream, along)
-    b = along * (norm[line] / lengths(own).clamp(min=1e-300)).unsqueeze(1)  # g_lᵀb = |g_l|
+    b = along * (norm[line] / lengths(own).clamp(min=1e-300)).unsqueeze(
+        1
+    )  # g_lᵀb = |g_l|
     tau = torch.zeros_like(mu)
     if count > 1:
         margin = (rest @ w.unsqueeze(2)).squeeze(2).abs().clamp(min=1e-300)
         lean = (rest @ b.unsqueeze(2)).squeeze(2).abs()
         tau = (mu.unsqueeze(1) * (1 + heavy.unsqueeze(1) * lean) / margin).amax(1)
-    back, side = (sign * mu).unsqueeze(1) * b, tau.unsqueeze(1) * w
+    back = (sign * mu).unsqueeze(1) * b
+    side = tau.unsqueeze(1) * w
     D = torch.stack([side - back, -side - heavy.unsqueeze(1) * back], 1)
     return Masks(D, mu / lengths(D).amax(1))
 
@@ -188,8 +201,9 @@ def _offsets(
 def _spread(P: Tensor, stream: torch.Generator, avoid: Tensor | None = None) -> Tensor:
     """Return a unit w (R, d) in the span of the rows P (R, k, d) that makes min_k |P_kᵀw| large.
 
-    If rows are independent, it solves `P w = signs`, with |w|² = signsᵀ(PPᵀ)⁻¹signs, for the best
-    of many sign patterns. Otherwise (more lines than dimensions) it ascends from random starts.
+    If rows are independent, it solves `P w = signs`, with |w|² = signsᵀ(PPᵀ)⁻¹signs,
+    for the best of many sign patterns. Otherwise (more lines than dimensions) it
+    ascends from random starts.
     """
     rays, k, d = P.shape
     if k == 0:
@@ -216,11 +230,14 @@ def _ascend(P: Tensor, stream: torch.Generator) -> Tensor:
     """Maximise min_k |P_kᵀw| over unit w, by ascent on a soft minimum from random starts."""
     rays, k, _ = P.shape
     signs = torch.randn(_STARTS, k, generator=stream, dtype=torch.float64)
-    starts = torch.cat([signs @ P, signs.sign() @ torch.linalg.pinv(P, rtol=1e-3).mT], 1)
+    starts = torch.cat(
+        [signs @ P, signs.sign() @ torch.linalg.pinv(P, rtol=1e-3).mT], 1
+    )
     w = starts / lengths(starts).clamp(min=1e-300).unsqueeze(2)
     top = (w @ P.mT).abs().amin(2).topk(_KEPT, dim=1).indices
     w = w.gather(1, top.unsqueeze(2).expand(-1, -1, w.shape[2]))
-    best, reached = w[:, 0].clone(), torch.zeros(rays, dtype=torch.float64)
+    best = w[:, 0].clone()
+    reached = torch.zeros(rays, dtype=torch.float64)
     for turn in range(_ASCENT):
         shadow = w @ P.mT
         size = shadow.abs()
@@ -239,11 +256,12 @@ def leak_probes(
 ) -> Tensor:
     """Return probes ω (R, k, d) that change the answer only if another head leaks through a mask.
 
-    So vᵀω = 0 for the ray's values, and gᵀω = 0 too if dimensions are left. In many dimensions one
-    ω has g_kᵀω = `_PULL` for every other head at once: its answer equals the one at δ = 0 only if
-    the mask holds, and is also the baseline (k = 1). Otherwise heads may pull in opposite
-    directions, and the answers to 0, ω and −ω are compared (k = 3). If the ray's values span all of
-    space, there is no such ω: only 0 is sent, and the test of the whole model must be enough.
+    So vᵀω = 0 for the ray's values, and gᵀω = 0 too if dimensions are left. In many
+    dimensions one ω has g_kᵀω = `_PULL` for every other head at once: its answer equals
+    the one at δ = 0 only if the mask holds, and is also the baseline (k = 1). Otherwise
+    heads may pull in opposite directions, and the answers to 0, ω and −ω are compared
+    (k = 3). If the ray's values span all of space, there is no such ω: only 0 is sent,
+    and the test of the whole model must be enough.
     """
     rays, slots, d = V.shape
     if slots >= d:
@@ -253,8 +271,11 @@ def leak_probes(
     if slots == 1 and rays + 1 < d // 2 and len(line.unique()) == rays:
         inside = g - (g @ own) @ own.mT  # (R, R, d)
         wanted = _PULL * (1 - torch.eye(rays, dtype=torch.float64))
-        # A ray's own row is 0 after the projection: the ridge keeps the system solvable.
-        ridge = 1e-12 * float((g * g).sum(1).max()) * torch.eye(rays, dtype=torch.float64)
+        # A ray's own row is 0 after the projection: the ridge keeps the system
+        # solvable.
+        ridge = (
+            1e-12 * float((g * g).sum(1).max()) * torch.eye(rays, dtype=torch.float64)
+        )
         weights = torch.linalg.solve(inside @ inside.mT + ridge, wanted)
         return weights.unsqueeze(1) @ inside
     others = _others(line, len(lines.g))
@@ -268,19 +289,23 @@ def leak_probes(
 
 def _others(line: Tensor, count: int) -> Tensor:
     """Return which lines are not the ray's own: (R, L)."""
-    return torch.ones(len(line), count, dtype=torch.bool).scatter(1, line.unsqueeze(1), False)
+    return torch.ones(len(line), count, dtype=torch.bool).scatter(
+        1, line.unsqueeze(1), False
+    )
 
 
-# The near field of a head that masks have isolated: `y = σ(gᵀδ)·vᵀδ`, so `gᵀδ = logit(y / vᵀδ)`.
+# The near field of a head that masks have isolated: `y = σ(gᵀδ)·vᵀδ`, so `gᵀδ = logit(y
+# / vᵀδ)`.
 #
-# This is Theorem 4.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873), for one head
-# of many. Usually a ray has one head. Heads with proportional W share a ray (rays.py): then
-# `y = Σ_k σ(c_k gᵀδ)·V_kᵀδ` is solved for `gᵀδ`.
+# This is Theorem 4.1 of *Provably Learning Attention with Queries* (arXiv 2601.16873),
+# for one head of many. Usually a ray has one head. Heads with proportional W share a
+# ray (rays.py): then `y = Σ_k σ(c_k gᵀδ)·V_kᵀδ` is solved for `gᵀδ`.
 #
-# The probes are `δ_i = s_i q_i + a_i p` over orthonormal rows q, with p along v and a_i such that
-# all vᵀδ_i have the same size; q_0 is along the expected g and s_0 small, since gᵀq_0 is large. The
-# rows may span all of space or only the columns of a W of low rank. Such a system, diagonal plus
-# rank one, is solved in closed form (Sherman–Morrison): with t = Qp and y = Qg,
+# The probes are `δ_i = s_i q_i + a_i p` over orthonormal rows q, with p along v and a_i
+# such that all vᵀδ_i have the same size; q_0 is along the expected g and s_0 small,
+# since gᵀq_0 is large. The rows may span all of space or only the columns of a W of low
+# rank. Such a system, diagonal plus rank one, is solved in closed form
+# (Sherman–Morrison): with t = Qp and y = Qg,
 #
 #     z = Sy + a(tᵀy)    so    y = S⁻¹z − S⁻¹a (tᵀS⁻¹z) / (1 + tᵀS⁻¹a).
 
@@ -345,18 +370,30 @@ class Rows:
         Q = starting_with(rays.g, frame)
         p, agreement = agreeing_direction(rays)
         mixed = (rays.slopes > 1).unsqueeze(1)
-        size = _LOGIT * math.sqrt(d) / torch.linalg.vector_norm(rays.g, dim=1, keepdim=True)
+        size = (
+            _LOGIT
+            * math.sqrt(d)
+            / torch.linalg.vector_norm(rays.g, dim=1, keepdim=True)
+        )
         size = torch.where(mixed, size / 2, size)
         s = size.repeat(1, Q.shape[1])
         s[:, 0] *= 1.2 / math.sqrt(d)
         t = (Q @ p.unsqueeze(2)).squeeze(2)
         a = size / math.sqrt(d) - s * t.abs()
         if bool(mixed.any()):  # every value must have the same sign on every row
-            unit = rays.V / torch.linalg.vector_norm(rays.V, dim=2, keepdim=True).clamp(min=1e-300)
+            unit = rays.V / torch.linalg.vector_norm(rays.V, dim=2, keepdim=True).clamp(
+                min=1e-300
+            )
             reach = (Q @ unit.mT).abs().amax(2)
             a = torch.where(mixed, s * (1.3 * reach / agreement.unsqueeze(1) + 0.05), a)
         a = torch.where(t < 0, -a, a)
-        return cls(Q, s, a, t, torch.baddbmm(s.unsqueeze(2) * Q, a.unsqueeze(2), p.unsqueeze(1)))
+        return cls(
+            Q,
+            s,
+            a,
+            t,
+            torch.baddbmm(s.unsqueeze(2) * Q, a.unsqueeze(2), p.unsqueeze(1)),
+        )
 
     def part(self, rows: Tensor) -> Rows:
         if len(rows) == len(self.s):
@@ -366,8 +403,11 @@ class Rows:
 
     def solve(self, z: Tensor) -> Tensor:
         """Return g (R, J, d) of every ray from its logits (J, R, k)."""
-        y, a = z / self.s, self.a / self.s
-        along = (y * self.t).sum(2, keepdim=True) / (1 + (self.t * a).sum(1)).unsqueeze(1)
+        y = z / self.s
+        a = self.a / self.s
+        along = (y * self.t).sum(2, keepdim=True) / (1 + (self.t * a).sum(1)).unsqueeze(
+            1
+        )
         return (y - along * a).transpose(0, 1) @ self.Q
 
 
@@ -383,8 +423,8 @@ def starting_with(g: Tensor, frame: Tensor) -> Tensor:
 def agreeing_direction(rays: Rays) -> tuple[Tensor, Tensor]:
     """Return a unit p (R, d) such that pᵀV_k > 0 for all values of a ray, and the least cosine.
 
-    For one head it is v/|v|. If values point apart, there is no such p; then p is along Σ c_k V_k,
-    where answers change most with small z.
+    For one head it is v/|v|. If values point apart, there is no such p; then p is along
+    Σ c_k V_k, where answers change most with small z.
     """
     p = rays.v.clone()
     least = torch.ones(len(rays), dtype=torch.float64)
@@ -409,19 +449,23 @@ def read_logits(
 ) -> Tensor:
     """Return `g(x_j)ᵀδ_p` (J, P) for rows δ_p of the rays `owner`; NaN if no gate fits the answer.
 
-    `base` (J, R) are the answers at δ = 0. Large logits are measured again with a quarter of δ,
-    since gᵀδ is linear in δ.
+    `base` (J, R) are the answers at δ = 0. Large logits are measured again with a
+    quarter of δ, since gᵀδ is linear in δ.
     """
     z = _logits(rays, rows, owner, isolated.grid(x, rows, owner) - base[:, owner])
     j, p = (~(z.abs() <= _WIDEST)).nonzero().unbind(1)
     for turn in range(1, tries):
         if not len(j):
             return z
-        part, whose = rows[p] / 4**turn, owner[p]
-        now = _logits(rays, part, whose, isolated.pairs(x[j], part, whose) - base[j, whose])
+        part = rows[p] / 4**turn
+        whose = owner[p]
+        now = _logits(
+            rays, part, whose, isolated.pairs(x[j], part, whose) - base[j, whose]
+        )
         z[j, p] = 4**turn * now
         wide = ~(now.abs() <= _WIDEST)
-        j, p = j[wide], p[wide]
+        j = j[wide]
+        p = p[wide]
     z[j, p] = torch.nan
     return z
 
@@ -441,7 +485,8 @@ def _logits(rays: Rays, rows: Tensor, owner: Tensor, y: Tensor) -> Tensor:
 def mixed_gate(c: Tensor, A: Tensor, y: Tensor, expected: Tensor) -> Tensor:
     """Solve `Σ_k σ(c_k z)A_k = y` for z near `expected`; NaN where Newton's method fails.
 
-    If A_k has both signs, the sum is not monotonic in z, so there may be other solutions.
+    If A_k has both signs, the sum is not monotonic in z, so there may be other
+    solutions.
     """
     z = expected.expand_as(y)
     for _ in range(_NEWTON):

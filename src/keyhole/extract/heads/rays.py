@@ -1,12 +1,13 @@
 """The heads at one last token, one by one: their values and `g = W x_0`.
 
-Masks (masks.py) isolate the ray of each line of the far field and each sign, and a few answers show
-whether it has a head, so opposite heads are found by measurement. With the gate fully open its
-answer is `vᵀδ`: d answers give v. Then d gates in the near field give g, and three more answers
-test that one logistic explains them.
+Masks (masks.py) isolate the ray of each line of the far field and each sign, and a few
+answers show whether it has a head, so opposite heads are found by measurement. With the
+gate fully open its answer is `vᵀδ`: d answers give v. Then d gates in the near field
+give g, and three more answers test that one logistic explains them.
 
-The v_h must add up to Σ_h v_h, which answers of length one give. If they do not, some heads cancel
-in answers of length two (W and −W with equal v), and a third token is used to find them.
+The v_h must add up to Σ_h v_h, which answers of length one give. If they do not, some
+heads cancel in answers of length two (W and −W with equal v), and a third token is used
+to find them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ from keyhole.core import Status
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import equalised, lengths, random_orthogonal
 from keyhole.extract.gauss_newton import levenberg
-from keyhole.extract.heads.far_field import BadToken, Lines, Probe, find_hidden_lines, find_lines
+from keyhole.extract.heads.far_field import (
+    BadToken,
+    Lines,
+    Probe,
+    find_hidden_lines,
+    find_lines,
+)
 from keyhole.extract.heads.masks import (
     IsolatedHeads,
     Rays,
@@ -36,7 +43,9 @@ from keyhole.oracle.protocol import Oracle
 
 NOTHING = 1e-9  # smaller values, relative to the largest, count as zero
 _OPEN = 60.0  # gᵀδ of an open gate
-_TESTS = torch.tensor([-2.5, 1.0, 3.0], dtype=torch.float64)  # gᵀδ of the answers that test g
+_TESTS = torch.tensor(
+    [-2.5, 1.0, 3.0], dtype=torch.float64
+)  # gᵀδ of the answers that test g
 _EXACT = 1e-9  # the relative error to which one logistic must predict other answers
 
 
@@ -53,7 +62,9 @@ def find_rays(oracle: Oracle, v: Tensor, stream: torch.Generator) -> tuple[Lines
         at = replace(at, lines=at.lines.union(hidden)).balanced()
         rays, rest = at.rays()
         if rays is None or rest > NOTHING:
-            raise BadToken(Status.MISMATCH, "the values of the heads found do not add up to f([x])")
+            raise BadToken(
+                Status.MISMATCH, "the values of the heads found do not add up to f([x])"
+            )
     return _settle(oracle, at.lines, rays, stream)
 
 
@@ -92,16 +103,20 @@ class _Token:
             if opened is None:
                 return None, math.inf
             present, values = opened
-            line, sign = line[present], sign[present]
+            line = line[present]
+            sign = sign[present]
         ones = torch.ones(len(line), 1, dtype=torch.float64)
         g = sign.unsqueeze(1) * self.lines.g[line]
-        rays = Rays(self.x, line, sign, g, values, v0, ones, values.unsqueeze(1), self.frame)
+        rays = Rays(
+            self.x, line, sign, g, values, v0, ones, values.unsqueeze(1), self.frame
+        )
         rest = float(lengths(self.v - v0 - values.sum(0)))
         return rays, rest / self.scale if self.scale else rest
 
     def _zero_value(self) -> Tensor:
         """Return v_0 of heads with W = 0, from `v_0ᵀδ/4` with all others masked; 2 answers if 0."""
-        x, g = self.x, self.lines.g
+        x = self.x
+        g = self.lines.g
         size = 1 / float(lengths(g).max()) if len(g) else float(lengths(x))
         Q = size * self.frame
         D = Q[:2]
@@ -114,12 +129,18 @@ class _Token:
             return torch.zeros_like(x)
         return 4 * isolated.at_once(x, Q.unsqueeze(0)).squeeze(0) @ Q / size**2
 
-    def _open_values(self, v0: Tensor, line: Tensor, sign: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _open_values(
+        self, v0: Tensor, line: Tensor, sign: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
         """Return which rays have heads, and the sum of each one's values; None if a gate is shut.
 
-        All δ of a ray have the same gᵀδ, and doubling one of them shows whether the gate is open.
+        All δ of a ray have the same gᵀδ, and doubling one of them shows whether the
+        gate is open.
         """
-        x, lines, scale, d = self.x, self.lines, self.scale, len(self.x)
+        x = self.x
+        lines = self.lines
+        scale = self.scale
+        d = len(self.x)
         g = sign.unsqueeze(1) * lines.g[line]
         Q = equalised(g, self.frame)
         length = _OPEN * math.sqrt(d) / (lengths(g) * lines.slow[line])
@@ -139,7 +160,9 @@ class _Token:
             todo = (present & closed).nonzero().squeeze(1)
             if not len(todo):
                 delta = length[present, None, None] * Q[present]
-                rest = IsolatedHeads(self.oracle, D[present], v0).at_once(x, delta[:, 1:])
+                rest = IsolatedHeads(self.oracle, D[present], v0).at_once(
+                    x, delta[:, 1:]
+                )
                 answers = torch.cat([y[present, 1:2], rest], 1)
                 values = (answers.unsqueeze(1) @ delta).squeeze(1)
                 return present, values / length[present].unsqueeze(1) ** 2
@@ -172,7 +195,9 @@ def _near_field(
     """Return g of rays from d logits, and whether one logistic explains three more answers."""
     rows = Rows.design(rays.frame.unsqueeze(0), rays)
     count, k, d = rows.deltas.shape
-    tests = torch.randn(count, 3, d, generator=stream, dtype=torch.float64) / math.sqrt(d)
+    tests = torch.randn(count, 3, d, generator=stream, dtype=torch.float64) / math.sqrt(
+        d
+    )
     tests = tests + (rays.g / lengths(rays.g).unsqueeze(1)).unsqueeze(1)
     tests = tests * (_TESTS / (tests @ rays.g.unsqueeze(2)).squeeze(2)).unsqueeze(2)
     zero = torch.zeros(count, 1, d, dtype=torch.float64)
@@ -180,76 +205,98 @@ def _near_field(
     reach = (both @ lines.g.mT).abs().amax(1) + 5
     masks = mask_others(lines, rays.line, rays.sign, reach, stream, values)
     isolated = IsolatedHeads(oracle, masks.D, rays.v0)
-    x, owner = rays.x.unsqueeze(0), torch.arange(count)
+    x = rays.x.unsqueeze(0)
+    owner = torch.arange(count)
     fixed = torch.cat([zero, tests], 1)
     y = isolated.grid(x, fixed.view(-1, d), owner.repeat_interleave(4)).view(count, 4)
     flat = rows.deltas.view(-1, d)
-    z = read_logits(isolated, rays, x, y[:, 0].unsqueeze(0), flat, owner.repeat_interleave(k), 2)
+    z = read_logits(
+        isolated, rays, x, y[:, 0].unsqueeze(0), flat, owner.repeat_interleave(k), 2
+    )
     g = rows.solve(z.view(1, count, k)).squeeze(1)
     signal = (tests @ rays.v.unsqueeze(2)).squeeze(2)
     expected = torch.sigmoid((tests @ g.unsqueeze(2)).squeeze(2)) * signal
     noise = (
-        1e-14 * float(lengths(rays.V).max()) * (lengths(masks.D).amax(1) + lengths(both).amax(1))
+        1e-14
+        * float(lengths(rays.V).max())
+        * (lengths(masks.D).amax(1) + lengths(both).amax(1))
     )
-    allowed = _EXACT * lengths(tests) * lengths(rays.v).unsqueeze(1) + noise.unsqueeze(1)
+    allowed = _EXACT * lengths(tests) * lengths(rays.v).unsqueeze(1) + noise.unsqueeze(
+        1
+    )
     return g, ((y[:, 1:] - y[:, :1] - expected).abs() < allowed).all(1)
 
 
 def _sharpened(lines: Lines, rays: Rays, unknown: Tensor) -> Lines:
     """Return lines with the normals of the near field, if all rays of a line are settled.
 
-    g is that of the fastest gate on the line; `slow` is the slope of the slowest relative to it.
+    g is that of the fastest gate on the line; `slow` is the slope of the slowest
+    relative to it.
     """
     settled = torch.bincount(rays.line, minlength=len(lines.g)) > 0
     settled[rays.line[unknown]] = False
     size = lengths(rays.g)
     slope = size * torch.where((rays.V != 0).any(2), rays.c, torch.inf).amin(1)
     fastest = torch.zeros_like(lines.slow).scatter_reduce(0, rays.line, size, "amax")
-    slowest = torch.full_like(lines.slow, torch.inf).scatter_reduce(0, rays.line, slope, "amin")
+    slowest = torch.full_like(lines.slow, torch.inf).scatter_reduce(
+        0, rays.line, slope, "amin"
+    )
     g = lines.g.clone()
     rows = ((size == fastest[rays.line]) & settled[rays.line]).nonzero().squeeze(1)
     g[rays.line[rows]] = rays.sign[rows].unsqueeze(1) * rays.g[rows]
     return Lines(g, torch.where(settled, slowest / fastest, lines.slow), lines.scale)
 
 
-# Several heads on one ray: `W_k x = c_k g` with c_k > 0. Masks cannot separate them, but their sum
-# of gates can:
+# Several heads on one ray: `W_k x = c_k g` with c_k > 0. Masks cannot separate them,
+# but their sum of gates can:
 #
 #     y(δ) = Σ_k σ(c_k gᵀδ)·V_kᵀδ,    k = 1 … K ≤ 4.
 #
-# First they are fitted along one direction e, where `y(te)/t = Σ_k σ(κ_k t)·A_k` has 2K unknowns:
-# slopes from a grid, A by linear least squares, then Levenberg–Marquardt; the smallest K that fits
-# gives the slopes. Then all unknowns (g, c, V) are fitted at once, from 1.5 times as many answers
-# as unknowns, so a fit to rounding is a proof. ΣV_k = v is known and joins the equations.
+# First they are fitted along one direction e, where `y(te)/t = Σ_k σ(κ_k t)·A_k` has 2K
+# unknowns: slopes from a grid, A by linear least squares, then Levenberg–Marquardt; the
+# smallest K that fits gives the slopes. Then all unknowns (g, c, V) are fitted at once,
+# from 1.5 times as many answers as unknowns, so a fit to rounding is a proof. ΣV_k = v
+# is known and joins the equations.
 #
-# It is an assumption that the factors c_k are the same at every x; the judge's fresh queries test
-# it.
+# It is an assumption that the factors c_k are the same at every x; the judge's fresh
+# queries test it.
 
 MOST = 4  # slopes on a ray
 _PROFILE = 48  # answers along one direction
-_GRID = torch.logspace(-1.4, 1.3, 19, dtype=torch.float64)  # slopes relative to the guess
+_GRID = torch.logspace(
+    -1.4, 1.3, 19, dtype=torch.float64
+)  # slopes relative to the guess
 _STARTS = 10
 _LIKELY = 1e-8  # like `_FITS`, along one direction
 _FITS = 1e-10  # smaller residuals, relative to the answers, are rounding
 _SHARP = 1e-8  # least relative singular value of a fit that determines its unknowns
 
 
-def fit_ray(oracle: Oracle, lines: Lines, rays: Rays, ray: int, stream: torch.Generator) -> Rays:
+def fit_ray(
+    oracle: Oracle, lines: Lines, rays: Rays, ray: int, stream: torch.Generator
+) -> Rays:
     """Return the rays with g, c and V of one of them fitted."""
     own = torch.tensor([ray])
-    part, values = rays.part(own), rays.other_values()[own]
-    guess, v = part.g[0], part.v[0]
+    part = rays.part(own)
+    values = rays.other_values()[own]
+    guess = part.g[0]
+    v = part.v[0]
 
     def ask(delta: Tensor) -> Tensor:
         reach = (delta @ lines.g.mT).abs().amax(0) + 5
-        masks = mask_others(lines, part.line, part.sign, reach.unsqueeze(0), stream, values)
+        masks = mask_others(
+            lines, part.line, part.sign, reach.unsqueeze(0), stream, values
+        )
         return (
-            IsolatedHeads(oracle, masks.D, rays.v0).at_once(rays.x, delta.unsqueeze(0)).squeeze(0)
+            IsolatedHeads(oracle, masks.D, rays.v0)
+            .at_once(rays.x, delta.unsqueeze(0))
+            .squeeze(0)
         )
 
     t, e = _profile(guess, stream)
     profile = ask(t.unsqueeze(1) * e) / t
-    delta, y = torch.zeros(0, len(v), dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
+    delta = torch.zeros(0, len(v), dtype=torch.float64)
+    y = torch.zeros(0, dtype=torch.float64)
     for count in range(1, MOST + 1):
         slopes = _slopes(t, profile, float(v @ e), count)
         if slopes is None:
@@ -272,7 +319,8 @@ def _with_ray(rays: Rays, ray: int, g: Tensor, c: Tensor, V: Tensor) -> Rays:
     more = max(rays.c.shape[1], len(c)) - rays.c.shape[1]
     all_c = torch.nn.functional.pad(rays.c, (0, more), value=1.0)
     all_V = torch.nn.functional.pad(rays.V, (0, 0, 0, more))
-    all_c[ray, : len(c)], all_V[ray, : len(c)] = c, V
+    all_c[ray, : len(c)] = c
+    all_V[ray, : len(c)] = V
     all_g = rays.g.clone()
     all_g[ray] = g
     return replace(rays, g=all_g, c=all_c, V=all_V)
@@ -293,7 +341,9 @@ def _spread_probes(g: Tensor, count: int, stream: torch.Generator) -> Tensor:
     across = torch.randn(count, len(g), generator=stream, dtype=torch.float64)
     across = across - (across @ g).unsqueeze(1) * g / norm**2
     z = torch.exp(4.3 * torch.rand(count, generator=stream, dtype=torch.float64) - 1.5)
-    z = torch.where(torch.rand(count, generator=stream, dtype=torch.float64) < 0.5, -z, z)
+    z = torch.where(
+        torch.rand(count, generator=stream, dtype=torch.float64) < 0.5, -z, z
+    )
     return (across * 2 / len(g) ** 0.5 + z.unsqueeze(1) * g / norm) / norm
 
 
@@ -304,13 +354,19 @@ def _slopes(t: Tensor, profile: Tensor, total: float, count: int) -> Tensor | No
 
     def gates(kappa: Tensor) -> Tensor:
         return torch.cat(
-            [torch.sigmoid(t.unsqueeze(1) * kappa), ones.expand(*kappa.shape[:-2], 1, -1)], -2
+            [
+                torch.sigmoid(t.unsqueeze(1) * kappa),
+                ones.expand(*kappa.shape[:-2], 1, -1),
+            ],
+            -2,
         )
 
     def model(log_kappa: Tensor) -> tuple[Tensor, Tensor]:
         kappa = log_kappa.exp()
         gate = gates(kappa.unsqueeze(0))
-        slope = gate * (1 - gate) * torch.nn.functional.pad(t, (0, 1)).unsqueeze(1) * kappa
+        slope = (
+            gate * (1 - gate) * torch.nn.functional.pad(t, (0, 1)).unsqueeze(1) * kappa
+        )
         return _projected(gate, wanted, lambda A: slope * A)
 
     grid = torch.tensor(list(combinations(_GRID.tolist(), count)), dtype=torch.float64)
@@ -319,7 +375,8 @@ def _slopes(t: Tensor, profile: Tensor, total: float, count: int) -> Tensor | No
     inside = (span @ (span.mT @ wanted.unsqueeze(1))).squeeze(2)
     miss = torch.linalg.vector_norm(wanted - inside, dim=1)
     enough = _LIKELY * float(torch.linalg.vector_norm(wanted))
-    # The best start for each largest slope: the best of all often lead to one local minimum.
+    # The best start for each largest slope: the best of all often lead to one local
+    # minimum.
     best = {float(grid[k, -1]): k for k in miss.argsort(descending=True).tolist()}
     starts = sorted(best.values(), key=miss.tolist().__getitem__)
     for start in starts[: _STARTS if count > 1 else 1]:
@@ -334,7 +391,8 @@ def _projected(
 ) -> tuple[Tensor, Tensor]:
     """Return residuals and Jacobian of `Φ A = wanted` with the linear unknowns A eliminated.
 
-    `slope(A)` are the derivatives of Φ A by the others (variable projection, after Kaufman).
+    `slope(A)` are the derivatives of Φ A by the others (variable projection, after
+    Kaufman).
     """
     Q, R = torch.linalg.qr(Phi)
     inside = Q.mT @ wanted
@@ -347,7 +405,8 @@ def _fit(
     delta: Tensor, y: Tensor, g: Tensor, c: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Fit g, c and V to all answers, starting at g and c; None if they do not explain them."""
-    count, d = len(c), len(v)
+    count = len(c)
+    d = len(v)
     weight = float(torch.linalg.vector_norm(delta, dim=1).max())
     tie = weight * torch.eye(d, dtype=torch.float64).repeat(1, count)
     wanted = torch.cat([y, weight * v])
