@@ -34,7 +34,8 @@ def masks_of(defence, model, batch, labels, seed=0):
 def test_removal_against_finite_differences():
     """Cutting a little: the row's weights with unit j scaled by 1 − s and renormalised, at s → 1.
 
-    To first order in the change of the row, which is exact for a loss that is linear in it.
+    To first order in the change of the row, which is exact for a loss that is linear in
+    it.
     """
     stream = torch.Generator().manual_seed(0)
     scores = torch.randn(6, generator=stream, dtype=torch.float64)
@@ -44,7 +45,9 @@ def test_removal_against_finite_differences():
         cut = scores.clone()
         cut[unit] = -torch.inf
         expected = float(g @ (cut.softmax(-1) - a))
-        assert float(removal(a[None], g[None])[0, unit]) == pytest.approx(expected, rel=1e-10)
+        assert float(removal(a[None], g[None])[0, unit]) == pytest.approx(
+            expected, rel=1e-10
+        )
 
 
 def test_the_strongest_units_of_each_head():
@@ -62,10 +65,13 @@ def test_the_strongest_units_of_each_head():
         n = 4 if text == 0 else 5
         for head in range(2):
             chosen = sorted(
-                ((float(effect[text, head, q, k]), q, k)
-                 for q in range(1, n) for k in range(1, n)),
+                (
+                    (float(effect[text, head, q, k]), q, k)
+                    for q in range(1, n)
+                    for k in range(1, n)
+                ),
                 reverse=True,
-            )[: int(0.2 * n * n)]  # fmt: skip
+            )[: int(0.2 * n * n)]
             expected = {(q, k) for value, q, k in chosen if value > 0}
             assert {tuple(p) for p in made[text, head].nonzero().tolist()} == expected
     assert not strongest(a, g, 0.0).any()
@@ -76,7 +82,8 @@ def test_the_strongest_units_of_each_head():
 @pytest.mark.parametrize("label", ["random", "predicted"])
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_masks_do_not_depend_on_the_labels(kind, label, rounds):
-    model, (batch, labels) = small.model(kind), small.batch(kind)
+    model = small.model(kind)
+    (batch, labels) = small.batch(kind)
     defence = AttackMasks(share=0.1, label=label, rounds=rounds)
     first = masks_of(defence, model, batch, labels)
     other = masks_of(defence, model, batch, 1 - labels)
@@ -86,7 +93,8 @@ def test_masks_do_not_depend_on_the_labels(kind, label, rounds):
 
 
 def test_random_targets_change_with_the_stream_and_predicted_ones_do_not():
-    model, (batch, labels) = small.model(dropout=0.0), small.batch()
+    model = small.model(dropout=0.0)
+    (batch, labels) = small.batch()
     for label, same in (("random", False), ("predicted", True)):
         defence = AttackMasks(share=0.1, label=label)
         first, two = (masks_of(defence, model, batch, labels, seed) for seed in (0, 3))
@@ -95,7 +103,8 @@ def test_random_targets_change_with_the_stream_and_predicted_ones_do_not():
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_budget_and_spared_positions(rounds):
-    model, (batch, labels) = small.model(dropout=0.0), small.batch()
+    model = small.model(dropout=0.0)
+    (batch, labels) = small.batch()
     made = masks_of(AttackMasks(share=0.1, rounds=rounds), model, batch, labels)
     lengths = batch["attention_mask"].sum(1)
     for cut in made:
@@ -106,7 +115,8 @@ def test_budget_and_spared_positions(rounds):
 
 
 def test_masks_for_the_prediction_lower_it_more_than_random_masks():
-    model, (batch, _) = small.model(dropout=0.0, seed=3), small.batch(texts=16)
+    model = small.model(dropout=0.0, seed=3)
+    (batch, _) = small.batch(texts=16)
     inputs = {k: v for k, v in batch.items() if k != "special_tokens_mask"}
     with torch.no_grad():
         clean = model(**inputs).logits
@@ -116,7 +126,9 @@ def test_masks_for_the_prediction_lower_it_more_than_random_masks():
         rewrite = Cuts()
         rewrite.made = cuts
         with rewriting(model, rewrite), torch.no_grad():
-            return float(torch.nn.functional.cross_entropy(model(**inputs).logits, predicted))
+            return float(
+                torch.nn.functional.cross_entropy(model(**inputs).logits, predicted)
+            )
 
     made = masks_of(AttackMasks(share=0.1, label="predicted"), model, batch, predicted)
     stream = torch.Generator().manual_seed(0)
@@ -128,7 +140,8 @@ def test_masks_for_the_prediction_lower_it_more_than_random_masks():
 
 def test_the_clean_answer_is_a_constant_in_the_divergence():
     """The gradient of the divergence is that of the masked pass alone."""
-    model, (batch, labels) = small.model(dropout=0.0), small.batch()
+    model = small.model(dropout=0.0)
+    (batch, labels) = small.batch()
     inputs = {k: v for k, v in batch.items() if k != "special_tokens_mask"}
     defence = AttackMasks(share=0.1, weight=2.0, label="predicted")
     made = masks_of(defence, model, batch, labels)

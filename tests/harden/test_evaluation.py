@@ -27,7 +27,9 @@ def words():
 
 
 def classifier(seed=0, labels=2):
-    return small.model(seed=seed, labels=labels, dropout=0.0).eval().requires_grad_(False)
+    return (
+        small.model(seed=seed, labels=labels, dropout=0.0).eval().requires_grad_(False)
+    )
 
 
 def own(model, words, count=8):
@@ -38,14 +40,19 @@ def own(model, words, count=8):
         ids = [example.id for example in part]
         answers.update(zip(ids, batches.predicted(batch).tolist(), strict=True))
     kept = [replace(example, label=answers[example.id]) for example in batches.examples]
-    return [*kept[:-2], *(replace(example, label=1 - example.label) for example in kept[-2:])]
+    return [
+        *kept[:-2],
+        *(replace(example, label=1 - example.label) for example in kept[-2:]),
+    ]
 
 
 def test_masks_transferred_to_the_same_model_flip_the_same_examples(words):
     model = classifier(seed=1)
     examples = own(model, words)
     found = attack(model, words, examples, LIGHT, batch_size=5)
-    assert [outcome.id for outcome in found.outcomes] == [example.id for example in examples]
+    assert [outcome.id for outcome in found.outcomes] == [
+        example.id for example in examples
+    ]
     assert found.flips
     # Other batches have other padding.
     again = transferred(Batches(model, words, examples, batch_size=7), found)
@@ -53,11 +60,14 @@ def test_masks_transferred_to_the_same_model_flip_the_same_examples(words):
 
 
 def test_only_examples_that_both_get_right_are_counted(words):
-    model, donor = classifier(seed=1), classifier(seed=2)
+    model = classifier(seed=1)
+    donor = classifier(seed=2)
     examples = own(model, words)
     found = attack(donor, words, examples, LIGHT)
     mine = attack(model, words, examples, LIGHT)
-    both = [a.right and b.right for a, b in zip(found.outcomes, mine.outcomes, strict=True)]
+    both = [
+        a.right and b.right for a, b in zip(found.outcomes, mine.outcomes, strict=True)
+    ]
     measured = transferred(Batches(model, words, examples), found)
     assert measured.examples == sum(both)
     flips = 0
@@ -70,7 +80,9 @@ def test_only_examples_that_both_get_right_are_counted(words):
 def flips_alone(model, words, example, cut):
     """Cut the donor's units on one sentence without padding."""
     (_, batch, labels) = next(iter(Batches(model, words, [example])))
-    inputs = {name: value for name, value in batch.items() if name != "special_tokens_mask"}
+    inputs = {
+        name: value for name, value in batch.items() if name != "special_tokens_mask"
+    }
     n = inputs["input_ids"].shape[1]
     cuts = Cuts()
     cuts.made = [torch.zeros(1, 4, n, n, dtype=torch.bool) for _ in range(2)]
@@ -121,7 +133,9 @@ def test_lowered_masks_lower_the_confidence_in_the_wrong_label(words):
     model = classifier(seed=1)
     part, batch, _ = next(iter(Batches(model, words, small.examples(12))))
     wrong = wrong_labels(model, batch, part, seed=0)
-    inputs = {name: value for name, value in batch.items() if name != "special_tokens_mask"}
+    inputs = {
+        name: value for name, value in batch.items() if name != "special_tokens_mask"
+    }
 
     def sure():
         with torch.no_grad():
@@ -141,7 +155,8 @@ def test_raised_masks_flip_what_a_targeted_attack_flips(words):
     found = raised(Batches(model, words, examples), LIGHT, seed=0)
     batches = Batches(model, words, examples)
     flips = sum(
-        LIGHT(model, batch, labels, targets=1 - labels).flips for _, batch, labels in batches
+        LIGHT(model, batch, labels, targets=1 - labels).flips
+        for _, batch, labels in batches
     )
     assert (found.examples, found.flips) == (len(examples) - 2, flips)
     assert flips
@@ -153,10 +168,18 @@ def test_a_share_of_zero_flips_nothing(words):
     nothing = replace(LIGHT, share=0.0)
     donor = attack(classifier(seed=2), words, examples, nothing)
     found = evaluate(
-        model, words, examples, attacks={"k = 0": nothing}, donors={"k = 0": donor},
+        model,
+        words,
+        examples,
+        attacks={"k = 0": nothing},
+        donors={"k = 0": donor},
         wrong_label=nothing,
-    )  # fmt: skip
-    parts = [*found.attacks.values(), *found.transferred.values(), *found.wrong_label.values()]
+    )
+    parts = [
+        *found.attacks.values(),
+        *found.transferred.values(),
+        *found.wrong_label.values(),
+    ]
     assert len(parts) == 4
     assert [each.flips for each in parts] == [0, 0, 0, 0]
     assert found.accuracy == pytest.approx(6 / 8)
@@ -173,9 +196,16 @@ def test_a_whole_evaluation_and_its_json(words):
         return lambda done, whole: counted.append((name, done, total, whole))
 
     found = evaluate(
-        model, words, examples, attacks={"stronger": LIGHT}, donors={"other": donor},
-        wrong_label=LIGHT, attacked=4, batch_size=5, track=track,
-    )  # fmt: skip
+        model,
+        words,
+        examples,
+        attacks={"stronger": LIGHT},
+        donors={"other": donor},
+        wrong_label=LIGHT,
+        attacked=4,
+        batch_size=5,
+        track=track,
+    )
     parts = ("stronger", "other", "lowered", "raised")
     clean = [("clean", 5, 8, 8), ("clean", 8, 8, 8)]
     assert counted == [*clean, *((name, 4, 4, 4) for name in parts)]
@@ -195,7 +225,9 @@ def test_a_whole_evaluation_and_its_json(words):
 
 def test_an_evaluation_is_saved_and_has_a_summary(words, tmp_path):
     model = classifier(seed=1)
-    found = evaluate(model, words, own(model, words), attacks={"stronger": LIGHT}, attacked=2)
+    found = evaluate(
+        model, words, own(model, words), attacks={"stronger": LIGHT}, attacked=2
+    )
     found.save(tmp_path / "evaluation.json")
     assert Evaluation.load(tmp_path / "evaluation.json") == found
     assert repr(found).startswith("Evaluation: clean accuracy 75.0%; flips, stronger ")
@@ -205,7 +237,10 @@ def test_an_evaluation_is_saved_and_has_a_summary(words, tmp_path):
 def test_pools_contain_every_example_once_with_less_padding(words):
     """In pools of texts of two lengths, all batches but one have a single length."""
     examples = [
-        replace(example, text=example.text if number % 2 else f"{example.text} {example.text}")
+        replace(
+            example,
+            text=example.text if number % 2 else f"{example.text} {example.text}",
+        )
         for number, example in enumerate(small.examples(32))
     ]
     seen = {}

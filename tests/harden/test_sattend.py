@@ -24,7 +24,8 @@ class Recorder:
 
     def __init__(self, monkeypatch):
         self.passes = []
-        begin, cut = Drops.begin, Drops.cut
+        begin = Drops.begin
+        cut = Drops.cut
 
         def recorded_begin(drops, inputs):
             wanted = begin(drops, inputs)
@@ -47,7 +48,9 @@ def recorder(monkeypatch):
 
 def given(kind="classes"):
     batch, labels = small.batch(kind)
-    return {name: value for name, value in batch.items() if name != "special_tokens_mask"}, labels
+    return {
+        name: value for name, value in batch.items() if name != "special_tokens_mask"
+    }, labels
 
 
 def within_chance(hits, trials, rate):
@@ -73,7 +76,8 @@ def test_evaluation_is_identical(mode, attention):
 
 @pytest.mark.parametrize("rate", [0.1, 0.2, 0.5])
 def test_units_are_dropped_at_the_rate_and_independently(rate, recorder):
-    model, (inputs, _) = small.model(), given()
+    model = small.model()
+    (inputs, _) = given()
     with SAttend(rate).apply(model):
         for _ in range(4):
             model(**inputs)
@@ -84,7 +88,9 @@ def test_units_are_dropped_at_the_rate_and_independently(rate, recorder):
     for first in range(8):
         for second in range(first):
             both = stacked[first] & stacked[second]
-            assert within_chance(int(both.sum()), both.numel(), rate**2), "passes, layers"
+            assert within_chance(int(both.sum()), both.numel(), rate**2), (
+                "passes, layers"
+            )
     shifted = stacked[:, :, 1:] & stacked[:, :, :-1]
     assert within_chance(int(shifted.sum()), shifted.numel(), rate**2), "heads"
     shifted = stacked[..., 1:, :] & stacked[..., :-1, :]
@@ -93,7 +99,8 @@ def test_units_are_dropped_at_the_rate_and_independently(rate, recorder):
 
 @pytest.mark.parametrize("kind", ["classes", "choices"])
 def test_tokens_are_dropped_in_all_layers_and_special_tokens_are_spared(kind, recorder):
-    model, (inputs, _) = small.model(kind), given(kind)
+    model = small.model(kind)
+    (inputs, _) = given(kind)
     special = (inputs["input_ids"] < len(tiny.SPECIAL)).flatten(0, -2)
     hits = trials = 0
     with SAttend(0.3, "token").apply(model, tiny.tokenizer()):
@@ -105,7 +112,8 @@ def test_tokens_are_dropped_in_all_layers_and_special_tokens_are_spared(kind, re
         keys = made[0][:, 0, 0]
         assert torch.equal(made[0], keys[:, None, None, :].expand_as(made[0]))
         assert not (keys & special).any()
-        hits, trials = hits + int(keys.sum()), trials + int((~special).sum())
+        hits = hits + int(keys.sum())
+        trials = trials + int((~special).sum())
         seen.add(tuple(keys.flatten().tolist()))
     assert within_chance(hits, trials, 0.3)
     assert len(seen) == 60
@@ -113,7 +121,9 @@ def test_tokens_are_dropped_in_all_layers_and_special_tokens_are_spared(kind, re
 
 def test_unknown_words_are_spared_as_in_the_released_code(recorder):
     """A tokenizer's `special_tokens_mask` does not mark [UNK]."""
-    model, tokenizer, (batch, _) = small.model(), tiny.tokenizer(), small.batch()
+    model = small.model()
+    tokenizer = tiny.tokenizer()
+    (batch, _) = small.batch()
     batch["input_ids"][:, 2] = tokenizer.unk_token_id
     assert not batch["special_tokens_mask"][:, 2].any()
     with SAttend(0.9, "token").apply(model, tokenizer):
@@ -123,10 +133,13 @@ def test_unknown_words_are_spared_as_in_the_released_code(recorder):
 
 
 def test_special_tokens_from_the_mask_among_the_inputs(recorder):
-    model, (batch, _) = small.model(), small.batch()
+    model = small.model()
+    (batch, _) = small.batch()
     with SAttend(0.9, "token").apply(model):
         model(**batch)
-    assert not (recorder.passes[0][0][:, 0, 0] & batch["special_tokens_mask"].bool()).any()
+    assert not (
+        recorder.passes[0][0][:, 0, 0] & batch["special_tokens_mask"].bool()
+    ).any()
     inputs, _ = given()
     with (
         SAttend(0.5, "token").apply(model),
@@ -142,7 +155,8 @@ def test_special_tokens_from_the_mask_among_the_inputs(recorder):
 
 
 def test_tokens_of_encoder_and_decoder_are_dropped(recorder):
-    model, inputs = zoo.model("t5").train(), zoo.inputs("t5")
+    model = zoo.model("t5").train()
+    inputs = zoo.inputs("t5")
     with SAttend(0.5, "token").apply(model, tiny.tokenizer()):
         model(**inputs)
     first, second, own, cross, again, crossing = recorder.passes[0]
@@ -155,7 +169,8 @@ def test_tokens_of_encoder_and_decoder_are_dropped(recorder):
 
 @pytest.mark.parametrize("family", zoo.SIXTEEN)
 def test_every_architecture_trains(family):
-    model, inputs = zoo.model(family).train(), zoo.inputs(family)
+    model = zoo.model(family).train()
+    inputs = zoo.inputs(family)
     model.requires_grad_(True)
     with SAttend(0.5).apply(model):
         model(**inputs).last_hidden_state.square().mean().backward()
@@ -164,7 +179,8 @@ def test_every_architecture_trains(family):
 
 
 def test_the_seed_determines_the_draws_and_global_generators_are_unchanged():
-    model, (inputs, _) = small.model(dropout=0.0), given()
+    model = small.model(dropout=0.0)
+    (inputs, _) = given()
     before = torch.get_rng_state()
     outputs = []
     for seed in (1, 1, 2):
@@ -176,7 +192,8 @@ def test_the_seed_determines_the_draws_and_global_generators_are_unchanged():
 
 
 def test_a_rate_of_zero_is_plain_training():
-    model, (batch, labels) = small.model(), small.batch()
+    model = small.model()
+    (batch, labels) = small.batch()
     loss, gradient = small.total(SAttend(0.0), model, batch, labels)
     expected, reference = small.total(Plain(), model, batch, labels)
     assert loss == expected
@@ -185,7 +202,8 @@ def test_a_rate_of_zero_is_plain_training():
 
 @pytest.mark.parametrize("mode", ["unit", "token"])
 def test_as_a_defence_its_gradients_are_those_of_the_cut_model(mode, recorder):
-    model, (batch, labels) = small.model(dropout=0.0), small.batch()
+    model = small.model(dropout=0.0)
+    (batch, labels) = small.batch()
     loss, _ = small.total(SAttend(0.4, mode), model, batch, labels)
     assert sum(int(cut.sum()) for cut in recorder.passes[0]) > 0
     again, _ = small.total(SAttend(0.4, mode), model, batch, labels)
@@ -196,7 +214,8 @@ def test_as_a_defence_its_gradients_are_those_of_the_cut_model(mode, recorder):
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # CPUs without bfloat16
 def test_mixed_precision():
-    model, (batch, labels) = small.model(), small.batch()
+    model = small.model()
+    (batch, labels) = small.batch()
     with torch.autocast("cpu", torch.bfloat16):
         loss, gradient = small.total(SAttend(0.3), model, batch, labels)
     exact, reference = small.total(SAttend(0.3), model, batch, labels)
@@ -206,29 +225,46 @@ def test_mixed_precision():
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"rate": 1.0}, "rate must be at least 0 and below 1"), ({"rate": -0.1}, "rate must be"),
-     ({"mode": "word"}, "mode must be one of unit, token")],
-)  # fmt: skip
+    [
+        ({"rate": 1.0}, "rate must be at least 0 and below 1"),
+        ({"rate": -0.1}, "rate must be"),
+        ({"mode": "word"}, "mode must be one of unit, token"),
+    ],
+)
 def test_wrong_settings(fields, message):
     with pytest.raises(InputError, match=message):
         SAttend(**fields)
 
 
 def trainer(folder, callbacks, seed=0, **settings):
-    tokenizer, made = tiny.tokenizer(), small.model(labels=2, attention="sdpa")
+    tokenizer = tiny.tokenizer()
+    made = small.model(labels=2, attention="sdpa")
     texts = small.examples(16)
     rows = [{**tokenizer(example.text), "labels": example.label} for example in texts]
     for row in rows:
         row.pop("token_type_ids", None)
     arguments = transformers.TrainingArguments(
-        output_dir=str(folder), per_device_train_batch_size=8, num_train_epochs=2, use_cpu=True,
-        report_to=[], disable_tqdm=True, save_strategy="no", seed=seed, logging_strategy="no",
-        dataloader_pin_memory=False, learning_rate=1e-3, **settings,
-    )  # fmt: skip
+        output_dir=str(folder),
+        per_device_train_batch_size=8,
+        num_train_epochs=2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        seed=seed,
+        logging_strategy="no",
+        dataloader_pin_memory=False,
+        learning_rate=1e-3,
+        **settings,
+    )
     return transformers.Trainer(
-        model=made, args=arguments, train_dataset=rows, eval_dataset=rows,
-        processing_class=tokenizer, callbacks=callbacks,
-    )  # fmt: skip
+        model=made,
+        args=arguments,
+        train_dataset=rows,
+        eval_dataset=rows,
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
 
 
 @pytest.mark.parametrize("mode", ["unit", "token"])
@@ -283,7 +319,8 @@ def test_accelerate_with_mixed_precision(monkeypatch):
     monkeypatch.setattr(accelerate.state.AcceleratorState, "_shared_state", {})
     monkeypatch.setattr(accelerate.state.PartialState, "_shared_state", {})
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    model, (inputs, labels) = small.model(), given()
+    model = small.model()
+    (inputs, labels) = given()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     with SAttend(0.4).apply(model):
@@ -296,7 +333,8 @@ def test_accelerate_with_mixed_precision(monkeypatch):
 
 
 def test_draws_depend_only_on_the_step_and_the_rank():
-    model, (inputs, _) = small.model(dropout=0.0), given()
+    model = small.model(dropout=0.0)
+    (inputs, _) = given()
 
     def output(step, passes=1):
         with SAttend(0.4).apply(model) as drops:
@@ -306,7 +344,9 @@ def test_draws_depend_only_on_the_step_and_the_rank():
                 found = model(**inputs).logits
         return found
 
-    assert torch.equal(output(7), output(7)), "a run that is resumed draws what it would have"
+    assert torch.equal(output(7), output(7)), (
+        "a run that is resumed draws what it would have"
+    )
     assert not torch.equal(output(7), output(8))
     assert not torch.equal(output(7), output(7, passes=2))
     first = output(7)
@@ -324,7 +364,9 @@ def test_draws_depend_only_on_the_step_and_the_rank():
 def test_several_gpus_in_one_process_are_refused():
     arguments = types.SimpleNamespace(n_gpu=2)
     with pytest.raises(InputError, match="start one process for each"):
-        SAttend(0.2).callback().on_train_begin(arguments, None, None, model=small.model())
+        SAttend(0.2).callback().on_train_begin(
+            arguments, None, None, model=small.model()
+        )
 
 
 def test_the_registry_makes_it():

@@ -27,12 +27,23 @@ from keyhole.harden import (
     SAttend,
     Training,
     train,
-)  # fmt: skip
+)
 from keyhole.harden.defences.combined import current
 
-ALL = [Plain(), SAttend(0.2), SAttend(0.2, "token"), FreeLB(), SMART(), R3F(), ASA(), CreAT(),
-       Augmented(), AttackMasks(), Combined.strongest(),
-       PlainFirst(0.5, AttackMasks())]  # fmt: skip
+ALL = [
+    Plain(),
+    SAttend(0.2),
+    SAttend(0.2, "token"),
+    FreeLB(),
+    SMART(),
+    R3F(),
+    ASA(),
+    CreAT(),
+    Augmented(),
+    AttackMasks(),
+    Combined.strongest(),
+    PlainFirst(0.5, AttackMasks()),
+]
 
 
 def weights(model):
@@ -58,7 +69,8 @@ def stop_in_epoch(number):
 
 @pytest.mark.parametrize("defence", ALL, ids=lambda defence: type(defence).__name__)
 def test_every_defence_trains_and_resumes_bit_for_bit(defence, tmp_path):
-    examples, run = small.examples(8), partial(train_small, batch=4)
+    examples = small.examples(8)
+    run = partial(train_small, batch=4)
     whole = small.model(labels=2)
     done = run(defence, whole, examples)
     assert (done.steps, len(done.losses), done.resumed, done.reason) == (4, 2, 0, "")
@@ -82,9 +94,13 @@ def test_it_learns(choices):
     model = small.model("choices" if choices else "classes", labels=2, dropout=0.0)
     steps = []
     done = train_small(
-        Plain(), model, small.examples(64, choices=choices), epochs=6, rate=3e-3,
+        Plain(),
+        model,
+        small.examples(64, choices=choices),
+        epochs=6,
+        rate=3e-3,
         progress=lambda *step: steps.append(step),
-    )  # fmt: skip
+    )
     assert done.losses[-1] < 0.5 * done.losses[0]
     assert [step[:2] for step in steps] == [(number, 48) for number in range(1, 49)]
     losses = [float(note.removeprefix("epoch 1, loss ")) for _, _, note in steps[:8]]
@@ -109,15 +125,30 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_difference(tmp_path):
     train_small(Plain(), small.model(labels=2), examples, checkpoint=tmp_path)
     rates = "this run has rate 0.0001, that of .* has rate 0.001: choose another file"
     with pytest.raises(InputError, match=rates):
-        train_small(Plain(), small.model(labels=2), examples, checkpoint=tmp_path, rate=1e-4)
-    with pytest.raises(InputError, match=r"this run has data [0-9a-f]{16}, that of .* has data"):
-        train_small(Plain(), small.model(labels=2), small.examples(8, seed=1), checkpoint=tmp_path)
-    with pytest.raises(InputError, match=r"this run has model [0-9a-f]{16}, that of .* has model"):
-        train_small(Plain(), small.model(labels=2, seed=1), examples, checkpoint=tmp_path)
+        train_small(
+            Plain(), small.model(labels=2), examples, checkpoint=tmp_path, rate=1e-4
+        )
+    with pytest.raises(
+        InputError, match=r"this run has data [0-9a-f]{16}, that of .* has data"
+    ):
+        train_small(
+            Plain(),
+            small.model(labels=2),
+            small.examples(8, seed=1),
+            checkpoint=tmp_path,
+        )
+    with pytest.raises(
+        InputError, match=r"this run has model [0-9a-f]{16}, that of .* has model"
+    ):
+        train_small(
+            Plain(), small.model(labels=2, seed=1), examples, checkpoint=tmp_path
+        )
     other = small.model(labels=2)
     with torch.no_grad():
         other.classifier.bias.add_(1)
-    with pytest.raises(InputError, match=r"this run has model [0-9a-f]{16}, that of .* has model"):
+    with pytest.raises(
+        InputError, match=r"this run has model [0-9a-f]{16}, that of .* has model"
+    ):
         train_small(Plain(), other, examples, checkpoint=tmp_path)
     done = train_small(Plain(), small.model(labels=2), examples, checkpoint=tmp_path)
     assert done.resumed == 2
@@ -128,20 +159,28 @@ def test_the_cost_of_a_run_is_saved_and_has_a_summary(tmp_path):
     done = train_small(Plain(), small.model(labels=2), small.examples(8))
     done.save(tmp_path / "training.json")
     assert Training.load(tmp_path / "training.json") == done
-    assert repr(done) == f"Training: 2 steps in {done.seconds:.1f} s; loss {done.losses[-1]:.3f}"
+    assert (
+        repr(done)
+        == f"Training: 2 steps in {done.seconds:.1f} s; loss {done.losses[-1]:.3f}"
+    )
 
 
 def test_every_defence_has_a_name_and_its_own_options():
     made = {type(DEFENCES.make(name)) for name in DEFENCES}
-    assert made | {PlainFirst} == {type(defence) for defence in ALL}  # made by --plain-first
+    assert made | {PlainFirst} == {
+        type(defence) for defence in ALL
+    }  # made by --plain-first
     assert DEFENCES.make("sattend", rate=0.5, mode="token") == SAttend(0.5, "token")
     assert DEFENCES.make("strongest", weight=0.5) == Combined.strongest(weight=0.5)
-    with pytest.raises(InputError, match="plain has no option mode: it belongs to sattend"):
+    with pytest.raises(
+        InputError, match="plain has no option mode: it belongs to sattend"
+    ):
         DEFENCES.make("plain", mode="token")
 
 
 def test_an_incomplete_checkpoint_is_ignored(tmp_path):
-    examples, model = small.examples(8), small.model(labels=2)
+    examples = small.examples(8)
+    model = small.model(labels=2)
     partial = tmp_path / "epoch-2.partial"
     partial.mkdir()
     (partial / "run.json").write_text("{")
@@ -155,7 +194,12 @@ def test_an_incomplete_checkpoint_is_ignored(tmp_path):
 def test_a_folder_that_is_not_writable_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"cannot write .*file"):
-        train_small(Plain(), small.model(labels=2), small.examples(8), checkpoint=tmp_path / "file")
+        train_small(
+            Plain(),
+            small.model(labels=2),
+            small.examples(8),
+            checkpoint=tmp_path / "file",
+        )
 
 
 def test_a_loss_that_is_not_finite_ends_the_training():
@@ -184,12 +228,16 @@ def test_wrong_settings(changes, words):
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # CPUs without bfloat16
 @pytest.mark.parametrize(
-    "defence", [Plain(), FreeLB(), ASA(), AttackMasks()], ids=lambda defence: type(defence).__name__
+    "defence",
+    [Plain(), FreeLB(), ASA(), AttackMasks()],
+    ids=lambda defence: type(defence).__name__,
 )
 def test_mixed_precision_is_close(defence):
     examples = small.examples(8)
     losses = [
-        train_small(defence, small.model(labels=2), examples, amp=amp, epochs=1).losses[0]
+        train_small(defence, small.model(labels=2), examples, amp=amp, epochs=1).losses[
+            0
+        ]
         for amp in (False, True)
     ]
     assert losses[0] != losses[1]
@@ -204,12 +252,16 @@ def test_the_rate_rises_and_falls_linearly():
 
     handle = register_optimizer_step_pre_hook(look)
     try:
-        train_small(Plain(), small.model(labels=2), small.examples(20), batch=4, warmup=0.2)
+        train_small(
+            Plain(), small.model(labels=2), small.examples(20), batch=4, warmup=0.2
+        )
     finally:
         handle.remove()
     factors = [0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8]
     assert all(len(rate) == 1 for rate in rates)
-    assert [rate.pop() for rate in rates] == pytest.approx([1e-3 * factor for factor in factors])
+    assert [rate.pop() for rate in rates] == pytest.approx(
+        [1e-3 * factor for factor in factors]
+    )
 
 
 def test_a_defence_follows_plain_training():
@@ -223,20 +275,25 @@ def test_a_defence_follows_plain_training():
 
 def test_plain_first_begins_with_plain_training():
     examples = small.examples(16)
-    plain, staged = small.model(labels=2), small.model(labels=2)
+    plain = small.model(labels=2)
+    staged = small.model(labels=2)
     train_small(Plain(), plain, examples)
     train_small(PlainFirst(0.5, AttackMasks()), staged, examples)
     assert not torch.equal(weights(plain), weights(staged))
     halves = small.model(labels=2), small.model(labels=2)
     train_small(Plain(), halves[0], examples, epochs=1, warmup=0.0)
-    train_small(PlainFirst(0.9, AttackMasks()), halves[1], examples, epochs=1, warmup=0.0)
+    train_small(
+        PlainFirst(0.9, AttackMasks()), halves[1], examples, epochs=1, warmup=0.0
+    )
     assert torch.equal(weights(halves[0]), weights(halves[1]))
 
 
 def test_the_average_is_over_all_steps(tmp_path):
     """Compared with the mean of the weights after each step."""
-    examples, kept = small.examples(16), 0.6
-    model, means = small.model(labels=2), []
+    examples = small.examples(16)
+    kept = 0.6
+    model = small.model(labels=2)
+    means = []
 
     def look(done, total, note):
         now = weights(model)
@@ -246,11 +303,21 @@ def test_the_average_is_over_all_steps(tmp_path):
     start = weights(model)
     train_small(Plain(), model, examples, average=kept, progress=look)
     torch.testing.assert_close(weights(model), means[-1], rtol=0, atol=1e-6)
-    stopped, again = small.model(labels=2), small.model(labels=2)
+    stopped = small.model(labels=2)
+    again = small.model(labels=2)
     with pytest.raises(Stop):
-        train_small(Plain(), stopped, examples, average=kept, checkpoint=tmp_path,
-            progress=stop_in_epoch(2))  # fmt: skip
-    assert train_small(Plain(), again, examples, average=kept, checkpoint=tmp_path).resumed == 1
+        train_small(
+            Plain(),
+            stopped,
+            examples,
+            average=kept,
+            checkpoint=tmp_path,
+            progress=stop_in_epoch(2),
+        )
+    assert (
+        train_small(Plain(), again, examples, average=kept, checkpoint=tmp_path).resumed
+        == 1
+    )
     assert torch.equal(weights(again), weights(model))
     with pytest.raises(InputError, match="average must be below 1, not 1"):
         train_small(Plain(), model, examples, average=1.0)
@@ -260,7 +327,9 @@ def test_unknown_words_are_spared_as_in_the_released_code():
     class Seen(Plain):
         def losses(self, model, batch, labels, stream):
             unknown = batch["input_ids"] == tiny.tokenizer().unk_token_id
-            seen.append((int(unknown.sum()), bool(batch["special_tokens_mask"][unknown].all())))
+            seen.append(
+                (int(unknown.sum()), bool(batch["special_tokens_mask"][unknown].all()))
+            )
             return super().losses(model, batch, labels, stream)
 
     seen = []

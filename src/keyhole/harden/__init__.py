@@ -1,7 +1,7 @@
 """Training against attacks on attention (docs/disrupt.md). It needs the extra `models`.
 
-A defence is a frozen dataclass of hyperparameters. `train` trains with it, and so does any loop
-that differentiates its `losses`.
+A defence is a frozen dataclass of hyperparameters. `train` trains with it, and so does
+any loop that differentiates its `losses`.
 """
 
 from keyhole.harden.defences import DEFENCES
@@ -21,7 +21,29 @@ from keyhole.harden.smoothing import Smoothed, Smoothing
 from keyhole.harden.train import Training, train
 
 __all__ = [
-    "ASA", "DEFENCES", "R3F", "SMART", "AttackMasks", "Augmented", "Combined", "CreAT", "Defence",
-    "Evaluation", "FreeLB", "Hardening", "Measured", "Plain", "PlainFirst", "SAttend", "Smoothed",
-    "Smoothing", "Trained", "Training", "attack", "evaluate", "run", "standard", "train",
-]  # fmt: skip
+    "ASA",
+    "DEFENCES",
+    "R3F",
+    "SMART",
+    "AttackMasks",
+    "Augmented",
+    "Combined",
+    "CreAT",
+    "Defence",
+    "Evaluation",
+    "FreeLB",
+    "Hardening",
+    "Measured",
+    "Plain",
+    "PlainFirst",
+    "SAttend",
+    "Smoothed",
+    "Smoothing",
+    "Trained",
+    "Training",
+    "attack",
+    "evaluate",
+    "run",
+    "standard",
+    "train",
+]

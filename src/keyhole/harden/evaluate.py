@@ -1,23 +1,24 @@
 """Evaluate a model's robustness: clean accuracy, and flips by attacks and by independent masks.
 
-The attacks are HackAttend's (arXiv 2402.16470). They may fail for a wrong reason: a model that was
-trained on masks may have learnt to read the label from a mask, or to hide its gradients. So two
-more kinds of masks are tried, which the model has not influenced:
+The attacks are HackAttend's (arXiv 2402.16470). They may fail for a wrong reason: a
+model that was trained on masks may have learnt to read the label from a mask, or to
+hide its gradients. So two more kinds of masks are tried, which the model has not
+influenced:
 
 - **Transferred.** The units that an attack found on another model, for the same texts. Only
   examples that both models get right have such a mask.
 - **Wrong label.** t is a random class other than the predicted one, so it is wrong wherever the
-  model is right, and the labels are not used. `lowered` cuts the units that lower the confidence in
-  t most, as if t were the label, with the whole budget. A robust model becomes surer of its answer;
-  a model that reads labels from masks answers t. `raised` cuts the units that lead to t, with
-  HackAttend's targeted search.
+  model is right, and the labels are not used. `lowered` cuts the units that lower the
+  confidence in t most, as if t were the label, with the whole budget. A robust model
+  becomes surer of its answer; a model that reads labels from masks answers t. `raised`
+  cuts the units that lead to t, with HackAttend's targeted search.
 
 If requested, the share of answers that is certified for the model smoothed over masks
 (smoothing.py) is also measured. It bounds what any attack can do.
 
-Flips are counted over the examples that the model gets right. The judge (disrupt/judge.py) counts
-them if the masks come from a HackAttend. `lowered` cuts at least one unit in each head, as in
-training.
+Flips are counted over the examples that the model gets right. The judge
+(disrupt/judge.py) counts them if the masks come from a HackAttend. `lowered` cuts at
+least one unit in each head, as in training.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ from keyhole.models.masking import rewriting
 class Measured:
     """Flips among the examples that were tried, with the mean queries and the total seconds.
 
-    `share` is the mean share of all units that was cut for a flip, if the judge counted it.
+    `share` is the mean share of all units that was cut for a flip, if the judge counted
+    it.
     """
 
     examples: int
@@ -72,7 +74,8 @@ class Measured:
 class Evaluation(Result):
     """`accuracy` over all `examples`, and flips over those that were attacked.
 
-    `disruptions` holds the outcomes of `attacks`, for pictures and for transfers; it is not saved.
+    `disruptions` holds the outcomes of `attacks`, for pictures and for transfers; it is
+    not saved.
     """
 
     accuracy: float
@@ -82,15 +85,20 @@ class Evaluation(Result):
     wrong_label: dict[str, Measured]
     seconds: float
     environment: dict[str, str] = field(default_factory=environment)
-    disruptions: dict[str, Disruption] = field(default_factory=dict[str, Disruption], compare=False)
+    disruptions: dict[str, Disruption] = field(
+        default_factory=dict[str, Disruption], compare=False
+    )
     smoothed: Smoothed | None = None
 
     kind: ClassVar[str] = "evaluation"
 
     def figures(self) -> dict[str, float]:
         """Return the accuracy, and the share of right answers that each kind of mask flips."""
-        kinds = (("", self.attacks), ("masks found on ", self.transferred),
-                 ("wrong label ", self.wrong_label))  # fmt: skip
+        kinds = (
+            ("", self.attacks),
+            ("masks found on ", self.transferred),
+            ("wrong label ", self.wrong_label),
+        )
         flips = {
             f"flips, {prefix}{name}": measured.success
             for prefix, group in kinds
@@ -104,7 +112,9 @@ class Evaluation(Result):
         return {"clean accuracy": self.accuracy, **flips, **proved}
 
     def summary(self) -> str:
-        shown = [f"{name} {percent(value, 1)}" for name, value in self.figures().items()]
+        shown = [
+            f"{name} {percent(value, 1)}" for name, value in self.figures().items()
+        ]
         return f"{'; '.join(shown)} ({self.examples} examples, {self.seconds:.1f} s)"
 
     def contents(self) -> dict[str, Any]:
@@ -139,23 +149,32 @@ def evaluate(
 ) -> Evaluation:
     """Measure clean accuracy on all examples, and everything else on the first `attacked`.
 
-    `donors` are attacks on other models (see `attack`). `wrong_label` makes the masks for wrong
-    labels. `smoothing` votes over masks.
+    `donors` are attacks on other models (see `attack`). `wrong_label` makes the masks
+    for wrong labels. `smoothing` votes over masks.
     """
     started = time.perf_counter()
 
     def batches(name: str, count: int | None) -> Batches:
         part = examples[:count]
         progress = track(name, len(part))
-        return Batches(model, tokenizer, part, batch_size, max_length, progress=progress)
+        return Batches(
+            model, tokenizer, part, batch_size, max_length, progress=progress
+        )
 
-    clean, chosen = batches("clean", None).accuracy(), partial(batches, count=attacked)
-    disruptions = {name: chosen(name).attack(attacker) for name, attacker in attacks.items()}
+    clean = batches("clean", None).accuracy()
+    chosen = partial(batches, count=attacked)
+    disruptions = {
+        name: chosen(name).attack(attacker) for name, attacker in attacks.items()
+    }
     flipped = {
-        name: Measured(len(each.attacked), each.flips, each.queries, each.seconds, each.share)
+        name: Measured(
+            len(each.attacked), each.flips, each.queries, each.seconds, each.share
+        )
         for name, each in disruptions.items()
     }
-    moved = {name: transferred(chosen(name), donor) for name, donor in (donors or {}).items()}
+    moved = {
+        name: transferred(chosen(name), donor) for name, donor in (donors or {}).items()
+    }
     wrong: dict[str, Measured] = {}
     if wrong_label is not None:
         wrong["lowered"] = lowered(chosen("lowered"), wrong_label, seed)
@@ -164,17 +183,34 @@ def evaluate(
     if smoothing is not None:
         voters = chosen("certified")
         smoothed = smoothing.certify(
-            model, tokenizer, voters.examples, max_length=max_length, progress=voters.progress
+            model,
+            tokenizer,
+            voters.examples,
+            max_length=max_length,
+            progress=voters.progress,
         )
     seconds = time.perf_counter() - started
-    return Evaluation(clean, len(examples), flipped, moved, wrong, seconds,
-                      disruptions=disruptions, smoothed=smoothed)  # fmt: skip
+    return Evaluation(
+        clean,
+        len(examples),
+        flipped,
+        moved,
+        wrong,
+        seconds,
+        disruptions=disruptions,
+        smoothed=smoothed,
+    )
 
 
 def attack(
-    model: Any, tokenizer: Any, examples: Sequence[Example], method: Attacker, *,
-    batch_size: int = 64, max_length: int | None = 128,
-) -> Disruption:  # fmt: skip
+    model: Any,
+    tokenizer: Any,
+    examples: Sequence[Example],
+    method: Attacker,
+    *,
+    batch_size: int = 64,
+    max_length: int | None = 128,
+) -> Disruption:
     """Attack examples in batches of similar length; outcomes are in the order of the examples."""
     return Batches(model, tokenizer, examples, batch_size, max_length).attack(method)
 
@@ -182,12 +218,18 @@ def attack(
 def transferred(batches: Batches, donor: Disruption) -> Measured:
     """Cut the units that an attack chose on another model, whether they flipped it or not."""
     if getattr(batches.tokenizer, "padding_side", "right") != "right":
-        raise InputError("the tokenizer must pad on the right: otherwise the units are shifted")
+        raise InputError(
+            "the tokenizer must pad on the right: otherwise the units are shifted"
+        )
     given = {each.id: replace(each, label=0) for each in donor.examples}
     mine = [replace(each, label=0) for each in batches.examples]
     if any(given.get(each.id, each) != each for each in mine):
-        raise InputError("the donor must have attacked the same texts: an id is of another text")
-    started, flips, count = time.perf_counter(), 0, 0
+        raise InputError(
+            "the donor must have attacked the same texts: an id is of another text"
+        )
+    started = time.perf_counter()
+    flips = 0
+    count = 0
     method = HackAttend.from_dict(donor.method)
     cuts = {outcome.id: outcome.cut for outcome in donor.attacked}
     for part, batch, labels in batches:
@@ -197,7 +239,9 @@ def transferred(batches: Batches, donor: Disruption) -> Measured:
         cut = cut.to(units.free.device) & units.free
         limits = budget(units, method.share, method.scope, method.least)
         verdict = judge(batches.model, question, units, cut, limits, method.batch)
-        has = torch.tensor([example.id in cuts for example in part], device=labels.device)
+        has = torch.tensor(
+            [example.id in cuts for example in part], device=labels.device
+        )
         right = (batches.predicted(batch) == labels) & has
         count += int(right.sum())
         flips += int((verdict.flipped & right).sum())
@@ -211,15 +255,21 @@ def _mask(units: Units, cut: Sequence[Unit]) -> Tensor:
         place = units.places[unit.layer] if unit.layer < len(units.places) else None
         inside = (unit.sequence, unit.head, unit.query, unit.key)
         shape = () if place is None else place.shape
-        if place is None or any(index >= size for index, size in zip(inside, shape, strict=True)):
-            raise InputError(f"the donor must have the same layers and heads: there is no {unit}")
+        if place is None or any(
+            index >= size for index, size in zip(inside, shape, strict=True)
+        ):
+            raise InputError(
+                f"the donor must have the same layers and heads: there is no {unit}"
+            )
         units.at(mask, place)[inside] = True
     return mask
 
 
 def lowered(batches: Batches, method: HackAttend, seed: int) -> Measured:
     """Measure masks that lower the confidence in a wrong label, as if it were right."""
-    started, flips, count = time.perf_counter(), 0, 0
+    started = time.perf_counter()
+    flips = 0
+    count = 0
     for part, batch, labels in batches:
         before = batches.predicted(batch)
         wrong = wrong_labels(batches.model, batch, part, seed)
@@ -236,7 +286,8 @@ def lowered(batches: Batches, method: HackAttend, seed: int) -> Measured:
 
 def lowering(model: Any, batch: Batch, wrong: Tensor, method: HackAttend) -> Cuts:
     """Cut the units that lower the confidence in the `wrong` labels; the labels are not used."""
-    made, cuts = AttackMasks(share=method.share, rounds=_rounds(method)), Cuts()
+    made = AttackMasks(share=method.share, rounds=_rounds(method))
+    cuts = Cuts()
     with torch.enable_grad(), rewriting(model, cuts), _with_gradients(model):
         scores = partial(logits, model, batch)
         ranked = cuts.gradients(cuts.look(scores), wrong)
@@ -266,21 +317,30 @@ def _with_gradients(model: Any) -> Generator[None]:
 def raised(batches: Batches, method: HackAttend, seed: int) -> Measured:
     """Measure masks that lead to a wrong label; the search gets the prediction, not the label."""
     started = time.perf_counter()
-    flips, count, queries, share = 0, 0, 0, 0.0
+    flips = 0
+    count = 0
+    queries = 0
+    share = 0.0
     for part, batch, labels in batches:
         before = batches.predicted(batch)
         wrong = wrong_labels(batches.model, batch, part, seed)
         disruption = method(batches.model, batch, before, targets=wrong)
-        for outcome, right in zip(disruption.outcomes, (before == labels).tolist(), strict=True):
+        for outcome, right in zip(
+            disruption.outcomes, (before == labels).tolist(), strict=True
+        ):
             count += right
             flips += right and outcome.flipped
             queries += outcome.queries if right else 0
             share += outcome.share if right and outcome.flipped else 0.0
     seconds = time.perf_counter() - started
-    return Measured(count, flips, queries / max(1, count), seconds, share / max(1, flips))
+    return Measured(
+        count, flips, queries / max(1, count), seconds, share / max(1, flips)
+    )
 
 
-def wrong_labels(model: Any, batch: Batch, part: Sequence[Example], seed: int) -> Tensor:
+def wrong_labels(
+    model: Any, batch: Batch, part: Sequence[Example], seed: int
+) -> Tensor:
     """Draw a class other than the predicted one for each example, independent of its batch."""
     with torch.no_grad():
         scores = logits(model, batch)

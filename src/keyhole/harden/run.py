@@ -13,7 +13,13 @@ from typing import Any, ClassVar
 import torch
 
 from keyhole.core import Result, environment
-from keyhole.core.errors import InputError, KeyholeError, expect_count, expect_number, expect_seed
+from keyhole.core.errors import (
+    InputError,
+    KeyholeError,
+    expect_count,
+    expect_number,
+    expect_seed,
+)
 from keyhole.core.files import exists, is_folder, unwritable
 from keyhole.core.journal import expect_same_run
 from keyhole.core.machine import expect_device, largest_matrix, threads_for
@@ -29,7 +35,14 @@ from keyhole.harden.smoothing import Smoothing
 from keyhole.harden.train import Training, train
 from keyhole.models import Loaded, load_model
 from keyhole.models.demo import folder_of
-from keyhole.models.loading import Task, class_names, expect_names, load_config, save, task_of
+from keyhole.models.loading import (
+    Task,
+    class_names,
+    expect_names,
+    load_config,
+    save,
+    task_of,
+)
 
 MOST_CLASSES = 65_536  # of a new head, where each class has a name and a row of weights
 CARD = "hardening.json"
@@ -68,26 +81,34 @@ def run(
 ) -> Hardening:
     """Train a model against attacks on its attention, and measure whether it helped.
 
-    `model` is a folder, a name on the hub or `demo`; a model without a head gets a new one. `data`
-    is a file of labelled examples (`text`, `label`, `classes` and `examples` as in `disrupt.run`).
+    `model` is a folder, a name on the hub or `demo`; a model without a head gets a new
+    one. `data` is a file of labelled examples (`text`, `label`, `classes` and
+    `examples` as in `disrupt.run`).
 
-    `method` is a name of the registry with its hyperparameters as `options`, or your own defence.
-    `plain_first` is the share of the steps before it in which the model is trained plainly.
-    `average` is the decay of a running mean of the weights, which becomes the trained model.
+    `method` is a name of the registry with its hyperparameters as `options`, or your
+    own defence. `plain_first` is the share of the steps before it in which the model is
+    trained plainly. `average` is the decay of a running mean of the weights, which
+    becomes the trained model.
 
-    The trained model is saved in the folder `out`, or with several `seeds` in one folder for each
-    inside it, with a card (hardening.json) that is updated after each part. A folder of another
-    run, or of a finished one, is refused without `force`. `checkpoint` is a folder for the last
-    epoch, from which an interrupted run continues.
+    The trained model is saved in the folder `out`, or with several `seeds` in one
+    folder for each inside it, with a card (hardening.json) that is updated after each
+    part. A folder of another run, or of a finished one, is refused without `force`.
+    `checkpoint` is a folder for the last epoch, from which an interrupted run
+    continues.
 
-    On the examples of the file `dev`, accuracy is measured before and after, and flips of the first
-    `flips` (50 by default). `certify` also measures how many of those answers no cut of k units
-    changes, if the model votes over the masks of its training with S-Attend (smoothing.py).
+    On the examples of the file `dev`, accuracy is measured before and after, and flips
+    of the first `flips` (50 by default). `certify` also measures how many of those
+    answers no cut of k units changes, if the model votes over the masks of its training
+    with S-Attend (smoothing.py).
     """
     counts = {
-        "--flips": flips, "--seeds": seeds, "--epochs": epochs, "batch": batch,
-        "--max-length": max_length, "--examples": examples,
-    }  # fmt: skip
+        "--flips": flips,
+        "--seeds": seeds,
+        "--epochs": epochs,
+        "batch": batch,
+        "--max-length": max_length,
+        "--examples": examples,
+    }
     for option, value in counts.items():
         expect_count(option, value)
     if flips is not None and dev is None:
@@ -111,20 +132,40 @@ def run(
     expect_names(classes, config)
     names = list(classes) or class_names(config)
     read = partial(read_examples, text=text, label=label, names=names)
-    chosen, held_out = read(data, limit=examples), [] if dev is None else read(dev)
+    chosen = read(data, limit=examples)
+    held_out = [] if dev is None else read(dev)
     settings: dict[str, Any] = {
-        "epochs": epochs, "rate": learning_rate, "batch": batch, "max_length": max_length,
-        "amp": amp, "average": average,
-    }  # fmt: skip
+        "epochs": epochs,
+        "rate": learning_rate,
+        "batch": batch,
+        "max_length": max_length,
+        "amp": amp,
+        "average": average,
+    }
     card = Hardening(
-        str(model), name, repr(method), str(data), len(chosen), settings, device, seed=seed
+        str(model),
+        name,
+        repr(method),
+        str(data),
+        len(chosen),
+        settings,
+        device,
+        seed=seed,
     )
     if not force:
         expect_unfinished(Path(out), card)
     course = _Course(
-        card, chosen, held_out, flips or _FLIPS, method, Path(out), allow_pickle,
-        None if checkpoint is None else Path(checkpoint), track, smoothing,
-    )  # fmt: skip
+        card,
+        chosen,
+        held_out,
+        flips or _FLIPS,
+        method,
+        Path(out),
+        allow_pickle,
+        None if checkpoint is None else Path(checkpoint),
+        track,
+        smoothing,
+    )
     return course.run(range(seed, seed + seeds))
 
 
@@ -142,7 +183,9 @@ def expect_writable(out: Path, model: str) -> None:
     """Raise if a model cannot be saved in this folder, before hours of training."""
     expect_folder(out)
     if out.exists() and any(out.iterdir()) and not (out / CARD).exists():
-        raise InputError(f"choose a new folder, or one that this command made, not {out}")
+        raise InputError(
+            f"choose a new folder, or one that this command made, not {out}"
+        )
     if out.exists() and exists(model) and out.samefile(model):
         raise InputError(f"{out} is the model's own folder: choose another")
 
@@ -170,7 +213,9 @@ def expect_unfinished(out: Path, card: Hardening) -> None:
         return
     earlier = Hardening.load(out / CARD)
     if earlier.finished:
-        raise InputError(f"{out} holds a trained model already: give --force to replace it")
+        raise InputError(
+            f"{out} holds a trained model already: give --force to replace it"
+        )
     fix = "choose another folder, or give --force to replace its contents"
     expect_same_run(out, _run_of(card), _run_of(earlier), fix)
 
@@ -199,7 +244,8 @@ class _Course:
         """Train, save and measure with each seed; write the card after each part."""
         loaded, has_head = self._loaded(seeds[0])
         parts = len(seeds) + (len(seeds) + has_head if self.held_out else 0)
-        overall, done = self.track("harden", parts), itertools.count(1)
+        overall = self.track("harden", parts)
+        done = itertools.count(1)
         overall(0)
         with threads_for(largest_matrix(loaded.model)):
             before = self._measured(loaded, "before") if has_head else None
@@ -212,7 +258,8 @@ class _Course:
                     loaded, _ = self._loaded(seed)
                 trained = Trained(seed, part or ".", self._trained(loaded, seed, part))
                 overall(next(done))
-                # Before the model is saved, so that an interrupted run can be started again.
+                # Before the model is saved, so that an interrupted run can be started
+                # again.
                 self._write(replace(card, runs=(*card.runs, trained)))
                 save(loaded, self.out / part)
                 after = self._measured(loaded, f"after {part}".strip(), before)
@@ -235,9 +282,12 @@ class _Course:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             loaded = load_model(
-                name, task=task, device=self.card.device, allow_pickle=self.allow_pickle,
+                name,
+                task=task,
+                device=self.card.device,
+                allow_pickle=self.allow_pickle,
                 new_head=None if has_head else count,
-            )  # fmt: skip
+            )
         classes = loaded.model.config.num_labels
         if task == "classification" and count > classes:
             raise InputError(
@@ -247,10 +297,16 @@ class _Course:
 
     def _trained(self, loaded: Loaded, seed: int, part: str) -> Training:
         training = train(
-            loaded.model, loaded.tokenizer, self.examples, self.defence, seed=seed,
-            device=self.card.device, checkpoint=self.checkpoint and self.checkpoint / part,
-            progress=self.track(f"training {part}".strip()), **self.card.settings,
-        )  # fmt: skip
+            loaded.model,
+            loaded.tokenizer,
+            self.examples,
+            self.defence,
+            seed=seed,
+            device=self.card.device,
+            checkpoint=self.checkpoint and self.checkpoint / part,
+            progress=self.track(f"training {part}".strip()),
+            **self.card.settings,
+        )
         loaded.model.requires_grad_(False)
         if training.reason:
             raise KeyholeError(training.reason)
@@ -277,10 +333,18 @@ class _Course:
             return self.track(f"{when}: {name}", total)
 
         return evaluate(
-            loaded.model, loaded.tokenizer, self.held_out, attacks=attacks, attacked=self.flips,
-            seed=seed, batch_size=_BATCH_SIZE, max_length=self.card.settings["max_length"],
-            track=track, smoothing=self.smoothing, **more,
-        )  # fmt: skip
+            loaded.model,
+            loaded.tokenizer,
+            self.held_out,
+            attacks=attacks,
+            attacked=self.flips,
+            seed=seed,
+            batch_size=_BATCH_SIZE,
+            max_length=self.card.settings["max_length"],
+            track=track,
+            smoothing=self.smoothing,
+            **more,
+        )
 
     def _write(self, card: Hardening) -> None:
         try:
@@ -304,8 +368,8 @@ class Trained:
 class Hardening(Result):
     """The card of a run (hardening.json): settings, each seed's training, and the evaluations.
 
-    `identity` and `before` are those of the model before training. The card is written after each
-    part, and `finished` is True in the last version.
+    `identity` and `before` are those of the model before training. The card is written
+    after each part, and `finished` is True in the last version.
     """
 
     model: str
@@ -327,11 +391,16 @@ class Hardening(Result):
     @property
     def after(self) -> tuple[Evaluation, ...]:
         """The evaluations of the trained models."""
-        return tuple(trained.after for trained in self.runs if trained.after is not None)
+        return tuple(
+            trained.after for trained in self.runs if trained.after is not None
+        )
 
     def evaluations(self) -> dict[str, Evaluation]:
         """The evaluations by a description of the model."""
-        before = {} if self.before is None else {"the model before training": self.before}
+        if self.before is None:
+            before = {}
+        else:
+            before = {"the model before training": self.before}
         several = len(self.runs) > 1
         return before | {
             f"the model after training{f' {trained.folder}' if several else ''}": trained.after
@@ -344,14 +413,19 @@ class Hardening(Result):
         for trained in self.runs:
             seed = f"seed {trained.seed}: " if len(self.runs) > 1 else ""
             lines.append(f"{seed}{trained.training.summary()}")
-        lines += [f"{name}: {found.summary()}" for name, found in self.evaluations().items()]
+        lines += [
+            f"{name}: {found.summary()}" for name, found in self.evaluations().items()
+        ]
         return "\n".join(lines)
 
     def contents(self) -> dict[str, Any]:
         runs = [
-            {**vars(trained), "training": trained.training.contents(),
-             "after": trained.after and trained.after.contents()}
+            {
+                **vars(trained),
+                "training": trained.training.contents(),
+                "after": trained.after and trained.after.contents(),
+            }
             for trained in self.runs
-        ]  # fmt: skip
+        ]
         before = self.before and self.before.contents()
         return {**vars(self), "before": before, "runs": runs}

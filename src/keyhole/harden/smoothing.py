@@ -1,29 +1,32 @@
 """A certificate by smoothing over masks: no cut of k units, anywhere, changes the vote.
 
-Ours, after randomised ablation (Levine and Feizi, arXiv 1911.09272), on units of attention instead
-of pixels. Let U be the units of a text that may be cut, also those whose probability underflows.
-Let f(K) be the model's answer if only the units K ⊆ U are kept (a query that keeps none contributes
-zero), and g the most frequent answer over random K. An attack that cuts A ⊆ U changes f(K) to f(K ∖
-A), which is the same if K and A are disjoint.
+Ours, after randomised ablation (Levine and Feizi, arXiv 1911.09272), on units of
+attention instead of pixels. Let U be the units of a text that may be cut, also those
+whose probability underflows. Let f(K) be the model's answer if only the units K ⊆ U are
+kept (a query that keeps none contributes zero), and g the most frequent answer over
+random K. An attack that cuts A ⊆ U changes f(K) to f(K ∖ A), which is the same if K and
+A are disjoint.
 
 - **random**: each unit is in K with probability ρ, independently. K and A intersect with
-  probability `Δ = 1 − (1 − ρ)^|A|`, so no P(f = c) changes by more. g = c is certified for every A
-  of k units if
+  probability `Δ = 1 − (1 − ρ)^|A|`, so no P(f = c) changes by more. g = c is certified
+  for every A of k units if
 
       P(f = c) − P(f = j) > 2Δ(k)    for all j ≠ c            (two classes: P(f = c) > ½ + Δ)
 
-  A first tenth of the masks chooses c. The others bound the probabilities by Clopper and Pearson's
-  intervals, jointly at `confidence` (Bonferroni; with two classes one bound is enough).
+  A first tenth of the masks chooses c. The others bound the probabilities by Clopper
+  and Pearson's intervals, jointly at `confidence` (Bonferroni; with two classes one
+  bound is enough).
 - **partition**: U is divided at random into B = 1/ρ parts, and K is each part in turn. A intersects
-  at most k parts, so at most k of B votes change. g = c is certified if `N_c − N_j > 2k` for all
-  j ≠ c. This is exact, holds even if the attacker knows the parts, takes B passes, and certifies at
-  most (B − 1)/2 units.
+  at most k parts, so at most k of B votes change. g = c is certified if `N_c − N_j >
+  2k` for all j ≠ c. This is exact, holds even if the attacker knows the parts, takes B
+  passes, and certifies at most (B − 1)/2 units.
 
-Proofs are in docs/mathematics.md. The certificate is about the smoothed model g, so g must be what
-is deployed: with new masks for each question (random), or always with the same parts (partition). A
-model trained with S-Attend at rate 1 − ρ and `emptied` has learnt to answer under these masks. A
-close vote is not certified. ρ = 0 is the model without attention, which no cut changes; ρ = 1 is
-the plain model, for which nothing is certified.
+Proofs are in docs/mathematics.md. The certificate is about the smoothed model g, so g
+must be what is deployed: with new masks for each question (random), or always with the
+same parts (partition). A model trained with S-Attend at rate 1 − ρ and `emptied` has
+learnt to answer under these masks. A close vote is not certified. ρ = 0 is the model
+without attention, which no cut changes; ρ = 1 is the plain model, for which nothing is
+certified.
 """
 
 from __future__ import annotations
@@ -58,8 +61,9 @@ Kind = Literal["random", "partition"]
 class Smoothing:
     """Keep each unit with probability `keep` (ρ), or divide the units into 1/keep parts.
 
-    `samples` masks are drawn, and a tenth more to choose the class. `spare` are the units that no
-    attack may cut and every mask keeps, by default only padding. `batch` is the batch size.
+    `samples` masks are drawn, and a tenth more to choose the class. `spare` are the
+    units that no attack may cut and every mask keeps, by default only padding. `batch`
+    is the batch size.
     """
 
     keep: float = 0.05
@@ -98,17 +102,30 @@ class Smoothing:
         question, units = self.asked(model, batch, label)
         stream = self.stream(question)
         first = self.votes(model, question, units, self.samples // 10, stream)
-        counts = first if self.exact else self.votes(model, question, units, self.samples, stream)
-        answer, votes, free = int(first.argmax()), tuple(counts.tolist()), int(units.free.sum())
+        if self.exact:
+            counts = first
+        else:
+            counts = self.votes(model, question, units, self.samples, stream)
+        answer = int(first.argmax())
+        votes = tuple(counts.tolist())
+        free = int(units.free.sum())
         label = answer if label == NO_LABEL else label
-        return Ballot(name, label, answer, votes, free, min(free, self.radius(votes, answer)))
+        return Ballot(
+            name, label, answer, votes, free, min(free, self.radius(votes, answer))
+        )
 
     def certify(
-        self, model: Any, tokenizer: Any, examples: Sequence[Example], k: int = 1,
-        max_length: int | None = 128, progress: Progress = silent,
-    ) -> Smoothed:  # fmt: skip
+        self,
+        model: Any,
+        tokenizer: Any,
+        examples: Sequence[Example],
+        k: int = 1,
+        max_length: int | None = 128,
+        progress: Progress = silent,
+    ) -> Smoothed:
         """Vote on every example, and certify the answers for cuts of `k` units."""
-        started, ballots = time.perf_counter(), list[Ballot]()
+        started = time.perf_counter()
+        ballots = list[Ballot]()
         max_length = fitting(model, tokenizer, max_length)
         for example in examples:
             batch, labels = encode(tokenizer, [example], max_length=max_length)
@@ -117,44 +134,67 @@ class Smoothing:
         return Smoothed(tuple(ballots), self, k, time.perf_counter() - started)
 
     def asked(self, model: Any, batch: Batch, label: int) -> tuple[Question, Units]:
-        question = ask(model, batch, torch.tensor([max(0, label)] * len(batch["input_ids"])))
+        question = ask(
+            model, batch, torch.tensor([max(0, label)] * len(batch["input_ids"]))
+        )
         if question.size != 1 or question.task not in ("classification", "choice"):
-            raise InputError("smoothing takes one text of a classifier, or one multiple choice")
+            raise InputError(
+                "smoothing takes one text of a classifier, or one multiple choice"
+            )
         return question, survey(model, question, spare=self.spare, underflowing=True)
 
     def stream(self, question: Question) -> torch.Generator:
         """Seed this text's masks; a partition is the same for all texts of the same length."""
         ids = question.inputs["input_ids"].flatten().tolist()
         own = 0 if self.kind == "partition" else hash(tuple(ids)) % 2**31
-        return torch.Generator(question.labels.device).manual_seed(self.seed * 2**31 + own)
+        return torch.Generator(question.labels.device).manual_seed(
+            self.seed * 2**31 + own
+        )
 
     def votes(
-        self, model: Any, question: Question, units: Units, count: int, stream: torch.Generator,
+        self,
+        model: Any,
+        question: Question,
+        units: Units,
+        count: int,
+        stream: torch.Generator,
         cut: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Count the votes of `count` masks for each class, while an attack cuts the units `cut`."""
         total: Tensor | int = 0
         for kept in self.drawn(units, question.rows, count, stream):
             left = kept if cut is None else kept & ~cut
             with torch.no_grad(), rewriting(model, Kept(units, left)):
-                logits = question.part(torch.zeros_like(left[:, 0]).long()).logits(model)[:, 0]
-            total = total + torch.bincount(logits.argmax(-1), minlength=logits.shape[-1])
+                logits = question.part(torch.zeros_like(left[:, 0]).long()).logits(
+                    model
+                )[:, 0]
+            total = total + torch.bincount(
+                logits.argmax(-1), minlength=logits.shape[-1]
+            )
         return torch.as_tensor(total)
 
     def drawn(
         self, units: Units, rows: int, count: int, stream: torch.Generator
     ) -> Iterator[Tensor]:
         """Yield the units that `count` masks keep, or all masks if exact: (m, units) at a time."""
-        device, spared = units.free.device, ~units.free[0]
+        device = units.free.device
+        spared = ~units.free[0]
         count = self.masks if self.exact else count
         part = torch.zeros(0, device=device)
         if self.exact and self.keep:
-            part = torch.randperm(units.total, generator=stream, device=device) % self.parts
-        for numbers in torch.arange(count, device=device).split(max(1, self.batch // rows)):
+            part = (
+                torch.randperm(units.total, generator=stream, device=device)
+                % self.parts
+            )
+        for numbers in torch.arange(count, device=device).split(
+            max(1, self.batch // rows)
+        ):
             if len(part):
                 kept = part == numbers[:, None]
             else:
-                kept = torch.empty(len(numbers), units.total, dtype=torch.bool, device=device)
+                kept = torch.empty(
+                    len(numbers), units.total, dtype=torch.bool, device=device
+                )
                 kept.bernoulli_(self.keep, generator=stream)
             yield kept | spared
 
@@ -171,13 +211,18 @@ class Smoothing:
         doubt = (1 - self.confidence) / (1 if len(votes) < 3 else len(votes))
         least = at_least(votes[answer], sum(votes), doubt)
         most = max(
-            (min(1 - least, 1 - at_least(sum(votes) - n, sum(votes), doubt)) for n in others),
+            (
+                min(1 - least, 1 - at_least(sum(votes) - n, sum(votes), doubt))
+                for n in others
+            ),
             default=0.0,
         )
         gap = (least - most) / 2
         if gap <= 0:
             return -1
-        return max(0, math.ceil(math.log1p(-gap) / math.log1p(-self.keep) - _ROUNDING) - 1)
+        return max(
+            0, math.ceil(math.log1p(-gap) / math.log1p(-self.keep) - _ROUNDING) - 1
+        )
 
 
 _ANY = 2**62  # more units than any model has
@@ -204,8 +249,8 @@ class Kept(FixedCuts):
 class Ballot:
     """The vote on one text: no cut of up to `radius` units changes the `answer`.
 
-    `votes` counts them by class (or choice). `units` is the number of units that may be cut. The
-    radius is −1 if even the vote without a cut is uncertain.
+    `votes` counts them by class (or choice). `units` is the number of units that may be
+    cut. The radius is −1 if even the vote without a cut is uncertain.
     """
 
     id: str
@@ -244,7 +289,9 @@ class Smoothed(Result):
 
     def certified(self, k: float) -> float:
         """The certified share for cuts of k units; if k < 1, of that share of each text's units."""
-        needed = (k if k >= 1 else math.ceil(k * ballot.units) for ballot in self.ballots)
+        needed = (
+            k if k >= 1 else math.ceil(k * ballot.units) for ballot in self.ballots
+        )
         held = [b.holds(int(n)) for b, n in zip(self.ballots, needed, strict=True)]
         return sum(held) / max(1, len(held))
 
@@ -262,8 +309,13 @@ class Smoothed(Result):
 
     def summary(self) -> str:
         way = self.smoothing
-        sure = "proved" if way.exact else f"at a confidence of {percent(way.confidence, 1)} each"
-        shares = ", ".join(f"{name} {percent(share, 1)}" for name, share in self.curve().items())
+        if way.exact:
+            sure = "proved"
+        else:
+            sure = f"at a confidence of {percent(way.confidence, 1)} each"
+        shares = ", ".join(
+            f"{name} {percent(share, 1)}" for name, share in self.curve().items()
+        )
         count = round(self.certified(self.k) * len(self.ballots))
         return (
             f"{count} of {len(self.ballots)} answers are right and unchanged by any cut of "
@@ -277,12 +329,20 @@ class Smoothed(Result):
 
 
 def certify_all(
-    model: str | Path, data: str | Path | None = None, k: int = 1,
+    model: str | Path,
+    data: str | Path | None = None,
+    k: int = 1,
     smoothing: Smoothing | None = None,
-    *, text: Sequence[str] = (), label: str | None = None, classes: Sequence[str] = (),
-    examples: int | None = None, max_length: int = 128, device: str = "cpu",
-    allow_pickle: bool = False, track: Track = untracked,
-) -> Smoothed:  # fmt: skip
+    *,
+    text: Sequence[str] = (),
+    label: str | None = None,
+    classes: Sequence[str] = (),
+    examples: int | None = None,
+    max_length: int = 128,
+    device: str = "cpu",
+    allow_pickle: bool = False,
+    track: Track = untracked,
+) -> Smoothed:
     """Certify a model's answers for cuts of k units; arguments as in `keyhole.disrupt.run`."""
     expect_count("K", k)
     expect_count("--max-length", max_length)
@@ -291,5 +351,7 @@ def certify_all(
     chosen = examples_of(source, data, text, label, classes, examples)
     loaded, tokenizer = source.load()
     progress = track("disrupt", len(chosen))
-    found = (smoothing or Smoothing()).certify(loaded, tokenizer, chosen, k, max_length, progress)
+    found = (smoothing or Smoothing()).certify(
+        loaded, tokenizer, chosen, k, max_length, progress
+    )
     return replace(found, model=str(model), data=SHIPPED if data is None else str(data))

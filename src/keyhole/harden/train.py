@@ -1,8 +1,9 @@
 """A training loop with a defence: AdamW, linear warm-up and decay, and resumption.
 
-Everything random in an epoch (the order of the examples, dropout, the defence's draws) depends only
-on the seed and the epoch, and the learning rate only on the step. So a run that resumes from the
-end of an epoch ends with exactly the weights of an uninterrupted run.
+Everything random in an epoch (the order of the examples, dropout, the defence's draws)
+depends only on the seed and the epoch, and the learning rate only on the step. So a run
+that resumes from the end of an epoch ends with exactly the weights of an uninterrupted
+run.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ from keyhole.models.loading import identity
 class Training(Result):
     """The cost of a run. `losses` has the mean of each epoch, also of those before a resumption.
 
-    `seconds` counts this call only. `peak` is memory in bytes: of tensors on a GPU, or of the whole
-    process on a CPU (0 if the system does not report it). `reason` says why the run ended early, or
-    is empty.
+    `seconds` counts this call only. `peak` is memory in bytes: of tensors on a GPU, or
+    of the whole process on a CPU (0 if the system does not report it). `reason` says
+    why the run ended early, or is empty.
     """
 
     steps: int
@@ -82,21 +83,34 @@ def train(
 ) -> Training:
     """Train `model` in place with a defence; it is in eval mode afterwards.
 
-    `average` is the decay of an exponential moving average of the weights, which the model gets at
-    the end (0 keeps the last weights). `amp` runs the passes in bfloat16 where autocast allows.
-    `pool` is the number of batches whose texts are sorted by length together: more is faster,
-    because there is less padding, but less random. `progress` is called after every step.
+    `average` is the decay of an exponential moving average of the weights, which the
+    model gets at the end (0 keeps the last weights). `amp` runs the passes in bfloat16
+    where autocast allows. `pool` is the number of batches whose texts are sorted by
+    length together: more is faster, because there is less padding, but less random.
+    `progress` is called after every step.
     """
     run = Run(
-        identity(model, head=True), digest([asdict(example) for example in examples]),
-        repr(defence), epochs, rate, batch, seed, len(examples), max_length, warmup, decay,
-        amp, pool, average,
-    )  # fmt: skip
+        identity(model, head=True),
+        digest([asdict(example) for example in examples]),
+        repr(defence),
+        epochs,
+        rate,
+        batch,
+        seed,
+        len(examples),
+        max_length,
+        warmup,
+        decay,
+        amp,
+        pool,
+        average,
+    )
     for name in ("epochs", "batch", "examples", "pool"):
         expect_count(name, getattr(run, name))
     expect_number("rate", rate, above=0)
     expect_number("average", average, least=0, below=1)
-    # Texts are cut to what the model can take; checkpoints hold the length that was asked for.
+    # Texts are cut to what the model can take; checkpoints hold the length that was
+    # asked for.
     limited = replace(run, max_length=fitting(model, tokenizer, max_length))
     device = torch.device(device)
     model.to(device).requires_grad_(True)
@@ -107,7 +121,8 @@ def train(
     resumed = 0 if folder is None else resume(folder, run, state, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    started, reason = time.perf_counter(), ""
+    started = time.perf_counter()
+    reason = ""
     for epoch in range(resumed, epochs):
         model.train()
         batches = _batches(tokenizer, examples, limited, epoch, device)
@@ -122,22 +137,32 @@ def train(
                 weight.copy_(mean)
     model.eval()
     seconds = time.perf_counter() - started
-    return Training(state.step, seconds, _peak(device), tuple(state.losses), resumed, reason)
+    return Training(
+        state.step, seconds, _peak(device), tuple(state.losses), resumed, reason
+    )
 
 
 def _epoch(
-    state: State, defence: Defence, run: Run, epoch: int,
-    batches: Iterator[tuple[Batch, Tensor]], progress: Progress,
-) -> str:  # fmt: skip
+    state: State,
+    defence: Defence,
+    run: Run,
+    epoch: int,
+    batches: Iterator[tuple[Batch, Tensor]],
+    progress: Progress,
+) -> str:
     """Train for one epoch. Return the reason if it ended early, otherwise ""."""
     stream = torch.Generator().manual_seed(_epoch_seed(run.seed, epoch, "defence"))
-    steps, total, count = run.epochs * math.ceil(run.examples / run.batch), 0.0, 0
+    steps = run.epochs * math.ceil(run.examples / run.batch)
+    total = 0.0
+    count = 0
     parameters = [weight for weight in state.model.parameters() if weight.requires_grad]
     for inputs, labels in batches:
         for group in state.optimizer.param_groups:
             group["lr"] = run.rate * _schedule(state.step, steps, run.warmup)
         state.optimizer.zero_grad()
-        now = current(defence, state.step / steps)  # a defence may begin after a share of the steps
+        now = current(
+            defence, state.step / steps
+        )  # a defence may begin after a share of the steps
         loss = _backward(state.model, now, inputs, labels, stream, run.amp)
         if not math.isfinite(loss):
             return f"the loss is {loss} at step {state.step + 1}: try a smaller rate"
@@ -146,7 +171,8 @@ def _epoch(
         state.step += 1
         if state.average is not None:
             _average(state.average, state.model, run.average, state.step)
-        total, count = total + loss, count + 1
+        total = total + loss
+        count = count + 1
         progress(state.step, steps, f"epoch {epoch + 1}, loss {loss:.3f}")
     state.losses.append(total / count)
     return ""
@@ -156,7 +182,8 @@ def _epoch(
 def _average(means: list[Tensor], model: nn.Module, kept: float, step: int) -> None:
     """Move the running means towards the weights; `kept` is the share of them that stays.
 
-    It is smaller in the first steps, so that the means soon forget the weights at the start.
+    It is smaller in the first steps, so that the means soon forget the weights at the
+    start.
     """
     kept = min(kept, step / (step + 10))
     for mean, weight in zip(means, model.parameters(), strict=True):
@@ -164,9 +191,13 @@ def _average(means: list[Tensor], model: nn.Module, kept: float, step: int) -> N
 
 
 def _backward(
-    model: nn.Module, defence: Defence, batch: Batch, labels: Tensor, stream: torch.Generator,
+    model: nn.Module,
+    defence: Defence,
+    batch: Batch,
+    labels: Tensor,
+    stream: torch.Generator,
     amp: bool,
-) -> float:  # fmt: skip
+) -> float:
     """Accumulate the gradients of the defence's losses, one by one, and return their sum."""
     losses = defence.losses(model, batch, labels, stream)
     total = torch.zeros((), device=labels.device)
@@ -180,17 +211,27 @@ def _backward(
 
 
 def _batches(
-    tokenizer: Any, examples: Sequence[Example], run: Run, epoch: int, device: torch.device
+    tokenizer: Any,
+    examples: Sequence[Example],
+    run: Run,
+    epoch: int,
+    device: torch.device,
 ) -> Iterator[tuple[Batch, Tensor]]:
     stream = torch.Generator().manual_seed(_epoch_seed(run.seed, epoch, "order"))
     order = torch.randperm(len(examples), generator=stream).tolist()
     for numbers in _batched(order, examples, run, stream):
         chosen = [examples[number] for number in numbers]
         inputs, labels = encode(tokenizer, chosen, max_length=run.max_length)
-        # Defences spare unknown tokens as they do special ones, as in S-Attend's released code.
+        # Defences spare unknown tokens as they do special ones, as in S-Attend's
+        # released code.
         if tokenizer.unk_token_id is not None:
-            inputs[SPECIAL] = inputs[SPECIAL] | (inputs["input_ids"] == tokenizer.unk_token_id)
-        yield {name: value.to(device) for name, value in inputs.items()}, labels.to(device)
+            inputs[SPECIAL] = inputs[SPECIAL] | (
+                inputs["input_ids"] == tokenizer.unk_token_id
+            )
+        yield (
+            {name: value.to(device) for name, value in inputs.items()},
+            labels.to(device),
+        )
 
 
 def _batched(
@@ -212,9 +253,15 @@ def _batched(
 def _optimizer(model: nn.Module, run: Run) -> torch.optim.Optimizer:
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     groups = [
-        {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": run.decay},
+        {
+            "params": [weight for weight in weights if weight.ndim > 1],
+            "weight_decay": run.decay,
+        },
         # biases and norms
-        {"params": [weight for weight in weights if weight.ndim < 2], "weight_decay": 0.0},
+        {
+            "params": [weight for weight in weights if weight.ndim < 2],
+            "weight_decay": 0.0,
+        },
     ]
     return torch.optim.AdamW(groups, lr=run.rate)
 
@@ -243,9 +290,10 @@ def _peak(device: torch.device) -> int:
 
 # Checkpoints: a folder `epoch-N` for the last complete epoch.
 #
-# It holds the weights as safetensors, the optimizer's state and the running means (which are opened
-# with `weights_only`), and the run's settings, so that a run with other settings does not resume
-# from it. It is written under another name and renamed when it is complete.
+# It holds the weights as safetensors, the optimizer's state and the running means
+# (which are opened with `weights_only`), and the run's settings, so that a run with
+# other settings does not resume from it. It is written under another name and renamed
+# when it is complete.
 
 
 @dataclass(frozen=True)
@@ -284,17 +332,27 @@ class State:
 
 def save(folder: Path, run: Run, state: State, epochs: int) -> None:
     """Save a checkpoint after so many epochs, and delete the earlier ones."""
-    partial, complete = folder / f"epoch-{epochs}.partial", folder / f"epoch-{epochs}"
+    partial = folder / f"epoch-{epochs}.partial"
+    complete = folder / f"epoch-{epochs}"
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         save_model(state.model, str(partial / "weights.safetensors"))
         kept = {"optimizer": state.optimizer.state_dict(), "average": state.average}
         torch.save(kept, partial / "optimizer.pt")
-        record = {"format": FORMAT, "run": asdict(run), "losses": state.losses, "step": state.step}
+        record = {
+            "format": FORMAT,
+            "run": asdict(run),
+            "losses": state.losses,
+            "step": state.step,
+        }
         (partial / "run.json").write_text(dump(record), "utf-8")
         partial.rename(complete)
-    except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError: torch.save
+    except (
+        OSError,
+        RuntimeError,
+        SafetensorError,
+    ) as error:  # RuntimeError: torch.save
         shutil.rmtree(partial, ignore_errors=True)
         raise unwritable(folder, error) from error
     for old in _saved(folder)[:-1]:
@@ -315,12 +373,16 @@ def resume(folder: Path, run: Run, state: State, device: torch.device) -> int:
     record = read(place / "run.json")
     expect_same_run(folder, asdict(run), record.get("run"))
     if saved[-1] > run.epochs:
-        raise InputError(f"{folder} holds {saved[-1]} epochs: more than the {run.epochs} asked for")
+        raise InputError(
+            f"{folder} holds {saved[-1]} epochs: more than the {run.epochs} asked for"
+        )
     try:
         losses = typed(list[float], record.get("losses"), "losses")
         state.step = typed(int, record.get("step"), "step")
         load_model(state.model, str(place / "weights.safetensors"), device=str(device))
-        kept = torch.load(place / "optimizer.pt", map_location=device, weights_only=True)
+        kept = torch.load(
+            place / "optimizer.pt", map_location=device, weights_only=True
+        )
         state.optimizer.load_state_dict(kept["optimizer"])
         state.average = kept["average"]
     except Exception as error:  # torch and pickle raise many kinds for a damaged file

@@ -3,15 +3,16 @@
     min_θ  E [ CE(f_θ(x), y) + λ max_μ KL(f_θ(x) ‖ f_θ(x; μ)) ]
     A' = A·(1 − μ)        0 ≤ μ ≤ ε   for every unit of every layer and head
 
-The paper trains a second network that proposes a binary mask for each layer, with a reversed
-gradient and a penalty on how much it masks. Here the mask of each batch is found by gradient ascent
-from a random start. It is soft and bounded by ε, so there is no second network and no penalty.
+The paper trains a second network that proposes a binary mask for each layer, with a
+reversed gradient and a penalty on how much it masks. Here the mask of each batch is
+found by gradient ascent from a random start. It is soft and bounded by ε, so there is
+no second network and no penalty.
 
     μ_0 ~ U(0, σ)        μ_{t+1} = clip(μ_t + η g_t/‖g_t‖_∞, 0, ε)   for each text and head
 
-The start is random because the divergence and its gradient are zero at μ = 0. In the divergence
-f_θ(x) is a constant, so the gated answer moves towards the clean one, and only one graph is in
-memory at a time. All passes use the same dropout.
+The start is random because the divergence and its gradient are zero at μ = 0. In the
+divergence f_θ(x) is a constant, so the gated answer moves towards the clean one, and
+only one graph is in memory at a time. All passes use the same dropout.
 """
 
 from __future__ import annotations
@@ -24,7 +25,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from keyhole.core.errors import expect_number
-from keyhole.harden.defences.defence import Batch, answer, divergence, draw, local, nonnegative
+from keyhole.harden.defences.defence import (
+    Batch,
+    answer,
+    divergence,
+    draw,
+    local,
+    nonnegative,
+)
 from keyhole.models.masking import Site, Untouched, rewriting
 
 
@@ -39,18 +47,22 @@ class ASA:
     start: float = 0.05
 
     def __post_init__(self) -> None:
-        nonnegative(weight=self.weight, steps=self.steps, rate=self.rate, start=self.start)
+        nonnegative(
+            weight=self.weight, steps=self.steps, rate=self.rate, start=self.start
+        )
         expect_number("radius", self.radius, least=0, most=1)
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
-        seed, gates = draw(stream), Gates()
+        seed = draw(stream)
+        gates = Gates()
         own = local(stream, next(model.parameters()).device)
         with rewriting(model, gates) as sites:
             clean = answer(model, batch, seed)
-            # Yielded before there is a gate, because gradient checkpointing runs the clean layers
-            # again. It also frees the clean graph before the gated one is built.
+            # Yielded before there is a gate, because gradient checkpointing runs the
+            # clean layers again. It also frees the clean graph before the gated one is
+            # built.
             yield cross_entropy(clean, labels)
             clean = clean.detach()
             gates.masks = [
@@ -65,11 +77,14 @@ class ASA:
                 gated = answer(model, batch, seed)
                 gradients = torch.autograd.grad(divergence(clean, gated), gates.masks)
                 sizes = [
-                    each.abs().amax((2, 3), keepdim=True).clamp(min=1e-30) for each in gradients
+                    each.abs().amax((2, 3), keepdim=True).clamp(min=1e-30)
+                    for each in gradients
                 ]
                 gates.masks = [
                     (mask.detach() + self.rate * gradient / size).clamp(0, self.radius)
-                    for mask, gradient, size in zip(gates.masks, gradients, sizes, strict=True)
+                    for mask, gradient, size in zip(
+                        gates.masks, gradients, sizes, strict=True
+                    )
                 ]
             yield self.weight * divergence(clean, answer(model, batch, seed))
 

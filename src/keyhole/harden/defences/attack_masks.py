@@ -2,21 +2,21 @@
 
     min_θ  E [ CE(f_θ(x), y) + λ KL(f_θ(x) ‖ f_θ(x; M)) ]
 
-In every head of every layer, M cuts the share α of the units whose removal raises the loss of a
-label `t` most, to first order and with the row renormalised:
+In every head of every layer, M cuts the share α of the units whose removal raises the
+loss of a label `t` most, to first order and with the row renormalised:
 
     a_ij/(1 − a_ij)·(Σ_l a_il g_il − g_ij)        g = ∂CE(f_θ(x), t)/∂A
 
-With t = y the mask reveals the label and the model learns to read it there, which looks like
-robustness (measured: the attack's success falls from 60% to 2%, and clean accuracy by 5 points). So
-`t` is a random class, or the predicted class; the code that makes masks never gets the labels. A
-random class is the default, because on texts that the model has learnt its prediction is nearly
-always the label.
+With t = y the mask reveals the label and the model learns to read it there, which looks
+like robustness (measured: the attack's success falls from 60% to 2%, and clean accuracy
+by 5 points). So `t` is a random class, or the predicted class; the code that makes
+masks never gets the labels. A random class is the default, because on texts that the
+model has learnt its prediction is nearly always the label.
 
-In the divergence f_θ(x) is a constant, so the masked answer moves towards the clean one. This
-preserves clean accuracy. The clean pass serves both the loss and the gradient, and only one graph
-is in memory at a time. Padding and the special tokens that the batch marks are spared, as in the
-attack.
+In the divergence f_θ(x) is a constant, so the masked answer moves towards the clean
+one. This preserves clean accuracy. The clean pass serves both the loss and the
+gradient, and only one graph is in memory at a time. Padding and the special tokens that
+the batch marks are spared, as in the attack.
 """
 
 from __future__ import annotations
@@ -32,7 +32,14 @@ from torch.nn.functional import cross_entropy
 
 from keyhole.core.errors import expect_among, expect_count, expect_number
 from keyhole.disrupt.rankings import removal
-from keyhole.harden.defences.defence import Batch, answer, divergence, draw, nonnegative, spared
+from keyhole.harden.defences.defence import (
+    Batch,
+    answer,
+    divergence,
+    draw,
+    nonnegative,
+    spared,
+)
 from keyhole.models.masking import Site, Untouched, rewriting
 
 Ranked = tuple[Tensor, Tensor]  # the maps of a site, and the gradient there
@@ -42,9 +49,10 @@ Ranked = tuple[Tensor, Tensor]  # the maps of a site, and the gradient there
 class AttackMasks:
     """`share` is α, `weight` λ; the units are cut in `rounds` parts and ranked before each.
 
-    A larger weight gives more robustness and less clean accuracy. The default is the largest weight
-    measured that costs at most one point of accuracy (benchmarks/harden.py). In combination with
-    FreeLB it can be larger (`Combined.strongest`).
+    A larger weight gives more robustness and less clean accuracy. The default is the
+    largest weight measured that costs at most one point of accuracy
+    (benchmarks/harden.py). In combination with FreeLB it can be larger
+    (`Combined.strongest`).
     """
 
     share: float = 0.01
@@ -61,26 +69,33 @@ class AttackMasks:
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
-        cuts, scores = Cuts(), partial(answer, model, batch, draw(stream))
+        cuts = Cuts()
+        scores = partial(answer, model, batch, draw(stream))
         with rewriting(model, cuts):
             clean = cuts.look(scores)
             target = self._target(clean, stream)
             ranked = cuts.gradients(clean, target, retain=True)
-            # Yielded before anything is cut, because gradient checkpointing runs the clean layers
-            # again. It also frees the clean graph before the masked one is built.
+            # Yielded before anything is cut, because gradient checkpointing runs the
+            # clean layers again. It also frees the clean graph before the masked one is
+            # built.
             yield cross_entropy(clean, labels)
             self.attack(scores, cuts, ranked, target, tokens(batch))
             yield self.weight * divergence(clean.detach(), scores())
 
     def attack(
-        self, scores: Callable[[], Tensor], cuts: Cuts, ranked: list[Ranked], target: Tensor,
+        self,
+        scores: Callable[[], Tensor],
+        cuts: Cuts,
+        ranked: list[Ranked],
+        target: Tensor,
         at: Tokens | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Make the cuts from the maps and gradients of a clean pass, without the labels."""
         for number in range(1, self.rounds + 1):
             if number > 1:
                 ranked = cuts.gradients(cuts.look(scores), target)
-            share, before = self.share * number / self.rounds, cuts.made or [None] * len(ranked)
+            share = self.share * number / self.rounds
+            before = cuts.made or [None] * len(ranked)
             cuts.made = [
                 strongest(a, g, share, at, made)
                 for (a, g), made in zip(ranked, before, strict=True)
@@ -90,7 +105,9 @@ class AttackMasks:
         if self.label == "predicted":
             return clean.argmax(-1)
         classes = clean.shape[-1]
-        drawn = torch.randint(classes, (len(clean),), generator=stream, device=stream.device)
+        drawn = torch.randint(
+            classes, (len(clean),), generator=stream, device=stream.device
+        )
         return drawn.to(clean.device)
 
 
@@ -113,7 +130,9 @@ class Cuts(Untouched):
         self._maps = []
         return scores()
 
-    def gradients(self, scores: Tensor, target: Tensor, retain: bool = False) -> list[Ranked]:
+    def gradients(
+        self, scores: Tensor, target: Tensor, retain: bool = False
+    ) -> list[Ranked]:
         """Return each recorded map with the gradient of the target's loss, and stop recording."""
         loss = cross_entropy(scores, target, reduction="sum")
         maps = self._maps or []
@@ -141,7 +160,11 @@ def tokens(batch: Batch) -> Tokens | None:
 
 
 def strongest(
-    a: Tensor, g: Tensor, share: float, at: Tokens | None = None, before: Tensor | None = None
+    a: Tensor,
+    g: Tensor,
+    share: float,
+    at: Tokens | None = None,
+    before: Tensor | None = None,
 ) -> Tensor:
     """Choose the units to cut in maps (rows, heads, q, k): at most ⌊share·units⌋, or one, in each.
 
@@ -152,15 +175,22 @@ def strongest(
     if at is not None and at.real.shape == (a.shape[0], a.shape[-1]):
         free = free & at.free[:, None, None, :]
         if a.shape[-2] == a.shape[-1]:
-            exists, free = exists & at.real[:, None, :, None], free & at.free[:, None, :, None]
+            exists = exists & at.real[:, None, :, None]
+            free = free & at.free[:, None, :, None]
     effect = removal(a, g).masked_fill(~free, 0)
     if before is not None:
         effect = effect.masked_fill(before, torch.inf)
-    allowed = (share * exists.sum((2, 3))).floor().clamp(min=1 if share > 0 else 0)  # (rows, heads)
+    allowed = (
+        (share * exists.sum((2, 3))).floor().clamp(min=1 if share > 0 else 0)
+    )  # (rows, heads)
     most = int(allowed.max())
     if most == 0:
         return torch.zeros_like(a, dtype=torch.bool)
     values, places = effect.flatten(2).topk(most, -1)
-    chosen = (torch.arange(most, device=a.device) < allowed.unsqueeze(-1)) & (values > 0)
-    flat = torch.zeros_like(effect.flatten(2), dtype=torch.bool).scatter(2, places, chosen)
+    chosen = (torch.arange(most, device=a.device) < allowed.unsqueeze(-1)) & (
+        values > 0
+    )
+    flat = torch.zeros_like(effect.flatten(2), dtype=torch.bool).scatter(
+        2, places, chosen
+    )
     return flat.unflatten(2, a.shape[2:])

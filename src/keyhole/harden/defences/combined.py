@@ -2,9 +2,9 @@
 
     min_θ  Σ_k L_k(θ)
 
-The defences complement each other: FreeLB's ascent on the embeddings also raises clean accuracy,
-which compensates for the cost of training on the attack's masks. The losses come one after the
-other, so only one graph is in memory at a time.
+The defences complement each other: FreeLB's ascent on the embeddings also raises clean
+accuracy, which compensates for the cost of training on the attack's masks. The losses
+come one after the other, so only one graph is in memory at a time.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Combined:
 class PlainFirst:
     """Plain training for a share of the steps, then the defence.
 
-    An untrained model learns little from masks that undo its answers, and on hard tasks it never
-    begins to learn. The learning rate has one schedule over both parts.
+    An untrained model learns little from masks that undo its answers, and on hard tasks
+    it never begins to learn. The learning rate has one schedule over both parts.
     """
 
     share: float

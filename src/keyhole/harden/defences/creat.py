@@ -4,9 +4,9 @@
     δ_0 ~ N(0, σ²)        δ_{t+1} = Π_ε(δ_t + α g_t/‖g_t‖_F)
     g_t = ∂/∂δ [ CE(f_θ(X + δ_t), y) − τ cos(h_θ(X + δ_t), h_θ(X)) ]
 
-with h_θ the last hidden state of the first token: the perturbation also turns the encoder's
-representation of the text. This follows the code released with HackAttend. Both passes use the same
-dropout.
+with h_θ the last hidden state of the first token: the perturbation also turns the
+encoder's representation of the text. This follows the code released with HackAttend.
+Both passes use the same dropout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from keyhole.harden.defences.defence import Batch, answer, ascended, draw, noise, nonnegative
+from keyhole.harden.defences.defence import (
+    Batch,
+    answer,
+    ascended,
+    draw,
+    noise,
+    nonnegative,
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,11 @@ class CreAT:
 
     def __post_init__(self) -> None:
         nonnegative(
-            steps=self.steps, rate=self.rate, radius=self.radius, turn=self.turn, start=self.start
+            steps=self.steps,
+            rate=self.rate,
+            radius=self.radius,
+            turn=self.turn,
+            start=self.start,
         )
 
     def losses(
@@ -50,17 +61,26 @@ class CreAT:
             yield cross_entropy(_states(model, batch, seed, each)[0], labels) / 2
 
     def _ascend(
-        self, model: nn.Module, batch: Batch, labels: Tensor, delta: Tensor, clean: Tensor,
+        self,
+        model: nn.Module,
+        batch: Batch,
+        labels: Tensor,
+        delta: Tensor,
+        clean: Tensor,
         seed: int,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         delta = delta.requires_grad_(True)
         scores, states = _states(model, batch, seed, delta)
         near = nn.functional.cosine_similarity(states, clean, dim=-1).mean()
-        (gradient,) = torch.autograd.grad(cross_entropy(scores, labels) - self.turn * near, delta)
+        (gradient,) = torch.autograd.grad(
+            cross_entropy(scores, labels) - self.turn * near, delta
+        )
         return ascended(delta, gradient, self.rate, self.radius)
 
 
-def _states(model: nn.Module, batch: Batch, seed: int, delta: Tensor) -> tuple[Tensor, Tensor]:
+def _states(
+    model: nn.Module, batch: Batch, seed: int, delta: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return the scores and the first token's last hidden state, for perturbed embeddings."""
     found: list[Tensor] = []
     encoder = cast("nn.Module", cast("Any", model).base_model)

@@ -1,19 +1,20 @@
 """The interface of training defences, and the parts that they share.
 
-A defence yields the losses of one batch, one after the other. The caller differentiates each loss
-before it asks for the next:
+A defence yields the losses of one batch, one after the other. The caller differentiates
+each loss before it asks for the next:
 
     for loss in defence.losses(model, batch, labels, stream):
         loss.backward()
 
-FreeLB yields a loss for each step of its ascent. Its next step uses the gradient that this backward
-pass leaves at the perturbation, so K steps cost K passes instead of 2K. ASA and AttackMasks yield
-the clean loss and the other one separately, so that only one graph is in memory at a time.
+FreeLB yields a loss for each step of its ascent. Its next step uses the gradient that
+this backward pass leaves at the perturbation, so K steps cost K passes instead of 2K.
+ASA and AttackMasks yield the clean loss and the other one separately, so that only one
+graph is in memory at a time.
 
-`batch` holds the model's inputs, (b, n) or (b, choices, n), and may hold `special_tokens_mask`,
-which is not passed to the model. All randomness comes from `stream`, also that of dropout. Passes
-that are compared use the same dropout; otherwise a perturbation of radius zero would change
-answers.
+`batch` holds the model's inputs, (b, n) or (b, choices, n), and may hold
+`special_tokens_mask`, which is not passed to the model. All randomness comes from
+`stream`, also that of dropout. Passes that are compared use the same dropout; otherwise
+a perturbation of radius zero would change answers.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def logits(model: nn.Module, batch: Batch) -> Tensor:
 
 def divergence(scores: Tensor, others: Tensor) -> Tensor:
     """KL(p ‖ q) of the answers p and q, averaged over the batch."""
-    p, q = scores.log_softmax(-1), others.log_softmax(-1)
+    p = scores.log_softmax(-1)
+    q = others.log_softmax(-1)
     return nn.functional.kl_div(q, p, reduction="batchmean", log_target=True)
 
 
@@ -81,9 +83,14 @@ def dropout_from(seed: int, model: nn.Module) -> Generator[None]:
         yield
 
 
-def answer(model: nn.Module, batch: Batch, seed: int, delta: Tensor | None = None) -> Tensor:
+def answer(
+    model: nn.Module, batch: Batch, seed: int, delta: Tensor | None = None
+) -> Tensor:
     """Return the scores with dropout from `seed`, and with `delta` added to the embeddings."""
-    with dropout_from(seed, model), nullcontext() if delta is None else perturbed(model, delta):
+    with (
+        dropout_from(seed, model),
+        nullcontext() if delta is None else perturbed(model, delta),
+    ):
         return logits(model, batch)
 
 
@@ -91,8 +98,8 @@ def answer(model: nn.Module, batch: Batch, seed: int, delta: Tensor | None = Non
 def perturbed(model: nn.Module, delta: Tensor) -> Generator[None]:
     """Add `delta` (rows, n, e) to the token embeddings (of the encoder, if there is a decoder too).
 
-    A hook on the table is used, because models that get embeddings instead of tokens may number
-    positions differently.
+    A hook on the table is used, because models that get embeddings instead of tokens
+    may number positions differently.
     """
     used: list[bool] = []
 
@@ -112,11 +119,14 @@ def perturbed(model: nn.Module, delta: Tensor) -> Generator[None]:
 def table(model: nn.Module) -> nn.Module:
     """Return the table of token embeddings that the model (or its encoder) uses.
 
-    An encoder-decoder's own table may be a module that is never called, because both sides have a
-    module with its weights.
+    An encoder-decoder's own table may be a module that is never called, because both
+    sides have a module with its weights.
     """
     whole = cast("Any", model)
-    side = whole.get_encoder() if getattr(whole.config, "is_encoder_decoder", False) else whole
+    if getattr(whole.config, "is_encoder_decoder", False):
+        side = whole.get_encoder()
+    else:
+        side = whole
     return cast("nn.Module", side.get_input_embeddings())
 
 
@@ -134,7 +144,9 @@ def unpadded(model: nn.Module, batch: Batch) -> Tensor:
     return mask.flatten(0, -2).unsqueeze(-1).to(vectors(model).dtype)
 
 
-def noise(model: nn.Module, batch: Batch, stream: torch.Generator, normal: bool) -> Tensor:
+def noise(
+    model: nn.Module, batch: Batch, stream: torch.Generator, normal: bool
+) -> Tensor:
     """Draw noise for every token's embedding: standard normal, or uniform in [−1, 1]."""
     free = unpadded(model, batch)
     shape = (*free.shape[:-1], vectors(model).shape[1])

@@ -3,8 +3,8 @@
     min_θ  E [ 1/K Σ_{t<K} CE(f_θ(X + δ_t), y) ]        ‖δ_t‖_F ≤ ε
     δ_0 ~ U(−1, 1)·m/√(n·e)        δ_{t+1} = Π_ε(δ_t + α g_t/‖g_t‖_F),   g_t = ∂CE/∂δ_t
 
-with X the n×e token embeddings of one text. One backward pass gives both the weights' gradient and
-g_t. All K passes use the same dropout. Padding is never perturbed.
+with X the n×e token embeddings of one text. One backward pass gives both the weights'
+gradient and g_t. All K passes use the same dropout. Padding is never perturbed.
 """
 
 from __future__ import annotations
@@ -48,11 +48,15 @@ class FreeLB:
         seed = draw(stream)
         lengths = unpadded(model, batch).sum(1, keepdim=True).clamp(min=1)
         delta = noise(model, batch, stream, normal=False)
-        delta = inside(delta * self.start / (lengths * delta.shape[-1]).sqrt(), self.radius)
+        delta = inside(
+            delta * self.start / (lengths * delta.shape[-1]).sqrt(), self.radius
+        )
         for step in range(self.steps):
             delta.requires_grad_(True)
             yield cross_entropy(answer(model, batch, seed, delta), labels) / self.steps
             if step + 1 < self.steps:
                 if delta.grad is None:
-                    raise InputError("each loss must be differentiated before the next is computed")
+                    raise InputError(
+                        "each loss must be differentiated before the next is computed"
+                    )
                 delta = ascended(delta, delta.grad, self.rate, self.radius)

@@ -3,8 +3,8 @@
     min_θ  E [ CE(f_θ(X), y) + λ KL_S(f_θ(X), f_θ(X + z)) ]
     z ~ U(−σ, σ)
 
-There is only noise, no ascent. Both passes use the same dropout, because the difference between two
-draws of dropout would act as a second regularizer.
+There is only noise, no ascent. Both passes use the same dropout, because the difference
+between two draws of dropout would act as a second regularizer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from keyhole.harden.defences.defence import Batch, answer, draw, noise, nonnegative, symmetric
+from keyhole.harden.defences.defence import (
+    Batch,
+    answer,
+    draw,
+    noise,
+    nonnegative,
+    symmetric,
+)
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,21 @@
 
     min_θ  E_M CE(f_θ(x; M), y)        M_u ~ Bernoulli(p)   for every unit u
 
-In training, units of attention are dropped before the softmax, with a new draw in each forward
-pass. At inference nothing is dropped, and the model computes exactly what it would without
-S-Attend.
+In training, units of attention are dropped before the softmax, with a new draw in each
+forward pass. At inference nothing is dropped, and the model computes exactly what it
+would without S-Attend.
 
 - `unit`, as in the paper: an independent draw for each (layer, head, query, key).
 - `token`, as in its code: a draw for each key of each text, the same for all layers, heads and
-  queries. Padding and special tokens are spared, [UNK] too. They are found by the tokenizer's
-  special ids, and by `special_tokens_mask` among the inputs, which does not mark [UNK]. The
-  decoder's own tokens are drawn if `decoder_input_ids` are given.
+  queries. Padding and special tokens are spared, [UNK] too. They are found by the
+  tokenizer's special ids, and by `special_tokens_mask` among the inputs, which does not
+  mark [UNK]. The decoder's own tokens are drawn if `decoder_input_ids` are given.
 
-A row whose keys are all drawn is left unchanged (keyhole.models.masking). With `emptied` its query
-gets zero instead, which smoothing over masks needs (harden/smoothing.py); then the rate may be 1,
-which is no attention at all. Draws depend only on the seed, the process's rank, the training step
-and the site. So a resumed run repeats its draws, and gradient checkpointing recomputes the same
-mask.
+A row whose keys are all drawn is left unchanged (keyhole.models.masking). With
+`emptied` its query gets zero instead, which smoothing over masks needs
+(harden/smoothing.py); then the rate may be 1, which is no attention at all. Draws
+depend only on the seed, the process's rank, the training step and the site. So a
+resumed run repeats its draws, and gradient checkpointing recomputes the same mask.
 
 In a training script, use one of
 
@@ -62,7 +62,10 @@ class SAttend:
 
         Token mode needs the tokenizer, unless the inputs mark the special tokens.
         """
-        ids = () if tokenizer is None else tuple(getattr(tokenizer, "all_special_ids", ()))
+        if tokenizer is None:
+            ids = ()
+        else:
+            ids = tuple(getattr(tokenizer, "all_special_ids", ()))
         drops = Drops(self, model, ids)
         with rewriting(model, drops):
             yield drops
@@ -75,7 +78,8 @@ class SAttend:
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
         seed = draw(stream)
-        # The context includes the backward pass, where gradient checkpointing runs layers again.
+        # The context includes the backward pass, where gradient checkpointing runs
+        # layers again.
         with replace(self, seed=draw(stream)).apply(model) as drops:
             drops.special = batch.get(SPECIAL)
             yield cross_entropy(answer(model, batch, seed), labels)
@@ -89,7 +93,9 @@ class Drops(Untouched):
         self.empties = method.emptied
         self.model = model
         self.ids = ids
-        self.special: Tensor | None = None  # used if the inputs have no special_tokens_mask
+        self.special: Tensor | None = (
+            None  # used if the inputs have no special_tokens_mask
+        )
         self.step = 0
         self._passes = 0
         self._dropped: dict[str, Tensor] = {}
@@ -104,7 +110,8 @@ class Drops(Untouched):
 
     def at_step(self, step: int) -> None:
         """Begin a step of the optimizer; passes are counted within it."""
-        self.step, self._passes = step, 0
+        self.step = step
+        self._passes = 0
 
     def cut(self, site: Site, shape: torch.Size) -> Tensor | None:
         if self.method.mode == "unit":
@@ -128,7 +135,9 @@ class Drops(Untouched):
     def _tokens(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Draw the keys that each text loses, for the encoder and the decoder."""
         if not isinstance(inputs.get("input_ids"), Tensor):
-            raise InputError(f"token mode needs input_ids: the inputs are {', '.join(inputs)}")
+            raise InputError(
+                f"token mode needs input_ids: the inputs are {', '.join(inputs)}"
+            )
         dropped: dict[str, Tensor] = {}
         for side in ("input_ids", "decoder_input_ids"):
             ids = inputs.get(side)
@@ -139,7 +148,9 @@ class Drops(Untouched):
 
     def _special(self, ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         given = inputs.get(SPECIAL, self.special)
-        known = torch.isin(ids, torch.tensor(self.ids, dtype=ids.dtype, device=ids.device))
+        known = torch.isin(
+            ids, torch.tensor(self.ids, dtype=ids.dtype, device=ids.device)
+        )
         if isinstance(given, Tensor) and given.shape == ids.shape:
             known = known | given.bool()
         elif not self.ids:
@@ -171,15 +182,17 @@ def _callback(method: SAttend) -> Any:
     class Callback(library.TrainerCallback):  # pyright: ignore[reportUntypedBaseClass]
         """Enters the context when training begins and leaves it when training ends.
 
-        After an error the context is left when the next training begins. Until then evaluation is
-        not affected.
+        After an error the context is left when the next training begins. Until then
+        evaluation is not affected.
         """
 
         def __init__(self) -> None:
             self.stack = ExitStack()
             self.drops: Drops | None = None
 
-        def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        def on_train_begin(
+            self, args: Any, state: Any, control: Any, **given: Any
+        ) -> None:
             del state, control
             if args.n_gpu > 1:
                 raise InputError(
@@ -189,11 +202,15 @@ def _callback(method: SAttend) -> Any:
             context = method.apply(given["model"], given.get("processing_class"))
             self.drops = self.stack.enter_context(context)
 
-        def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        def on_step_begin(
+            self, args: Any, state: Any, control: Any, **given: Any
+        ) -> None:
             del args, control, given
             cast("Drops", self.drops).at_step(state.global_step)
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        def on_train_end(
+            self, args: Any, state: Any, control: Any, **given: Any
+        ) -> None:
             del args, state, control, given
             self.stack.close()
 

@@ -1,13 +1,14 @@
-"""SMART: *Robust and Efficient Fine-Tuning … through Principled Regularized Optimization*,
-arXiv 1911.03437.
+"""SMART: *Robust and Efficient Fine-Tuning … through Principled Regularized
+Optimization*, arXiv 1911.03437.
 
     min_θ  E [ CE(f_θ(X), y) + λ max_{‖δ‖_∞ ≤ ε} KL_S(f_θ(X + δ), f_θ(X)) ]
     KL_S(p, q) = KL(p ‖ q) + KL(q ‖ p)
     δ_0 ~ N(0, σ²)        δ_{t+1} = clip(δ_t + η g_t/‖g_t‖_∞, ±ε),   g_t = ∂KL_S/∂δ_t
 
-This is SMART's smoothness-inducing regularizer. The Bregman proximal term is left out. It keeps the
-answers near those of the step before and needs a second copy of the model; it stabilises the
-optimizer, and does not concern robustness. Both passes use the same dropout.
+This is SMART's smoothness-inducing regularizer. The Bregman proximal term is left out.
+It keeps the answers near those of the step before and needs a second copy of the model;
+it stabilises the optimizer, and does not concern robustness. Both passes use the same
+dropout.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from keyhole.harden.defences.defence import Batch, answer, draw, noise, nonnegative, symmetric
+from keyhole.harden.defences.defence import (
+    Batch,
+    answer,
+    draw,
+    noise,
+    nonnegative,
+    symmetric,
+)
 
 
 @dataclass(frozen=True)
@@ -34,9 +42,12 @@ class SMART:
 
     def __post_init__(self) -> None:
         nonnegative(
-            weight=self.weight, radius=self.radius, steps=self.steps, rate=self.rate,
+            weight=self.weight,
+            radius=self.radius,
+            steps=self.steps,
+            rate=self.rate,
             start=self.start,
-        )  # fmt: skip
+        )
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
