@@ -30,7 +30,10 @@ class Kind:
 OPTIONS = ("causal", "residual", "key_bias", "output_bias", "known", "gamma")
 KINDS = [
     *(Kind(options=frozenset(chosen)) for chosen in itertools.combinations(OPTIONS, 1)),
-    *(Kind(heads=2, options=frozenset(chosen)) for chosen in itertools.combinations(OPTIONS, 5)),
+    *(
+        Kind(heads=2, options=frozenset(chosen))
+        for chosen in itertools.combinations(OPTIONS, 5)
+    ),
     Kind(),
     Kind(n=1, heads=2),
     Kind(n=5, d=1, m=4),
@@ -65,10 +68,14 @@ def draw(kind: Kind, seed: int = 0) -> tuple[Problem, Tensor]:
     return problem, normal(stream, kind.n, kind.d)
 
 
-def planted(n: int, d: int, seed: int = 0, scale: float = 0.3) -> tuple[Problem, Tensor]:
+def planted(
+    n: int, d: int, seed: int = 0, scale: float = 0.3
+) -> tuple[Problem, Tensor]:
     """Return a problem and its true input."""
     stream = torch.Generator().manual_seed(seed)
-    W, V, X = normal(stream, d, d) * scale / d**0.5, normal(stream, d, d), normal(stream, n, d)
+    W = normal(stream, d, d) * scale / d**0.5
+    V = normal(stream, d, d)
+    X = normal(stream, n, d)
     problem = Problem(W=W, V=V, B=torch.zeros(n, d, dtype=torch.float64))
     return replace(problem, B=problem.output(X)), X
 

@@ -16,21 +16,36 @@ def gaussians(seed):
 
 
 def plant(
-    n, d, seed=0, *, heads=1, m=None, s=0.3, v=1.0, biases=False, equal_tokens=False, **options
+    n,
+    d,
+    seed=0,
+    *,
+    heads=1,
+    m=None,
+    s=0.3,
+    v=1.0,
+    biases=False,
+    equal_tokens=False,
+    **options,
 ):
     """Return (problem, X, maps)."""
     draw = gaussians(seed)
-    X, m = draw(n, d), m or d
+    X = draw(n, d)
+    m = m or d
     if equal_tokens:
         X[1] = X[0]
-    W, V = s * draw(heads, d, d) / d**0.5, v * draw(heads, d, m)
+    W = s * draw(heads, d, d) / d**0.5
+    V = v * draw(heads, d, m)
     more = {"key_bias": draw(heads, d), "output_bias": draw(m)} if biases else {}
     arrays = {name: tensor.numpy() for name, tensor in more.items()}
-    witness = reference_stack.output(X.numpy(), W.numpy(), V.numpy(), **options, **arrays)
+    witness = reference_stack.output(
+        X.numpy(), W.numpy(), V.numpy(), **options, **arrays
+    )
     seen = (options.get("causal", False), arrays.get("key_bias"))
     maps = reference_stack.maps(X.numpy(), W.numpy(), *seen)
     if heads == 1:
-        W, V = W[0], V[0]
+        W = W[0]
+        V = V[0]
         if biases:
             more["key_bias"] = more["key_bias"][0]
     problem = invert.Problem(W, V, torch.from_numpy(witness), **options, **more)
@@ -40,10 +55,12 @@ def plant(
 def plant_stack(n, d, depth, seed=0, *, residual=True, causal=False, v=1.0):
     """Return (stack, X)."""
     draw = gaussians(seed)
-    X, layers = draw(n, d), []
+    X = draw(n, d)
+    layers = []
     flow = X.numpy()
     for _ in range(depth):
-        W, V = 0.3 * draw(d, d) / d**0.5, v * draw(d, d) / (d * depth) ** 0.5
+        W = 0.3 * draw(d, d) / d**0.5
+        V = v * draw(d, d) / (d * depth) ** 0.5
         blank = torch.zeros(n, d, dtype=torch.float64)
         layers.append(invert.Problem(W, V, blank, residual=residual, causal=causal))
         weights = (W.numpy()[None], V.numpy()[None])

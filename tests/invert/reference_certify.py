@@ -10,14 +10,18 @@ STEP = Decimal("1e-25")
 
 def attention(X, W, V, key_bias=None, output_bias=None, causal=False, residual=False):
     """Compute with lists of lists of Decimal; W, V and key_bias have a further level, the heads."""
-    n, d, m = len(X), len(X[0]), len(V[0][0])
+    n = len(X)
+    d = len(X[0])
+    m = len(V[0][0])
     out = [[Decimal(0)] * m for _ in range(n)]
     for h in range(len(W)):
         for i in range(n):
             seen = range(i + 1 if causal else n)
             weights = {}
             for j in seen:
-                score = sum(X[i][a] * W[h][a][b] * X[j][b] for a in range(d) for b in range(d))
+                score = sum(
+                    X[i][a] * W[h][a][b] * X[j][b] for a in range(d) for b in range(d)
+                )
                 if key_bias is not None:
                     score += sum(key_bias[h][a] * X[j][a] for a in range(d))
                 weights[j] = score.exp()
@@ -55,7 +59,9 @@ def solve(X, B, unknown, steps=6, **layer):
 def _residual(X, B, layer):
     out = attention(X, **layer)
     return [
-        o - b for row, given in zip(out, B, strict=True) for o, b in zip(row, given, strict=True)
+        o - b
+        for row, given in zip(out, B, strict=True)
+        for o, b in zip(row, given, strict=True)
     ]
 
 

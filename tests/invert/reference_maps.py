@@ -32,6 +32,7 @@ def centred_difference(given, leaked):
     """The mean square difference of log-probabilities, where each row is centred."""
     total = 0.0
     for h, i in np.ndindex(given.shape[:2]):
-        a, b = np.log(given[h, i]), np.log(leaked[h, i])
+        a = np.log(given[h, i])
+        b = np.log(leaked[h, i])
         total += float((((a - a.mean()) - (b - b.mean())) ** 2).sum())
     return total / given.size

@@ -14,7 +14,9 @@ def maps(X, W, causal=False, key_bias=None):
             seen = range(i + 1 if causal else n)
             scores = [X[i] @ weights @ X[j] for j in seen]
             if key_bias is not None:
-                scores = [s + key_bias[h] @ X[j] for s, j in zip(scores, seen, strict=True)]
+                scores = [
+                    s + key_bias[h] @ X[j] for s, j in zip(scores, seen, strict=True)
+                ]
             powers = np.exp(np.array(scores) - max(scores))
             A[h, i, : len(powers)] = powers / powers.sum()
     return A
@@ -22,7 +24,8 @@ def maps(X, W, causal=False, key_bias=None):
 
 def output(X, W, V, causal=False, residual=False, key_bias=None, output_bias=None):
     A = maps(X, W, causal, key_bias)
-    n, m = len(X), V.shape[-1]
+    n = len(X)
+    m = V.shape[-1]
     out = np.zeros((n, m))
     for h in range(len(W)):
         for i in range(n):

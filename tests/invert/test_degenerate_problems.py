@@ -12,7 +12,8 @@ from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.invert.registry import METHODS
 
-N, D = 3, 4
+N = 3
+D = 4
 FEW = {"starts": 2, "steps": 4}
 
 
@@ -21,7 +22,9 @@ def drawn(*shape, seed=0):
     return torch.randn(*shape, generator=stream, dtype=torch.float64)
 
 
-W, V, B = drawn(D, D), drawn(D, D, seed=1), drawn(N, D, seed=2)
+W = drawn(D, D)
+V = drawn(D, D, seed=1)
+B = drawn(N, D, seed=2)
 PROBLEMS = {
     "one output for all tokens": {"B": B[:1].expand(N, D).clone()},
     "no values": {"V": 0 * V},

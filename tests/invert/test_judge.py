@@ -23,7 +23,9 @@ def large(outputs, rank=None):
 
 
 @pytest.mark.parametrize(("outputs", "rank"), [(10, None), (60, 10)])
-def test_a_large_problem_with_fewer_equations_than_unknowns_is_not_identifiable(outputs, rank):
+def test_a_large_problem_with_fewer_equations_than_unknowns_is_not_identifiable(
+    outputs, rank
+):
     problem, X = large(outputs, rank)
     verdict = judge(problem, X)
     assert verdict.status is Status.NOT_IDENTIFIABLE
@@ -41,7 +43,9 @@ def test_a_large_problem_says_that_uniqueness_was_not_checked():
     problem, X = large(LARGE)
     verdict = judge(problem, X)
     assert verdict.status is Status.RECOVERED
-    assert verdict.reason.endswith("; uniqueness not checked: 3,600 unknowns are too many")
+    assert verdict.reason.endswith(
+        "; uniqueness not checked: 3,600 unknowns are too many"
+    )
     small, X = invert.plant(4, 4)
     assert "checked" not in judge(small, X).reason
 

@@ -35,7 +35,8 @@ VARIANTS = {
 def plant(n=4, d=4, seed=0, *, scale=0.3, heads=0, biases=False, known="", **flags):
     """A problem with as many equations as unknowns, and its input.
 
-    With n = d, one token (or one entry of each) known and one output less, the numbers agree again.
+    With n = d, one token (or one entry of each) known and one output less, the numbers
+    agree again.
     """
     stream = torch.Generator().manual_seed(seed)
 
@@ -46,7 +47,9 @@ def plant(n=4, d=4, seed=0, *, scale=0.3, heads=0, biases=False, known="", **fla
     several = (heads,) if heads else ()
     X = draw(n, d)
     there = torch.zeros(n, d, dtype=torch.bool)
-    there[1 if known == "token" else slice(None), slice(None) if known == "token" else 1] = True
+    there[
+        1 if known == "token" else slice(None), slice(None) if known == "token" else 1
+    ] = True
     problem = Problem(
         W=draw(*several, d, d) * scale / d**0.5,
         V=draw(*several, d, m),
@@ -73,12 +76,22 @@ def true_solution(problem, X):
     u = None if problem.key_bias is None else problem.key_bias.reshape(len(W), -1)
     unknown = [tuple(index) for index in problem.unknown.nonzero().tolist()]
     solution = reference.solve(
-        decimals(X), decimals(problem.B), unknown, W=decimals(W), V=decimals(V),
-        key_bias=decimals(u), output_bias=decimals(problem.output_bias),
-        causal=problem.causal, residual=problem.residual,
-    )  # fmt: skip
+        decimals(X),
+        decimals(problem.B),
+        unknown,
+        W=decimals(W),
+        V=decimals(V),
+        key_bias=decimals(u),
+        output_bias=decimals(problem.output_bias),
+        causal=problem.causal,
+        residual=problem.residual,
+    )
     pairs = zip(solution, decimals(X), strict=True)
-    return max(abs(s - x) for result, given in pairs for s, x in zip(result, given, strict=True))
+    return max(
+        abs(s - x)
+        for result, given in pairs
+        for s, x in zip(result, given, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -106,7 +119,10 @@ def test_radius_covers_the_distance_from_the_input_given(off):
 def test_a_linear_layer_has_the_radius_of_its_algebra():
     """A single token attends to itself: 2x = 3."""
     problem = Problem(
-        W=torch.zeros(1, 1), V=torch.full((1, 1), 2.0), B=torch.full((1, 1), 3.0), tolerance=0.25
+        W=torch.zeros(1, 1),
+        V=torch.full((1, 1), 2.0),
+        B=torch.full((1, 1), 3.0),
+        tolerance=0.25,
     )
     certificate = certify(problem, torch.full((1, 1), 1.625))
     assert certificate.radius == pytest.approx(0.125, rel=1e-12)
@@ -134,12 +150,17 @@ def test_solutions_for_outputs_within_the_tolerance_are_inside(name, tau):
     assert (problem.output(moved) - problem.B).abs().max() <= tau
     distances = (moved - X).abs().amax((1, 2))
     assert (distances <= certificate.radius_within).all()
-    assert distances[-1] > 0.7 * certificate.radius_within  # some sign pattern reaches it
+    assert (
+        distances[-1] > 0.7 * certificate.radius_within
+    )  # some sign pattern reaches it
 
 
 def test_the_tolerance_argument_overrides_the_problem():
     problem, X = plant(seed=3, tolerance=1e-3)
-    assert certify(problem, X, tolerance=0).radius_within == certify(problem, X, tolerance=0).radius
+    assert (
+        certify(problem, X, tolerance=0).radius_within
+        == certify(problem, X, tolerance=0).radius
+    )
     certificate = certify(problem, X, tolerance=0.1)
     assert certificate.tolerance == 0.1
     assert certificate.proved
@@ -159,7 +180,9 @@ def test_false_solutions_are_refused(seed, exponent):
     # If X is close enough for a proof, the box must contain the planted input.
     assert certificate.radius is None or certificate.radius >= size * (1 - 1e-9)
     if certificate.radius is None:
-        assert "not close enough" in certificate.reason or "singular" in certificate.reason
+        assert (
+            "not close enough" in certificate.reason or "singular" in certificate.reason
+        )
 
 
 def test_a_random_input_is_refused_with_a_reason():
@@ -195,7 +218,9 @@ def test_singular_systems(case):
     problem, X = case()
     certificate = certify(problem, X)
     assert not certificate.proved
-    assert certificate.reason.startswith("does not apply: at this X the equations are singular")
+    assert certificate.reason.startswith(
+        "does not apply: at this X the equations are singular"
+    )
     assert certificate.condition > 1e14
     json.dumps(certificate.to_dict(), allow_nan=False)
 
@@ -303,11 +328,15 @@ def test_ball_residuals_are_those_of_the_layer(name):
     problem, X = plant(5, 3 if name != "known token" else 5, seed=4, **VARIANTS[name])
     stream = torch.Generator().manual_seed(9)
     other = torch.randn(X.shape, generator=stream, dtype=torch.float64)
-    M = torch.randn(problem.outputs, problem.outputs, generator=stream, dtype=torch.float64)
+    M = torch.randn(
+        problem.outputs, problem.outputs, generator=stream, dtype=torch.float64
+    )
     M = torch.eye(problem.outputs) if name == "plain" else M
     with balls.flint().ctx.workprec(128):
         column = balls.Balls.of(problem, M).residuals(balls.exact(other))
-    result = torch.tensor([float(entry) for entry in column.entries()], dtype=torch.float64)
+    result = torch.tensor(
+        [float(entry) for entry in column.entries()], dtype=torch.float64
+    )
     naive = (reference_output(problem, other) - problem.B) @ M.double()
     torch.testing.assert_close(result.reshape(naive.shape), naive, rtol=0, atol=1e-13)
     assert max(float(entry.rad()) for entry in column.entries()) < 1e-33
@@ -317,9 +346,14 @@ def reference_output(problem, X):
     W, V = (t if t.ndim == 3 else t[None] for t in (problem.W, problem.V))
     u = None if problem.key_bias is None else problem.key_bias.reshape(len(W), -1)
     out = reference.attention(
-        decimals(X), decimals(W), decimals(V), decimals(u), decimals(problem.output_bias),
-        problem.causal, problem.residual,
-    )  # fmt: skip
+        decimals(X),
+        decimals(W),
+        decimals(V),
+        decimals(u),
+        decimals(problem.output_bias),
+        problem.causal,
+        problem.residual,
+    )
     return torch.tensor([[float(o) for o in row] for row in out], dtype=torch.float64)
 
 
@@ -330,11 +364,15 @@ def test_enclosure_contains_the_jacobian_at_points_of_the_box(name, seed, expone
     problem, X = plant(3, 3, seed=seed, scale=1.0, **VARIANTS[name])
     free = problem.unknown
     stream = torch.Generator().manual_seed(seed)
-    M = torch.randn(problem.outputs, problem.outputs, generator=stream, dtype=torch.float64)
+    M = torch.randn(
+        problem.outputs, problem.outputs, generator=stream, dtype=torch.float64
+    )
     with balls.flint().ctx.workprec(128):
         enclosure = balls.Balls.of(problem, M).jacobian(balls.exact(X), radius)
     low, high = (
-        torch.tensor([float(getattr(e, end)()) for e in enclosure.entries()], dtype=torch.float64)
+        torch.tensor(
+            [float(getattr(e, end)()) for e in enclosure.entries()], dtype=torch.float64
+        )
         for end in ("lower", "upper")
     )
     for corner in (False, True, True):
@@ -366,7 +404,9 @@ def test_the_enclosure_is_not_much_wider_than_the_derivatives():
     radius = 1e-6
     with balls.flint().ctx.workprec(128):
         enclosure = balls.Balls.of(problem).jacobian(balls.exact(X), radius)
-    widths = torch.tensor([float(e.rad()) for e in enclosure.entries()], dtype=torch.float64)
+    widths = torch.tensor(
+        [float(e.rad()) for e in enclosure.entries()], dtype=torch.float64
+    )
     second = jacobian(lambda Z: jacobian(problem.output, Z, create_graph=True), X)
     reached = radius * second.abs().sum((-2, -1)).flatten()
     assert (widths >= 0.99 * reached).all()

@@ -22,11 +22,15 @@ def tensor(array):
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_real_block_is_expressed_as_a_problem(causal, residual):
     stream = np.random.default_rng(3)
-    heads, n, d, r = 3, 5, 6, 2
+    heads = 3
+    n = 5
+    d = 6
+    r = 2
     W_Q, W_K, W_V = (stream.normal(size=(heads, d, r)) for _ in range(3))
     W_O = stream.normal(size=(heads, r, d))
     b_Q, b_K, b_V = (stream.normal(size=(heads, r)) for _ in range(3))
-    b_O, X = stream.normal(size=d), stream.normal(size=(n, d))
+    b_O = stream.normal(size=d)
+    X = stream.normal(size=(n, d))
     truth = block(X, W_Q, W_K, W_V, W_O, b_Q, b_K, b_V, b_O, causal, residual)
     problem = invert.Problem(
         W=tensor(W_Q @ W_K.transpose(0, 2, 1)),
@@ -61,7 +65,10 @@ GOOD = {"W": torch.eye(3), "V": torch.eye(3), "B": torch.ones(4, 3)}
         ({"known": torch.ones(3, 3)}, r"expected known of shape 4×3, got 3×3"),
         ({"maps": torch.ones(3, 3)}, r"expected maps of shape 4×4, got 3×3"),
         ({"tolerance": -1.0}, r"tolerance must be 0 or more, not -1.0"),
-        ({"V": torch.ones(3, 2), "B": torch.ones(4, 2), "residual": True}, r"as many outputs as"),
+        (
+            {"V": torch.ones(3, 2), "B": torch.ones(4, 2), "residual": True},
+            r"as many outputs as",
+        ),
     ],
 )
 def test_wrong_shapes_are_refused_by_problem(change, message):

@@ -50,7 +50,9 @@ def test_unknown_names_and_options_are_refused():
         invert.run(problem, "newton")
     with pytest.raises(InputError, match="needs the attention maps"):
         invert.run(problem, "closed-form")
-    with pytest.raises(InputError, match=r"closed-form has no option starts: it belongs to auto"):
+    with pytest.raises(
+        InputError, match=r"closed-form has no option starts: it belongs to auto"
+    ):
         invert.run(problem, "closed-form", starts=4)
     with pytest.raises(InputError, match="starts must be 1 or more, not 0"):
         invert.run(problem, starts=0)
@@ -70,7 +72,9 @@ class Zero:
 
     def __call__(self, problem, *, progress=None):
         X = torch.zeros(problem.length, problem.dim, dtype=torch.float64)
-        return invert.Inversion(Status.UNSOLVED, "only zeros", repr(self), X, 1.0, 0, 0.0)
+        return invert.Inversion(
+            Status.UNSOLVED, "only zeros", repr(self), X, 1.0, 0, 0.0
+        )
 
 
 GUESSED = Exposure("KH-INPUTS-LAYER-OUTPUT", "guessed")
@@ -89,12 +93,19 @@ def test_one_entry_adds_a_method(tmp_path, monkeypatch, capsys):
     found = audit(layer, only=[GUESSED.rule]).findings
     (finding,) = (each for each in found if each.exposure == GUESSED)
     assert (finding.attack, finding.status, finding.reason) == (
-        "Zero", Status.UNSOLVED, "only zeros",
-    )  # fmt: skip
+        "Zero",
+        Status.UNSOLVED,
+        "only zeros",
+    )
     invert.plant(3, 2)[0].save(tmp_path / "p.safetensors")
     done = inside(
-        "invert", "p.safetensors", "--method", "zero",
-        cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys,
-    )  # fmt: skip
+        "invert",
+        "p.safetensors",
+        "--method",
+        "zero",
+        cwd=tmp_path,
+        monkeypatch=monkeypatch,
+        capsys=capsys,
+    )
     assert done.returncode == 0, done.stderr
     assert "only zeros" in done.stdout

@@ -1,7 +1,8 @@
 """Read the input of an attention layer back from its weights and output.
 
-Each method is a class that is called on a `Problem` and returns an `Inversion`. Recovery of text
-from whole models lives in keyhole.recover; its names can be imported from this package too.
+Each method is a class that is called on a `Problem` and returns an `Inversion`.
+Recovery of text from whole models lives in keyhole.recover; its names can be imported
+from this package too.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,10 @@ from keyhole.invert.run import run
 from keyhole.invert.solvers.adam import Adam
 from keyhole.invert.solvers.auto import Auto
 from keyhole.invert.solvers.closed_form import ClosedForm
-from keyhole.invert.solvers.gradient_descent import GradientDescent, GradientDescentAsPublished
+from keyhole.invert.solvers.gradient_descent import (
+    GradientDescent,
+    GradientDescentAsPublished,
+)
 from keyhole.invert.solvers.lbfgs import LBFGS
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.mean_field import mean_field
@@ -26,14 +30,48 @@ from keyhole.invert.solvers.regularized_newton import RegularizedNewton
 from keyhole.invert.solvers.token_by_token import TokenByToken
 
 __all__ = [
-    "LBFGS", "Adam", "AttentionMaps", "AttentionOutput", "Auto", "Bounds", "Certificate",
-    "ClosedForm", "GradientDescent", "GradientDescentAsPublished", "HiddenStates", "Inversion",
-    "KeyValues", "Leak", "LevenbergMarquardt", "Logits", "Mark", "ModifiedNewton", "NewtonCG",
-    "Pooled", "Problem", "RegularizedNewton", "TextRecovery", "TokenByToken",
-    "bounds", "certify", "degrade", "gradient", "hessian",
-    "hessian_blocks", "hessian_product", "jacobian", "leak_of", "load_leak", "loss", "mean_field",
-    "plant", "recover_text", "recover_texts", "recovering", "run",
-]  # fmt: skip
+    "LBFGS",
+    "Adam",
+    "AttentionMaps",
+    "AttentionOutput",
+    "Auto",
+    "Bounds",
+    "Certificate",
+    "ClosedForm",
+    "GradientDescent",
+    "GradientDescentAsPublished",
+    "HiddenStates",
+    "Inversion",
+    "KeyValues",
+    "Leak",
+    "LevenbergMarquardt",
+    "Logits",
+    "Mark",
+    "ModifiedNewton",
+    "NewtonCG",
+    "Pooled",
+    "Problem",
+    "RegularizedNewton",
+    "TextRecovery",
+    "TokenByToken",
+    "bounds",
+    "certify",
+    "degrade",
+    "gradient",
+    "hessian",
+    "hessian_blocks",
+    "hessian_product",
+    "jacobian",
+    "leak_of",
+    "load_leak",
+    "loss",
+    "mean_field",
+    "plant",
+    "recover_text",
+    "recover_texts",
+    "recovering",
+    "run",
+]
 
 if TYPE_CHECKING:
     from keyhole.recover import (

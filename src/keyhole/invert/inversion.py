@@ -28,12 +28,13 @@ _ADVICE = {
 class Inversion(Result):
     """An input with the given output, or the best input that the search reached.
 
-    `residual` is the judge's: the largest entry of `attention(X) − B`, relative to the terms that
-    it is the sum of. `solutions` are all the different exact inputs that were found. The output
-    does not determine which of them the layer received. `X` is the solution of least norm, which
-    the paper's regulariser prefers as γ → 0. `condition` is the condition number of the equations
-    at X: an error ε in B may become condition·ε in X. `trace` holds (iteration, residual norm) for
-    the start that led to X. `certificate` is the proof about X, if one was requested.
+    `residual` is the judge's: the largest entry of `attention(X) − B`, relative to the
+    terms that it is the sum of. `solutions` are all the different exact inputs that
+    were found. The output does not determine which of them the layer received. `X` is
+    the solution of least norm, which the paper's regulariser prefers as γ → 0.
+    `condition` is the condition number of the equations at X: an error ε in B may
+    become condition·ε in X. `trace` holds (iteration, residual norm) for the start that
+    led to X. `certificate` is the proof about X, if one was requested.
     """
 
     status: Status
@@ -67,7 +68,9 @@ class Inversion(Result):
             f"{self.starts:,} starts, {self.iterations:,} iterations, {self.seconds:.2f} s",
         ]
         if self.condition is not None:
-            lines.append(f"condition {self.condition:.1e}: errors in the output grow by that much")
+            lines.append(
+                f"condition {self.condition:.1e}: errors in the output grow by that much"
+            )
         if self.certificate is not None:
             lines.append(self.certificate.summary())
         return "\n".join([*lines, self.advice])
@@ -76,19 +79,30 @@ class Inversion(Result):
         data = asdict(replace(self, X=None, solutions=(), certificate=None))
         del data["X"]
         proof = None if self.certificate is None else self.certificate.to_dict()
-        more = {"solutions": len(self.solutions), "certificate": proof, "advice": self.advice}
+        more = {
+            "solutions": len(self.solutions),
+            "certificate": proof,
+            "advice": self.advice,
+        }
         return {**data, **more}
 
     def tensors(self) -> dict[str, Tensor]:
         if self.X is None:
             return {}
-        found = {"solutions": torch.stack(list(self.solutions))} if self.solutions else {}
+        if self.solutions:
+            found = {"solutions": torch.stack(list(self.solutions))}
+        else:
+            found = {}
         return {"X": self.X, **found}
 
     @classmethod
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         proof = data["certificate"]
         return restored(
-            cls, data, more=True, X=tensors.get("X"), solutions=tuple(tensors.get("solutions", ())),
+            cls,
+            data,
+            more=True,
+            X=tensors.get("X"),
+            solutions=tuple(tensors.get("solutions", ())),
             certificate=None if proof is None else Certificate.from_dict(proof),
-        )  # fmt: skip
+        )

@@ -1,11 +1,11 @@
 """The judge of inversions: solvers propose inputs, and shared code checks them.
 
-An input is "recovered" if it passes three tests. Its residual, recomputed from the original problem
-instead of the reduced problem that a solver works on, must be at rounding level, or within the
-stated tolerance of B. It must have the known entries. And the equations must determine X at least
-locally: where their Jacobian is singular, a family of inputs has the same output. A Jacobian that
-is too large to factorise is not examined: then the equations are only counted, and the reason says
-so.
+An input is "recovered" if it passes three tests. Its residual, recomputed from the
+original problem instead of the reduced problem that a solver works on, must be at
+rounding level, or within the stated tolerance of B. It must have the known entries. And
+the equations must determine X at least locally: where their Jacobian is singular, a
+family of inputs has the same output. A Jacobian that is too large to factorise is not
+examined: then the equations are only counted, and the reason says so.
 """
 
 from __future__ import annotations
@@ -48,14 +48,17 @@ def residual_of(problem: Problem, X: Tensor) -> float:
 def judge(problem: Problem, X: Tensor, *, unique: bool = False) -> Verdict:
     """Decide whether an input solves the problem.
 
-    With `unique`, X is known to be the only solution for another reason (leaked maps prove it), so
-    the Jacobian is not examined.
+    With `unique`, X is known to be the only solution for another reason (leaked maps
+    prove it), so the Jacobian is not examined.
     """
     residual = residual_of(problem, X)
     exact = residual <= ROUNDING
-    within = exact or bool((problem.output(X) - problem.B).abs().max() <= problem.tolerance)
+    within = exact or bool(
+        (problem.output(X) - problem.B).abs().max() <= problem.tolerance
+    )
     reason = f"residual {residual:.1e}"
-    against, size = _against_known(problem, X), float(X.abs().max())
+    against = _against_known(problem, X)
+    size = float(X.abs().max())
     if contradicts := against > ROUNDING * size:
         reason += f"; X contradicts the known entries, by up to {against:.1e}"
     if contradicts or not within:
@@ -70,7 +73,9 @@ def judge(problem: Problem, X: Tensor, *, unique: bool = False) -> Verdict:
         reason += f"; uniqueness not checked: {unknowns:,} unknowns are too many"
     elif missing:
         count = f"at least {missing:,}" if _too_large(problem) else missing
-        reason += f"; {count} directions at X leave the output as it is: X is one of a family"
+        reason += (
+            f"; {count} directions at X leave the output as it is: X is one of a family"
+        )
         return Verdict(Status.NOT_IDENTIFIABLE, reason, residual, condition)
     return Verdict(Status.RECOVERED, reason, residual, condition)
 
@@ -86,9 +91,9 @@ def _against_known(problem: Problem, X: Tensor) -> float:
 def _condition(problem: Problem, X: Tensor) -> tuple[float | None, int | None]:
     """Return the condition of the equations at X and the number of directions X may move in.
 
-    If the Jacobian is too large, the number is how many more unknowns than equations there are,
-    which is the least that it can be. It is None if there are as many equations: then nothing is
-    known about it.
+    If the Jacobian is too large, the number is how many more unknowns than equations
+    there are, which is the least that it can be. It is None if there are as many
+    equations: then nothing is known about it.
     """
     unknowns = int(problem.unknown.sum())
     if unknowns == 0:
@@ -118,6 +123,9 @@ def distinct(inputs: list[Tensor]) -> list[Tensor]:
     """Drop repeated inputs and sort the others by norm."""
     kept: list[Tensor] = []
     for X in inputs:
-        if not any(float((X - other).abs().max()) <= SAME * float(X.abs().max()) for other in kept):
+        if not any(
+            float((X - other).abs().max()) <= SAME * float(X.abs().max())
+            for other in kept
+        ):
             kept.append(X)
     return sorted(kept, key=lambda X: float(X.norm()))

@@ -1,14 +1,15 @@
 """Certificates: a proof that exactly one solution lies within a stated distance of an input X̂.
 
-The Krawczyk test (R. Krawczyk 1969; see S. M. Rump, *Verification methods*, Acta Numerica 2010,
-Section 13). Let `r(X) = attention(X) − B`, let `Y` be any matrix (here the float64 inverse of J at
-X̂), and let J(box) enclose the derivatives over the box X̂ ± ρ. If, entry by entry,
+The Krawczyk test (R. Krawczyk 1969; see S. M. Rump, *Verification methods*, Acta
+Numerica 2010, Section 13). Let `r(X) = attention(X) − B`, let `Y` be any matrix (here
+the float64 inverse of J at X̂), and let J(box) enclose the derivatives over the box X̂
+± ρ. If, entry by entry,
 
     |Y r(X̂)| + |I − Y J(box)|·ρ ≤ ρ      and      ‖I − Y J(box)‖∞ < 1
 
-then the box holds exactly one solution, and its distance from X̂ is at most the left side. The
-reason is that `X ↦ X − Y r(X)` maps the box into itself and contracts it, and that Y has an
-inverse.
+then the box holds exactly one solution, and its distance from X̂ is at most the left
+side. The reason is that `X ↦ X − Y r(X)` maps the box into itself and contracts it, and
+that Y has an inverse.
 
 How it is computed:
 - Ball arithmetic evaluates everything (`Balls`), and every bound is rounded upwards. Only Y, M and
@@ -49,16 +50,18 @@ if TYPE_CHECKING:
 
 BITS = 128
 _ATTEMPTS = 8  # boxes of growing size
-_MARGIN = 1.02  # growth of the next box, because the contraction factor grows with the box
+_MARGIN = (
+    1.02  # growth of the next box, because the contraction factor grows with the box
+)
 
 
 @dataclass(frozen=True)
 class Certificate:
     """Proof that exactly one solution lies within `radius` of X, or the `reason` why there is none.
 
-    `radius_within` is such a radius for every output within ±`tolerance` of B, or None if that is
-    not proved. `condition` is a float64 estimate of the Jacobian's condition number and no part of
-    the proof.
+    `radius_within` is such a radius for every output within ±`tolerance` of B, or None
+    if that is not proved. `condition` is a float64 estimate of the Jacobian's condition
+    number and no part of the proof.
     """
 
     radius: float | None
@@ -88,7 +91,9 @@ class Certificate:
     def summary(self) -> str:
         if self.radius is None:
             return f"no certificate: {self.reason}"
-        return f"proved: exactly one input with this output lies within {self.radius:.1e}"
+        return (
+            f"proved: exactly one input with this output lies within {self.radius:.1e}"
+        )
 
 
 def certify(
@@ -96,7 +101,8 @@ def certify(
 ) -> Certificate:
     """Prove that a solution lies near X, or say why that cannot be proved.
 
-    `tolerance` (τ) replaces that of the problem. `bits` is the precision of the ball arithmetic.
+    `tolerance` (τ) replaces that of the problem. `bits` is the precision of the ball
+    arithmetic.
     """
     started = time.perf_counter()
     X = _checked(problem, X)
@@ -135,21 +141,26 @@ def _unfit(problem: Problem, X: Tensor) -> str:
             "output exactly; certify against the problem with γ = 0"
         )
     free = problem.unknown.cpu()
-    equations, unknowns = problem.B.numel(), int(free.sum())
+    equations = problem.B.numel()
+    unknowns = int(free.sum())
     if equations != unknowns:
-        kind = (
-            "with more equations, a rounded output has no exact solution"
-            if equations > unknowns
-            else "with fewer equations, whole families of inputs give the same output"
-        )
+        if equations > unknowns:
+            kind = "with more equations, a rounded output has no exact solution"
+        else:
+            kind = "with fewer equations, whole families of inputs give the same output"
         return (
             "does not apply: the proof needs as many equations as unknowns, and there are "
             f"{equations} equations for {unknowns} unknowns; {kind}"
         )
     if problem.known is not None:
-        off = float((X - problem.known.cpu())[~free].abs().max()) if unknowns < X.numel() else 0
+        if unknowns < X.numel():
+            off = float((X - problem.known.cpu())[~free].abs().max())
+        else:
+            off = 0
         if off > 0:
-            return f"does not apply: X contradicts the known entries, by up to {off:.1e}"
+            return (
+                f"does not apply: X contradicts the known entries, by up to {off:.1e}"
+            )
     return ""
 
 
@@ -157,7 +168,9 @@ def _attempt(problem: Problem, X: Tensor, blank: Certificate) -> Certificate:
     J = Equations.of(problem, "cpu").jacobian(X.unsqueeze(0))[0]
     J = J[:, problem.unknown.cpu().flatten()]
     if not J.isfinite().all():
-        return replace(blank, reason="does not apply: the layer overflows float64 at this X")
+        return replace(
+            blank, reason="does not apply: the layer overflows float64 at this X"
+        )
     Y, mix = _preconditioners(problem, J)
     values = torch.linalg.svdvals(J)
     condition = float(values[0] / values[-1]) if values[-1] > 0 else math.inf
@@ -180,8 +193,8 @@ def _attempt(problem: Problem, X: Tensor, blank: Certificate) -> Certificate:
 def _preconditioners(problem: Problem, J: Tensor) -> tuple[Tensor, Tensor]:
     """Return Y and M, where M is I or (Σ_h V_h)⁻¹.
 
-    The bounds grow with the sizes of Y and of the mixed values V M, so the M of the smaller product
-    is chosen.
+    The bounds grow with the sizes of Y and of the mixed values V M, so the M of the
+    smaller product is chosen.
     """
     V = problem.V.cpu() if problem.V.ndim == 3 else problem.V.cpu().unsqueeze(0)
     m = problem.outputs
@@ -233,7 +246,9 @@ class _Krawczyk:
 
     @classmethod
     def at(cls, problem: Problem, X: Tensor, inverse: Tensor, mix: Tensor) -> _Krawczyk:
-        layer, centre, Y = Balls.of(problem, mix), exact(X), exact(inverse)
+        layer = Balls.of(problem, mix)
+        centre = exact(X)
+        Y = exact(inverse)
         J = layer.jacobian(centre, 0.0)
         identity = exact(torch.eye(len(inverse), dtype=torch.float64))
         step = magnitudes(Y * layer.residuals(centre))
@@ -243,8 +258,8 @@ class _Krawczyk:
     def contraction(self, radius: float) -> tuple[arb_mat, float]:
         """Return bounds of the row sums of |I − Y J(box)|, and the largest of them.
 
-        J(box) = J(X̂) + D, so |I − Y J(X̂)| + |Y||D| is a bound. The product of the large matrices
-        Y and J(X̂) is computed once for all boxes.
+        J(box) = J(X̂) + D, so |I − Y J(X̂)| + |Y||D| is a bound. The product of the
+        large matrices Y and J(X̂) is computed once for all boxes.
         """
         sums = self.defect
         if radius > 0:
@@ -254,8 +269,12 @@ class _Krawczyk:
 
     def gain(self) -> arb_mat:
         """Return the row sums of |Y Mᵀ|: M mixes errors of B, token by token, before Y."""
-        make, size, m = flint().arb_mat, self.Y.nrows(), self.balls.mix.nrows()
-        through = make(size * size // m, m, self.Y.entries()) * self.balls.mix.transpose()
+        make = flint().arb_mat
+        size = self.Y.nrows()
+        m = self.balls.mix.nrows()
+        through = (
+            make(size * size // m, m, self.Y.entries()) * self.balls.mix.transpose()
+        )
         return row_sums(make(size, size, through.entries()))
 
     def radius(self, tolerance: float) -> tuple[float | None, float]:
@@ -281,22 +300,23 @@ def _largest(column: arb_mat) -> float:
     return max(upward(entry) for entry in column.entries())
 
 
-# The equations of one problem in ball arithmetic: a number is a midpoint with a rigorous radius.
+# The equations of one problem in ball arithmetic: a number is a midpoint with a
+# rigorous radius.
 #
 #     r(X) = Σ_h A_h X V_h (+ X) − B        J(box) ∋ dr/dX at every X of the box X̂ ± ρ
 #
-# Weights, outputs and X̂ are float64 and enter exactly. Each operation of Arb (python-flint)
-# encloses the true value, so rounding is accounted for. J is the formula of equations.py with balls
-# in place of numbers.
+# Weights, outputs and X̂ are float64 and enter exactly. Each operation of Arb
+# (python-flint) encloses the true value, so rounding is accounted for. J is the formula
+# of equations.py with balls in place of numbers.
 #
 # Two equal forms make the balls narrower. The scores differ from those at X̂ by
-# `e_iᵀWx̂_j + (Wᵀx̂_i + u)ᵀe_j + e_iᵀWe_j` with |e| ≤ ρ, which is bounded entry by entry. And
-# `A_ij = 1/(1 + Σ_{k≠j} e^{S_ik}/e^{S_ij})` contains each score only once.
+# `e_iᵀWx̂_j + (Wᵀx̂_i + u)ᵀe_j + e_iᵀWe_j` with |e| ≤ ρ, which is bounded entry by
+# entry. And `A_ij = 1/(1 + Σ_{k≠j} e^{S_ik}/e^{S_ij})` contains each score only once.
 #
-# The equations may be mixed, `r(X) M` with an m×m matrix M. With M ≈ V⁻¹ the values become the
-# tokens themselves, so an ill-conditioned V does not widen the bounds, and larger boxes pass the
-# test. The solutions are the same unless M is singular; then J is singular too, and there is no
-# certificate.
+# The equations may be mixed, `r(X) M` with an m×m matrix M. With M ≈ V⁻¹ the values
+# become the tokens themselves, so an ill-conditioned V does not widen the bounds, and
+# larger boxes pass the test. The solutions are the same unless M is singular; then J is
+# singular too, and there is no certificate.
 #
 # All methods compute at the precision that the caller sets (flint's `workprec`).
 
@@ -304,7 +324,9 @@ Rows = list[list["arb"]]
 
 
 def flint() -> Any:
-    return optional("flint", "certificates need python-flint, which is not installed", "proofs")
+    return optional(
+        "flint", "certificates need python-flint, which is not installed", "proofs"
+    )
 
 
 def exact(matrix: Tensor) -> arb_mat:
@@ -354,9 +376,12 @@ class Balls:
             [exact(t) for t in (weights if weights.ndim == 3 else weights.unsqueeze(0))]
             for weights in (problem.W, problem.V)
         )
-        B, u = exact(problem.B), problem.key_bias
+        B = exact(problem.B)
+        u = problem.key_bias
         if problem.output_bias is not None:
-            B = B - _on_every_row(exact(problem.output_bias).transpose(), problem.length)
+            B = B - _on_every_row(
+                exact(problem.output_bias).transpose(), problem.length
+            )
         biases = None
         if u is not None:
             biases = [exact(bias).transpose() for bias in u.reshape(len(W), -1)]
@@ -376,21 +401,33 @@ class Balls:
     def jacobian(self, X: arb_mat, radius: float) -> arb_mat:
         """J(box) for the box X ± radius: n·m rows, and a column for each unknown entry."""
         make = flint().arb_mat
-        n, d, m = X.nrows(), X.ncols(), self.B.ncols()
-        widths = make(n, d, [radius if free else 0.0 for row in self.free for free in row])
+        n = X.nrows()
+        d = X.ncols()
+        m = self.B.ncols()
+        widths = make(
+            n, d, [radius if free else 0.0 for row in self.free for free in row]
+        )
         box = _widened(X, widths)
         heads = [self._head(X, widths, box, h) for h in range(len(self.W))]
-        across = make(len(heads), m * d, [v for V in self.V for v in V.transpose().entries()])
+        across = make(
+            len(heads), m * d, [v for V in self.V for v in V.transpose().entries()]
+        )
         keys = make([row for head in heads for row in head.keys.tolist()])
         J: Rows = []
         for i in range(n):
             C = [head.C[i] for head in heads]  # H, n·m
-            own = make(m, len(C) * n, [c[j * m + a] for a in range(m) for c in C for j in range(n)])
+            own = make(
+                m,
+                len(C) * n,
+                [c[j * m + a] for a in range(m) for c in C for j in range(n)],
+            )
             own = (own * keys).entries()
             # C_il q_iᵀ + A_il Vᵀ, for every token l; heads are the inner dimension
             moved = make(C).transpose() * make([head.queries[i] for head in heads])
             mixed = make([head.A[i] for head in heads]).transpose() * across
-            blocks = [x + y for x, y in zip(moved.entries(), mixed.entries(), strict=True)]
+            blocks = [
+                x + y for x, y in zip(moved.entries(), mixed.entries(), strict=True)
+            ]
             J += self._rows(i, blocks, own, d)
         return make(J)
 
@@ -412,19 +449,24 @@ class Balls:
 
     def _head(self, X: arb_mat, widths: arb_mat, box: arb_mat, h: int) -> _Head:
         W = self.W[h]
-        at, keys_at = self._queries(X, h), X * W.transpose()
+        at = self._queries(X, h)
+        keys_at = X * W.transpose()
         scores = at * X.transpose()
         spread = widths * magnitudes(keys_at).transpose()
         spread = spread + magnitudes(at) * widths.transpose()
         spread = spread + widths * magnitudes(W) * widths.transpose()
         A = self._maps(_widened(scores, spread))
         H = box * self.V[h]
-        values, outputs = H.tolist(), (A * H).tolist()
+        values = H.tolist()
+        outputs = (A * H).tolist()
         C = [
-            [p * (v - o) for p, value in zip(row, values, strict=True)
-             for v, o in zip(value, output, strict=True)]
+            [
+                p * (v - o)
+                for p, value in zip(row, values, strict=True)
+                for v, o in zip(value, output, strict=True)
+            ]
             for row, output in zip(A.tolist(), outputs, strict=True)
-        ]  # fmt: skip
+        ]
         queries = self._queries(box, h)
         return _Head(A.tolist(), C, queries.tolist(), box * W.transpose())
 
@@ -460,7 +502,9 @@ def _softmax(scores: list[arb]) -> list[arb]:
     zero = flint().arb(0)
     before = list(itertools.accumulate(powers[:-1], initial=zero))
     after = list(itertools.accumulate(powers[:0:-1], initial=zero))[::-1]
-    return [1 / (1 + (b + a) / p) for p, b, a in zip(powers, before, after, strict=True)]
+    return [
+        1 / (1 + (b + a) / p) for p, b, a in zip(powers, before, after, strict=True)
+    ]
 
 
 def _widened(centres: arb_mat, widths: arb_mat) -> arb_mat:

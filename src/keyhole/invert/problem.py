@@ -1,17 +1,19 @@
 """An inversion problem: weights and an output, and no field for the true input.
 
-*Unmasking Transformers* (arXiv 2310.12462), Definition 1.2: given `W`, `V` and `B`, find `X` with
+*Unmasking Transformers* (arXiv 2310.12462), Definition 1.2: given `W`, `V` and `B`,
+find `X` with
 
     softmax(X W Xᵀ) X V = B        minimising ‖softmax(X W Xᵀ) X V − B‖_F² + γ‖X‖_F²
 
-Blocks of real models also have several heads, biases, a residual connection and a causal mask, and
-an attacker may know some entries of `X`, or `B` only within a tolerance. Each is one field of
-`Problem`. The output projection is multiplied into `V`.
+Blocks of real models also have several heads, biases, a residual connection and a
+causal mask, and an attacker may know some entries of `X`, or `B` only within a
+tolerance. Each is one field of `Problem`. The output projection is multiplied into `V`.
 
-The biases of a real block reduce to two vectors. With `q = W_Qᵀx + b_Q` and `k = W_Kᵀx + b_K` the
-scores are `x_iᵀWx_j + (W_K b_Q)ᵀx_j` plus terms that are equal for all keys. Softmax ignores equal
-terms, so `key_bias = W_K b_Q`. Rows of the attention map sum to 1, so the biases of the values and
-of the projection add one constant vector, `output_bias`.
+The biases of a real block reduce to two vectors. With `q = W_Qᵀx + b_Q` and `k = W_Kᵀx
++ b_K` the scores are `x_iᵀWx_j + (W_K b_Q)ᵀx_j` plus terms that are equal for all keys.
+Softmax ignores equal terms, so `key_bias = W_K b_Q`. Rows of the attention map sum to
+1, so the biases of the values and of the projection add one constant vector,
+`output_bias`.
 """
 
 from __future__ import annotations
@@ -38,9 +40,10 @@ _FLAGS = ("causal", "residual")
 class Problem:
     """Find `X` (n×d) from the weights and the output `B` (n×m) of an attention layer.
 
-    `W` is d×d and `V` d×m, or H×d×d and H×d×m for H heads. `known` (n×d) holds the entries of `X`
-    that the attacker knows, and NaN for the others. `maps` (n×n, or H×n×n) are the attention maps
-    if they leaked too. `B` is exact within ±`tolerance`. `gamma` is the paper's regulariser.
+    `W` is d×d and `V` d×m, or H×d×d and H×d×m for H heads. `known` (n×d) holds the
+    entries of `X` that the attacker knows, and NaN for the others. `maps` (n×n, or
+    H×n×n) are the attention maps if they leaked too. `B` is exact within ±`tolerance`.
+    `gamma` is the paper's regulariser.
     """
 
     W: Tensor
@@ -60,20 +63,27 @@ class Problem:
             tensor = getattr(self, name)
             if tensor is not None:
                 object.__setattr__(self, name, _as_float64(name, tensor))
-        W, V, B = self.W, self.V, self.B
+        W = self.W
+        V = self.V
+        B = self.B
         if W.ndim not in (2, 3) or W.shape[-1] != W.shape[-2]:
             raise InputError(f"W must be d×d, or H×d×d for H heads: it is {_shape(W)}")
         if V.ndim != W.ndim or V.shape[:-1] != W.shape[:-1]:
             rows = "×".join(map(str, W.shape[:-1]))
-            raise InputError(f"V must be {rows}×m, as W is {_shape(W)}: it is {_shape(V)}")
+            raise InputError(
+                f"V must be {rows}×m, as W is {_shape(W)}: it is {_shape(V)}"
+            )
         if B.ndim != 2 or B.shape[1] != V.shape[-1]:
-            raise InputError(f"B must be n×{V.shape[-1]}, as V is {_shape(V)}: it is {_shape(B)}")
+            raise InputError(
+                f"B must be n×{V.shape[-1]}, as V is {_shape(V)}: it is {_shape(B)}"
+            )
         if self.residual and self.outputs != self.dim:
             raise InputError(
                 "a residual connection needs as many outputs as inputs: "
                 f"d = {self.dim}, m = {self.outputs}"
             )
-        n, heads = self.length, self.heads
+        n = self.length
+        heads = self.heads
         shapes = {
             "key_bias": [W.shape[:-1]],
             "output_bias": [V.shape[-1:]],
@@ -84,7 +94,9 @@ class Problem:
             tensor = getattr(self, name)
             if tensor is not None and tensor.shape not in allowed:
                 expected = "×".join(map(str, allowed[-1]))
-                raise InputError(f"expected {name} of shape {expected}, got {_shape(tensor)}")
+                raise InputError(
+                    f"expected {name} of shape {expected}, got {_shape(tensor)}"
+                )
         for name in _NUMBERS:
             expect_number(name, getattr(self, name), least=0)
 
@@ -119,7 +131,9 @@ class Problem:
 
     def output(self, X: Tensor) -> Tensor:
         """The layer's output for an input (…, n, d)."""
-        result = attention.output(X, self.W, self.V, causal=self.causal, key_bias=self.key_bias)
+        result = attention.output(
+            X, self.W, self.V, causal=self.causal, key_bias=self.key_bias
+        )
         if self.output_bias is not None:
             result = result + self.output_bias
         return result + X if self.residual else result
@@ -143,7 +157,9 @@ class Problem:
 
     def save(self, path: str | Path) -> None:
         """Write the problem as a .safetensors file."""
-        tensors = {n: getattr(self, n) for n in _TENSORS if getattr(self, n) is not None}
+        tensors = {
+            n: getattr(self, n) for n in _TENSORS if getattr(self, n) is not None
+        }
         metadata = {n: str(getattr(self, n)) for n in (*_FLAGS, *_NUMBERS)}
         write_tensors(path, tensors, {"keyhole": "1", "kind": "inversion", **metadata})
 
@@ -155,7 +171,9 @@ class Problem:
         if missing:
             got = ", ".join(sorted(tensors)) or "nothing"
             raise InputError(f"{path} must hold tensors W, V and B: it holds {got}")
-        given: dict[str, Any] = {name: tensors[name] for name in _TENSORS if name in tensors}
+        given: dict[str, Any] = {
+            name: tensors[name] for name in _TENSORS if name in tensors
+        }
         given |= {name: metadata.get(name, "False") == "True" for name in _FLAGS}
         given |= {name: _number(metadata, name, path) for name in _NUMBERS}
         try:
@@ -173,14 +191,18 @@ def _number(metadata: dict[str, str], name: str, path: str | Path) -> float:
     try:
         return float(word)
     except ValueError:
-        raise InputError(f"expected {name} as a number in {path}, got {word!r}") from None
+        raise InputError(
+            f"expected {name} as a number in {path}, got {word!r}"
+        ) from None
 
 
 def _as_float64(name: str, tensor: Tensor) -> Tensor:
     """Convert a tensor to float64. NaN and infinity pass: they become a status (`fault`)."""
     # Callers without a type checker may pass anything.
     if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError(f"expected {name} as a torch.Tensor, got {type(tensor).__name__}")
+        raise InputError(
+            f"expected {name} as a torch.Tensor, got {type(tensor).__name__}"
+        )
     if tensor.is_complex():
         raise InputError(f"expected real numbers in {name}, got {tensor.dtype}")
     tensor = tensor.detach().to(torch.float64)
@@ -208,9 +230,9 @@ def plant(
 ) -> tuple[Problem, Tensor]:
     """Return a random problem and its true input.
 
-    X is standard Gaussian, and the entries of W have variance scale²/d. With `symmetric`,
-    `W = scale·MMᵀ` where the entries of M have variance 1/d. The entries of V have standard
-    deviation `value_scale` (about 1/√d in real blocks).
+    X is standard Gaussian, and the entries of W have variance scale²/d. With
+    `symmetric`, `W = scale·MMᵀ` where the entries of M have variance 1/d. The entries
+    of V have standard deviation `value_scale` (about 1/√d in real blocks).
     """
     for name, size in {"tokens": length, "dim": dim, "heads": heads}.items():
         expect_count(name, size)

@@ -15,7 +15,10 @@ from keyhole.core.registry import Entry, Registry
 from keyhole.invert.solvers.adam import Adam
 from keyhole.invert.solvers.auto import Auto
 from keyhole.invert.solvers.closed_form import ClosedForm
-from keyhole.invert.solvers.gradient_descent import GradientDescent, GradientDescentAsPublished
+from keyhole.invert.solvers.gradient_descent import (
+    GradientDescent,
+    GradientDescentAsPublished,
+)
 from keyhole.invert.solvers.lbfgs import LBFGS
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.modified_newton import ModifiedNewton
@@ -31,8 +34,8 @@ STARTS = 256  # the default number of starts of a named method
 class Row:
     """One exposure that the audit tries a method on.
 
-    The layer's output is rounded to `decimals`. `maps` says whether the attention maps leak with
-    it. `settings` are the method's hyperparameters in the audit.
+    The layer's output is rounded to `decimals`. `maps` says whether the attention maps
+    leak with it. `settings` are the method's hyperparameters in the audit.
     """
 
     exposure: Exposure
@@ -42,7 +45,9 @@ class Row:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-_OUTPUT = "Keep the outputs of layers inside; return what is computed from the last of them."
+_OUTPUT = (
+    "Keep the outputs of layers inside; return what is computed from the last of them."
+)
 _MAPS = "Do not return attention maps with outputs: both are linear equations."
 _ROUNDED = "Rounding hides the input of a badly conditioned layer only: keep the outputs inside."
 _output = partial(Exposure, "KH-INPUTS-LAYER-OUTPUT")
@@ -50,9 +55,13 @@ _PUBLISHED = "Gradient descent with a fixed step, as published (Section 3.2)."
 _BRIEF = {"starts": 16, "seconds": 60.0}
 
 
-def closed_form(seconds: float | None = None, device: str = "cpu", seed: int = 0) -> ClosedForm:
+def closed_form(
+    seconds: float | None = None, device: str = "cpu", seed: int = 0
+) -> ClosedForm:
     """Make a ClosedForm whose final search, for rounded maps, has these options."""
-    return ClosedForm(method=LevenbergMarquardt(seconds=seconds, device=device, seed=seed))
+    return ClosedForm(
+        method=LevenbergMarquardt(seconds=seconds, device=device, seed=seed)
+    )
 
 
 def _search(name: str, method: type[Solve], note: str = "") -> Entry[Solve, Row]:
@@ -61,11 +70,19 @@ def _search(name: str, method: type[Solve], note: str = "") -> Entry[Solve, Row]
 
 
 METHODS: Registry[Solve, Row] = Registry(
-    Entry("auto", Auto, (
-        Row(_output(), _OUTPUT, settings=_BRIEF),
-        Row(_output(defences=("decimals-3",)), _ROUNDED, decimals=3, settings=_BRIEF),
-        Row(Exposure("KH-INPUTS-ATTENTION-MAPS"), _MAPS, maps=True, settings=_BRIEF),
-    )),
+    Entry(
+        "auto",
+        Auto,
+        (
+            Row(_output(), _OUTPUT, settings=_BRIEF),
+            Row(
+                _output(defences=("decimals-3",)), _ROUNDED, decimals=3, settings=_BRIEF
+            ),
+            Row(
+                Exposure("KH-INPUTS-ATTENTION-MAPS"), _MAPS, maps=True, settings=_BRIEF
+            ),
+        ),
+    ),
     _search("levenberg-marquardt", LevenbergMarquardt),
     _search("newton-cg", NewtonCG),
     _search("modified-newton", ModifiedNewton),
@@ -76,4 +93,4 @@ METHODS: Registry[Solve, Row] = Registry(
     _search("gradient-descent-as-published", GradientDescentAsPublished, _PUBLISHED),
     Entry("closed-form", closed_form, method=ClosedForm),
     Entry("token-by-token", TokenByToken),
-)  # fmt: skip
+)

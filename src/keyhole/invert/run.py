@@ -37,11 +37,11 @@ def run(
 ) -> Inversion:
     """Read the input of an attention layer back from its weights and output.
 
-    `problem` is a Problem, or a .safetensors file with W, V and B. `method` is a name of the
-    registry, or a method with your own hyperparameters. `options` are the hyperparameters of a
-    named method, such as starts=32. `start` (n×d or k×n×d, or a file with that tensor as X)
-    replaces the method's own starts. `certify` adds a proof of how close an exact input is to the
-    one that was found.
+    `problem` is a Problem, or a .safetensors file with W, V and B. `method` is a name
+    of the registry, or a method with your own hyperparameters. `options` are the
+    hyperparameters of a named method, such as starts=32. `start` (n×d or k×n×d, or a
+    file with that tensor as X) replaces the method's own starts. `certify` adds a proof
+    of how close an exact input is to the one that was found.
     """
     problem = _opened(problem)
     name = method if isinstance(method, str) else type(method).__name__
@@ -58,9 +58,14 @@ def run(
     given: dict[str, Tensor] = {}
     if start is not None:
         if not _takes_start(type(method)):
-            takers = [e.name for e in METHODS.values() if e.method and _takes_start(e.method)]
+            takers = [
+                e.name for e in METHODS.values() if e.method and _takes_start(e.method)
+            ]
             raise InputError(f"{name} takes no start: choose {' or '.join(takers)}")
-        given["start"] = start if isinstance(start, Tensor) else load_inputs(start, problem)
+        if isinstance(start, Tensor):
+            given["start"] = start
+        else:
+            given["start"] = load_inputs(start, problem)
     progress = track("invert")
     progress(0, note=name)
     result = method(problem, progress=progress, **given)
@@ -91,7 +96,8 @@ def load_inputs(path: str | Path, problem: Problem) -> Tensor:
         raise InputError(
             f"{path} must hold a tensor X: it holds {', '.join(sorted(tensors)) or 'nothing'}"
         )
-    X, size = tensors["X"], (problem.length, problem.dim)
+    X = tensors["X"]
+    size = (problem.length, problem.dim)
     if X.ndim not in (2, 3) or 0 in X.shape or X.shape[-2:] != size:
         raise InputError(
             f"expected X of shape n×d = {size[0]}×{size[1]} in {path}, "

@@ -20,7 +20,9 @@ def test_the_radius_and_the_bounds_are_those_of_the_paper():
     problem, X = planted(4, 3)
     result = invert.bounds(problem, X)
     norms = [np.linalg.norm(matrix.numpy(), 2) for matrix in (problem.W, problem.V, X)]
-    lengths = [np.linalg.norm(matrix.numpy(), "fro") for matrix in (problem.W, problem.V)]
+    lengths = [
+        np.linalg.norm(matrix.numpy(), "fro") for matrix in (problem.W, problem.V)
+    ]
     largest = np.abs(problem.B.numpy()).max()
     without = max(1.0, *lengths, largest)
     R = max(1.0, *norms, largest)
@@ -46,9 +48,11 @@ def test_the_radius_is_never_below_one():
 def drawn(number: int) -> tuple[invert.Problem, Tensor]:
     """Return a random problem whose weights, output and input have random sizes."""
     stream = torch.Generator().manual_seed(number)
-    heads, options = ((None, ()), (None, ()), *((h, o) for h in (None, 2) for o in EXTRAS))[
-        number % (2 + 2 * len(EXTRAS))
-    ]
+    heads, options = (
+        (None, ()),
+        (None, ()),
+        *((h, o) for h in (None, 2) for o in EXTRAS),
+    )[number % (2 + 2 * len(EXTRAS))]
     n, d, m = (int(torch.randint(1, 5, (), generator=stream)) for _ in range(3))
     problem, X = draw(Kind(n, d, m, heads, frozenset(options)), seed=number)
     sizes = torch.tensor([0.1, 0.5, 1.0, 2.0], dtype=torch.float64)
@@ -75,16 +79,24 @@ def test_the_proved_bound_holds_at_the_end_of_a_search_for_a_violation():
     """Search for the most negative eigenvalue at R = 1, where the constant matters most."""
     stream = torch.Generator().manual_seed(0)
     for n, d in ((2, 1), (2, 2)):
-        matrices, worst = None, 0.0
+        matrices = None
+        worst = 0.0
         for number in range(200):
-            fresh = [normal(stream, *shape) for shape in ((d, d), (d, d), (n, d), (n, d))]
+            fresh = [
+                normal(stream, *shape) for shape in ((d, d), (d, d), (n, d), (n, d))
+            ]
             if matrices is not None and number > 20:
-                fresh = [old + 0.1 * new for old, new in zip(matrices, fresh, strict=True)]
-            W, V, X = (matrix / np.linalg.norm(matrix.numpy(), 2) for matrix in fresh[:3])
+                fresh = [
+                    old + 0.1 * new for old, new in zip(matrices, fresh, strict=True)
+                ]
+            W, V, X = (
+                matrix / np.linalg.norm(matrix.numpy(), 2) for matrix in fresh[:3]
+            )
             problem = invert.Problem(W=W, V=V, B=fresh[3].sign())
             lowest = float(torch.linalg.eigvalsh(invert.hessian(problem, X))[0])
             if lowest < worst:
-                matrices, worst = fresh, lowest
+                matrices = fresh
+                worst = lowest
         assert -28 * math.sqrt(n * d) <= worst < -n * d  # a constant of 1 fails
 
 
@@ -99,7 +111,8 @@ def test_lemma_4_5_fails_with_a_constant_of_one_inside_the_radius():
 
 
 def test_lemma_4_4_fails_with_a_constant_of_one():
-    unit, angle = torch.ones(1, 1, dtype=torch.float64), math.radians(100)
+    unit = torch.ones(1, 1, dtype=torch.float64)
+    angle = math.radians(100)
     X = torch.tensor([[math.cos(angle)], [math.sin(angle)]], dtype=torch.float64)
     problem = invert.Problem(W=-unit, V=unit, B=-torch.ones(2, 1))
     result = invert.bounds(problem, X)
@@ -114,16 +127,23 @@ def test_the_proved_lipschitz_constant_holds_at_the_end_of_such_a_search(n, d, R
     """Search at the boundary ‖W‖ = ‖V‖ = ‖X‖ = |b_ij| = R by random steps."""
     stream = torch.Generator().manual_seed(n)
     shapes = ((d, d), (d, d), (n, d), (n, d), (n, d))
-    worst, kept = 0.0, [normal(stream, *shape) for shape in shapes]
+    worst = 0.0
+    kept = [normal(stream, *shape) for shape in shapes]
     for number in range(80):
         size = 3.0 if number < 20 else 0.2
         tried = [old + size * normal(stream, *old.shape) for old in kept]
-        W, V, X = (R * matrix / np.linalg.norm(matrix.numpy(), 2) for matrix in tried[:3])
-        problem, E = invert.Problem(W=W, V=V, B=R * tried[3].sign()), tried[4] / tried[4].norm()
-        ahead, behind = (invert.hessian(problem, X + step * E) for step in (1e-4, -1e-4))
+        W, V, X = (
+            R * matrix / np.linalg.norm(matrix.numpy(), 2) for matrix in tried[:3]
+        )
+        problem = invert.Problem(W=W, V=V, B=R * tried[3].sign())
+        E = tried[4] / tried[4].norm()
+        ahead, behind = (
+            invert.hessian(problem, X + step * E) for step in (1e-4, -1e-4)
+        )
         steep = float(torch.linalg.matrix_norm(ahead - behind, 2)) / 2e-4
         if steep > worst:
-            worst, kept = steep, tried
+            worst = steep
+            kept = tried
     result = invert.bounds(problem, X, R=R, neighbours=1)
     assert 0.01 * result.lipschitz_proved < worst <= result.lipschitz_proved
 
@@ -133,7 +153,9 @@ def test_the_lemma_fails_if_the_radius_does_not_cover_x():
     for seed in range(120):
         stream = torch.Generator().manual_seed(seed)
         W, V, X, B = (normal(stream, 3, 3) for _ in range(4))
-        problem = invert.Problem(W=W / np.linalg.norm(W, 2), V=V / np.linalg.norm(V, 2), B=B / 4)
+        problem = invert.Problem(
+            W=W / np.linalg.norm(W, 2), V=V / np.linalg.norm(V, 2), B=B / 4
+        )
         result = invert.bounds(problem, 3 * X, neighbours=1)
         broken["without"] += result.lowest < result.lowest_bound_without_input
         broken["with"] += result.lowest < result.lowest_bound
@@ -155,7 +177,9 @@ def test_additions_to_the_papers_layer_are_listed():
     problem, X = draw(Kind(heads=2, options=frozenset({"causal", "key_bias"})))
     result = invert.bounds(problem, X)
     assert result.beyond == ("2 heads", "a key bias", "a causal mask")
-    assert "residual connection (2 heads, a key bias, a causal mask)" in result.summary()
+    assert (
+        "residual connection (2 heads, a key bias, a causal mask)" in result.summary()
+    )
     assert result.proved
 
 
@@ -186,11 +210,15 @@ def test_measured_values_lie_within_the_bounds():
 def test_the_measured_lipschitz_constant_is_that_of_a_neighbour():
     problem, X = planted(3, 3)
     result = invert.bounds(problem, X, neighbours=1, seed=5)
-    away = torch.randn(3, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    away = torch.randn(
+        3, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    )
     step = away * (1e-3 * X.norm() / away.norm())
     Y = next(Y for Y in (X + step, X - step) if np.linalg.norm(Y, 2) <= result.R)
     change = invert.hessian(problem, Y) - invert.hessian(problem, X)
-    assert result.lipschitz == pytest.approx(np.linalg.norm(change.numpy(), 2) / (Y - X).norm())
+    assert result.lipschitz == pytest.approx(
+        np.linalg.norm(change.numpy(), 2) / (Y - X).norm()
+    )
     assert result == invert.bounds(problem, X, neighbours=1, seed=5)
     assert result.lipschitz <= invert.bounds(problem, X, neighbours=9, seed=5).lipschitz
 

@@ -13,7 +13,12 @@ from layers import KINDS, OPTIONS, Kind, draw, normal, plain_loss, second
 from keyhole import invert
 from keyhole.core.errors import InputError
 from keyhole.invert.derivatives.equations import Equations
-from keyhole.invert.derivatives.hessian import as_matrix, blocks_of, gauss_newton_of, hessian_of
+from keyhole.invert.derivatives.hessian import (
+    as_matrix,
+    blocks_of,
+    gauss_newton_of,
+    hessian_of,
+)
 from keyhole.invert.problem import Problem
 
 EVERY = pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -21,9 +26,12 @@ EVERY = pytest.mark.parametrize("kind", KINDS, ids=str)
 
 def close(result, expected, within=1e-12):
     """Assert equality within a share of the largest entry."""
-    result, expected = np.asarray(result), np.asarray(expected)
+    result = np.asarray(result)
+    expected = np.asarray(expected)
     assert result.shape == expected.shape
-    assert np.abs(result - expected).max() <= within * max(1e-300, np.abs(expected).max())
+    assert np.abs(result - expected).max() <= within * max(
+        1e-300, np.abs(expected).max()
+    )
 
 
 def naive(problem: Problem, X):
@@ -31,12 +39,21 @@ def naive(problem: Problem, X):
     known = None if problem.known is None else problem.known.numpy()
     free = np.ones(X.shape) if known is None else np.isnan(known).astype(float)
     X = X.numpy() if known is None else np.where(np.isnan(known), X.numpy(), known)
-    d, m = problem.dim, problem.outputs
+    d = problem.dim
+    m = problem.outputs
     layer = (problem.W.reshape(-1, d, d).numpy(), problem.V.reshape(-1, d, m).numpy())
-    biases = None if problem.key_bias is None else problem.key_bias.reshape(-1, d).numpy()
+    if problem.key_bias is None:
+        biases = None
+    else:
+        biases = problem.key_bias.reshape(-1, d).numpy()
     output_bias = None if problem.output_bias is None else problem.output_bias.numpy()
     options = {"biases": biases, "output_bias": output_bias, "causal": problem.causal}
-    return X, free, (*layer, problem.B.numpy()), {**options, "residual": problem.residual}
+    return (
+        X,
+        free,
+        (*layer, problem.B.numpy()),
+        {**options, "residual": problem.residual},
+    )
 
 
 @EVERY
@@ -72,7 +89,8 @@ def test_the_hessian_agrees_with_differences_of_naive_loops(kind):
 def test_products_are_those_of_the_matrices(kind):
     problem, X = draw(kind)
     P = normal(torch.Generator().manual_seed(9), *X.shape)
-    J, H = invert.jacobian(problem, X), invert.hessian(problem, X)
+    J = invert.jacobian(problem, X)
+    H = invert.hessian(problem, X)
     p = P.flatten()
     close(invert.hessian_product(problem, X, P).flatten(), H @ p)
     layer = Equations.of(problem).linearised(_imposed(problem, X))
@@ -96,7 +114,8 @@ def _imposed(problem, X):
 def test_any_shape(n, d, m, heads, options, seed):
     problem, X = draw(Kind(n, d, m, heads, frozenset(options)), seed)
     expected = second(lambda x: plain_loss(problem, x))(X)
-    # A single token attends to itself. Its Hessian is 2VVᵀ, so rounding is relative to V.
+    # A single token attends to itself. Its Hessian is 2VVᵀ, so rounding is relative to
+    # V.
     scale = expected.abs().max().clamp(min=1.0)
     result = invert.hessian(problem, X)
     assert (result - expected.reshape(result.shape)).abs().max() <= 1e-12 * scale
@@ -153,7 +172,9 @@ def test_the_blocks_are_second_derivatives_of_one_residual():
 @pytest.mark.parametrize("scale", [10, 30, 1000])
 @pytest.mark.parametrize("seed", range(3))
 def test_saturated_attention_is_free_of_rounding_errors(scale, seed):
-    problem, X = draw(Kind(n=4, d=3, options=frozenset({"residual"} if seed else ())), seed)
+    problem, X = draw(
+        Kind(n=4, d=3, options=frozenset({"residual"} if seed else ())), seed
+    )
     X = scale * X
     expected = second(lambda x: plain_loss(problem, x))(X).reshape(X.numel(), X.numel())
     close(invert.hessian(problem, X), expected)
@@ -162,7 +183,9 @@ def test_saturated_attention_is_free_of_rounding_errors(scale, seed):
 
 def test_wrong_shapes_are_refused():
     problem, X = draw(Kind())
-    with pytest.raises(InputError, match=r"expected X of shape \(…, 4, 3\), got \(4, 4\)"):
+    with pytest.raises(
+        InputError, match=r"expected X of shape \(…, 4, 3\), got \(4, 4\)"
+    ):
         invert.hessian(problem, torch.zeros(4, 4))
     with pytest.raises(InputError, match="expected P of the shape of X"):
         invert.hessian_product(problem, X, X[:2])

@@ -17,12 +17,18 @@ from keyhole.invert.derivatives.equations import Equations
 
 @st.composite
 def cases(draw):
-    n, d = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    n = draw(st.integers(1, 4))
+    d = draw(st.integers(1, 4))
     problem, X = invert.plant(
-        n, d, heads=draw(st.integers(1, 3)), biases=draw(st.booleans()),
-        causal=draw(st.booleans()), residual=draw(st.booleans()), scale=1.0,
+        n,
+        d,
+        heads=draw(st.integers(1, 3)),
+        biases=draw(st.booleans()),
+        causal=draw(st.booleans()),
+        residual=draw(st.booleans()),
+        scale=1.0,
         seed=draw(st.integers(0, 99)),
-    )  # fmt: skip
+    )
     known = None
     if draw(st.booleans()):
         known = torch.full_like(X, torch.nan)
@@ -51,8 +57,12 @@ def test_derivatives_agree_with_autodiff(case):
     stream = torch.Generator().manual_seed(0)
     dX = torch.randn(1, *X.shape[-2:], generator=stream, dtype=torch.float64)
     G = torch.randn(equations.B.shape, generator=stream, dtype=torch.float64)
-    assert torch.allclose(near.forward(dX).flatten(), J @ dX.flatten(), rtol=0, atol=1e-11 * size)
-    assert torch.allclose(near.backward(G).flatten(), G.flatten() @ J, rtol=0, atol=1e-11 * size)
+    assert torch.allclose(
+        near.forward(dX).flatten(), J @ dX.flatten(), rtol=0, atol=1e-11 * size
+    )
+    assert torch.allclose(
+        near.backward(G).flatten(), G.flatten() @ J, rtol=0, atol=1e-11 * size
+    )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -60,7 +70,9 @@ def test_residuals_agree_with_naive_loops(causal):
     problem, X = invert.plant(5, 3, causal=causal, seed=4)
     naive = reference.attention(X.numpy(), problem.W.numpy(), problem.V.numpy(), causal)
     residuals = Equations.of(problem).residuals(X.unsqueeze(0) + 0.0)
-    assert np.allclose(residuals[0].numpy(), naive - problem.B.numpy(), rtol=0, atol=1e-13)
+    assert np.allclose(
+        residuals[0].numpy(), naive - problem.B.numpy(), rtol=0, atol=1e-13
+    )
 
 
 def test_as_the_temperature_vanishes_the_map_is_linear_in_the_scores():
@@ -69,7 +81,9 @@ def test_as_the_temperature_vanishes_the_map_is_linear_in_the_scores():
     scores = torch.as_tensor(reference.scores(X.numpy(), problem.W.numpy()))
     linear = (1 + scores - scores.mean(1, keepdim=True)) / 6
     expected = linear @ X @ problem.V - problem.B
-    assert torch.allclose(cold.residuals(X.unsqueeze(0))[0], expected, rtol=0, atol=1e-3)
+    assert torch.allclose(
+        cold.residuals(X.unsqueeze(0))[0], expected, rtol=0, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))

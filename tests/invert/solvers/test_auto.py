@@ -24,7 +24,9 @@ def test_the_structure_determines_the_method(word, options):
     result = invert.Auto(starts=16, seed=1)(problem)
     assert result.status is Status.RECOVERED, result.reason
     assert word in result.reason or "starts" in result.reason
-    assert min(float((solution - X).abs().max()) for solution in result.solutions) < 1e-6
+    assert (
+        min(float((solution - X).abs().max()) for solution in result.solutions) < 1e-6
+    )
     assert result.method.startswith("Auto(")
 
 
@@ -43,7 +45,9 @@ def test_all_inputs_with_the_same_output_are_reported():
     assert f"{len(result.solutions)} different inputs have this output" in result.reason
     for solution in result.solutions:
         assert residual_of(problem, solution) < 1e-12
-    assert min(float((solution - X).abs().max()) for solution in result.solutions) < 1e-6
+    assert (
+        min(float((solution - X).abs().max()) for solution in result.solutions) < 1e-6
+    )
 
 
 def test_the_curve_succeeds_where_starts_fail():

@@ -26,9 +26,11 @@ KINDS = {
     "heads": (6, 4, {"heads": 3}),
     "heads, wide V": (6, 4, {"heads": 2, "m": 5}),
     "heads, everything": (
-        6, 4, {"heads": 2, "biases": True, "causal": True, "residual": True},
+        6,
+        4,
+        {"heads": 2, "biases": True, "causal": True, "residual": True},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -86,7 +88,8 @@ def test_equal_tokens_with_few_others_leave_a_family():
 
 
 def test_uniform_attention_determines_only_the_mean():
-    n, d = 6, 3
+    n = 6
+    d = 3
     problem, X, maps = plant(n, d, s=0.0)
     result = invert.ClosedForm(maps)(problem)
     assert result.status is Status.NOT_IDENTIFIABLE
@@ -96,7 +99,9 @@ def test_uniform_attention_determines_only_the_mean():
 
 def test_a_singular_v_with_uniform_attention():
     problem, _, maps = plant(4, 3, s=0.0)
-    result = invert.ClosedForm(maps)(replace(problem, V=torch.zeros(3, 3), B=torch.zeros(4, 3)))
+    result = invert.ClosedForm(maps)(
+        replace(problem, V=torch.zeros(3, 3), B=torch.zeros(4, 3))
+    )
     assert result.status is Status.NOT_IDENTIFIABLE
 
 
@@ -195,11 +200,14 @@ def test_conjugate_gradients_for_large_problems():
 
 def test_conjugate_gradients_that_do_not_converge_are_unsolved():
     """Tokens that attend only to themselves, and values that nearly hide the last entry."""
-    n, X = 91, gaussians(0)(91, 91)
+    n = 91
+    X = gaussians(0)(91, 91)
     one = torch.eye(n, dtype=torch.float64)
     values = one.clone()
     values[-1, -1] = 1e-8
-    problem = invert.Problem(torch.stack([one, one]), torch.stack([values, values]) / 2, X @ values)
+    problem = invert.Problem(
+        torch.stack([one, one]), torch.stack([values, values]) / 2, X @ values
+    )
     assert torch.equal(problem.output(X), problem.B)
     result = invert.ClosedForm(torch.stack([one, one]))(problem)
     assert result.status is Status.UNSOLVED
@@ -211,7 +219,9 @@ def test_the_matrix_and_its_transpose_are_those_of_the_linear_map():
     linear = leaked_maps.Linear.of(problem, maps)
     out = linear.apply(X)
     assert torch.allclose(linear.matrix() @ X.flatten(), out.flatten())
-    assert torch.allclose(linear.matrix().mT @ out.flatten(), linear.transposed(out).flatten())
+    assert torch.allclose(
+        linear.matrix().mT @ out.flatten(), linear.transposed(out).flatten()
+    )
 
 
 def test_the_derivative_of_the_scores_agrees_with_autodiff():

@@ -40,7 +40,11 @@ VARIANTS = {
 @pytest.mark.parametrize(("n", "d"), [(4, 6), (6, 4)])
 def test_near_the_input_it_finds_the_input(options, n, d):
     problem, X = invert.plant(n, d, seed=7, **options)
-    start = X + 0.01 * torch.randn(X.shape, generator=torch.Generator().manual_seed(1)).double()
+    start = (
+        X
+        + 0.01
+        * torch.randn(X.shape, generator=torch.Generator().manual_seed(1)).double()
+    )
     result = invert.LevenbergMarquardt()(problem, start=start)
     assert result.status is Status.RECOVERED, result.reason
     assert error(result, X) < 1e-9
@@ -85,7 +89,10 @@ def test_problems_of_several_shapes_and_an_invalid_one():
     good, _ = invert.plant(4, 3, seed=0)
     wide, _ = invert.plant(3, 5, seed=1)
     broken = replace(good, B=good.B * torch.nan)
-    results = [invert.LevenbergMarquardt(starts=24)(problem) for problem in (good, broken, wide)]
+    results = [
+        invert.LevenbergMarquardt(starts=24)(problem)
+        for problem in (good, broken, wide)
+    ]
     statuses = [Status.RECOVERED, Status.NOT_APPLICABLE, Status.RECOVERED]
     assert [result.status for result in results] == statuses
     assert results[2].X.shape == (3, 5)
@@ -93,7 +100,9 @@ def test_problems_of_several_shapes_and_an_invalid_one():
 
 def test_the_same_seed_gives_the_same_digits():
     problem, _ = invert.plant(5, 5, seed=3)
-    first, other = (invert.LevenbergMarquardt(starts=16, seed=9)(problem) for _ in range(2))
+    first, other = (
+        invert.LevenbergMarquardt(starts=16, seed=9)(problem) for _ in range(2)
+    )
     assert torch.equal(first.X, other.X)
 
 
@@ -101,7 +110,9 @@ def test_known_tokens_are_kept_and_leave_a_single_solution():
     problem, X = invert.plant(6, 4, seed=1)
     known = torch.full_like(X, torch.nan)
     known[:3] = X[:3]
-    result = invert.LevenbergMarquardt(starts=64, solutions=9)(replace(problem, known=known))
+    result = invert.LevenbergMarquardt(starts=64, solutions=9)(
+        replace(problem, known=known)
+    )
     assert result.status is Status.RECOVERED
     assert torch.equal(result.X[:3], X[:3])
     assert error(result, X) < 1e-9
@@ -123,7 +134,9 @@ def test_a_singular_v_leaves_a_family():
 
 def test_an_unreachable_output_is_a_mismatch():
     problem, _ = invert.plant(5, 3, seed=2)
-    V = torch.cat([problem.V, problem.V[:, :1]], 1)  # the fourth output repeats the first
+    V = torch.cat(
+        [problem.V, problem.V[:, :1]], 1
+    )  # the fourth output repeats the first
     wide = invert.Problem(problem.W, V, torch.cat([problem.B, problem.B[:, :1]], 1))
     assert invert.LevenbergMarquardt(starts=32)(wide).status is Status.RECOVERED
     off = replace(wide, B=wide.B + torch.tensor([0.0, 0, 0, 1.0]))
@@ -199,7 +212,9 @@ def test_a_time_limit_ends_the_search():
 def test_progress_counts_starts():
     problem, _ = invert.plant(4, 4, seed=0)
     seen = []
-    invert.LevenbergMarquardt(starts=10, solutions=99)(problem, progress=lambda *a: seen.append(a))
+    invert.LevenbergMarquardt(starts=10, solutions=99)(
+        problem, progress=lambda *a: seen.append(a)
+    )
     done, total, note = seen[-1]
     assert (done, total) == (10, 10)
     assert float(note.removeprefix("starts, best ")) < 1e-10
@@ -207,12 +222,16 @@ def test_progress_counts_starts():
 
 def test_a_start_of_the_wrong_shape_is_refused():
     problem, _ = invert.plant(4, 3)
-    with pytest.raises(InputError, match=r"expected starts of shape n×d = 4×3, got 3×4"):
+    with pytest.raises(
+        InputError, match=r"expected starts of shape n×d = 4×3, got 3×4"
+    ):
         invert.LevenbergMarquardt()(problem, start=torch.ones(3, 4))
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e-5])
-def test_with_a_label_in_place_of_the_output_the_minimum_moves_by_the_pseudo_inverse(size):
+def test_with_a_label_in_place_of_the_output_the_minimum_moves_by_the_pseudo_inverse(
+    size,
+):
     """If a label is inverted instead of the output, the training input is no minimum."""
     problem, X = invert.plant(4, 4, seed=3, symmetric=True)
     r = size * torch.randn(X.shape, generator=torch.Generator().manual_seed(0)).double()

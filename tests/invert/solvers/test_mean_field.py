@@ -61,7 +61,10 @@ def test_problems_without_a_mean_field(change):
 
 def test_a_singular_w_has_no_mean_field():
     problem, _ = invert.plant(4, 3)
-    assert invert.mean_field(replace(problem, W=torch.zeros(3, 3, dtype=torch.float64))) is None
+    assert (
+        invert.mean_field(replace(problem, W=torch.zeros(3, 3, dtype=torch.float64)))
+        is None
+    )
 
 
 def test_every_crossing_of_the_curve_is_an_exact_input():

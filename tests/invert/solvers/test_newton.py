@@ -56,7 +56,10 @@ def test_without_slack_the_digits_double():
 def test_iterations_grow_with_the_logarithm_of_the_accuracy():
     problem, X = planted(4, 4)
     exponents = (3, 6, 9, 12)
-    counts = [RegularizedNewton(accuracy=10.0**-e)(problem, start=X).iterations for e in exponents]
+    counts = [
+        RegularizedNewton(accuracy=10.0**-e)(problem, start=X).iterations
+        for e in exponents
+    ]
     per_digit = 1 / math.log10(1.1 / 0.1)
     growth = np.polyfit(exponents, counts, 1)[0]
     assert growth == pytest.approx(per_digit, rel=0.15)
@@ -88,7 +91,9 @@ def test_the_radius_covers_the_start():
     problem, X = planted(4, 4)
     result = RegularizedNewton()(problem, start=5 * X)
     assert f"radius={radius(problem, 5 * X)}" in result.method
-    with pytest.raises(InputError, match=r"radius must be at least .* to cover the start"):
+    with pytest.raises(
+        InputError, match=r"radius must be at least .* to cover the start"
+    ):
         RegularizedNewton(radius=radius(problem))(problem, start=50 * X)
     with pytest.raises(InputError, match="to cover the weights and the output: got 1"):
         RegularizedNewton(radius=1.0)(problem)
@@ -157,19 +162,27 @@ def test_a_drawn_hessian_is_symmetric_and_reproducible():
     assert torch.equal(S, S.mT)
     assert torch.equal(S, RegularizedNewton(delta=0.1, seed=4).perturbation(X))
     assert not torch.equal(S, RegularizedNewton(delta=0.1, seed=5).perturbation(X))
-    assert not torch.equal(S, RegularizedNewton(delta=0.1, seed=4).perturbation(X + 1e-9))
+    assert not torch.equal(
+        S, RegularizedNewton(delta=0.1, seed=4).perturbation(X + 1e-9)
+    )
 
 
 @pytest.mark.parametrize("slack", [0.1, 0.3])
 def test_theorem_1_3_with_a_drawn_hessian(slack):
     """Within ε in T = log(‖X₀ − X*‖/ε)/log((1 − ε₀)/ε₀) steps, in all but δ of the runs."""
     problem, X = planted(4, 4)
-    delta, runs, accuracy, late = 0.1, 5, 1e-9, 0
+    delta = 0.1
+    runs = 5
+    accuracy = 1e-9
+    late = 0
     for seed in range(runs):
         method = RegularizedNewton(slack=slack, delta=delta, steps=40, seed=seed)
         distances, _ = errors(method, problem, X, 25)
         # The rate is in the norm of the Hessian, whose condition is near 1 with this γ.
-        allowed = math.ceil(math.log(distances[0] / accuracy) / math.log((1 - slack) / slack)) + 1
+        allowed = (
+            math.ceil(math.log(distances[0] / accuracy) / math.log((1 - slack) / slack))
+            + 1
+        )
         late += min(distances[: allowed + 1]) > accuracy
         worst = slack / (1 - slack)
         ratios = [b / a for a, b in itertools.pairwise(distances) if b > 1e-13]
@@ -238,7 +251,9 @@ def test_modified_newton_doubles_the_digits_near_the_input():
     assert distances[-1] <= 1e-13
 
 
-@pytest.mark.parametrize("options", [{"known"}, {"causal", "residual"}, {"key_bias", "gamma"}])
+@pytest.mark.parametrize(
+    "options", [{"known"}, {"causal", "residual"}, {"key_bias", "gamma"}]
+)
 @pytest.mark.parametrize("heads", [None, 2])
 def test_every_step_decreases_the_loss_despite_an_indefinite_hessian(options, heads):
     problem, X = draw(Kind(heads=heads, options=frozenset(options)), seed=4)
@@ -250,7 +265,9 @@ def test_every_step_decreases_the_loss_despite_an_indefinite_hessian(options, he
     for _ in range(10):
         ahead = method.step(equations, state)
         assert ((ahead.loss < state.loss) | ahead.stalled).all()
-        assert ahead.loss.tolist() == pytest.approx(invert.loss(problem, ahead.X).tolist())
+        assert ahead.loss.tolist() == pytest.approx(
+            invert.loss(problem, ahead.X).tolist()
+        )
         state = ahead
     assert (equations.impose(state.X) == state.X).all()
 

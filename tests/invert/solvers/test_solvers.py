@@ -35,7 +35,9 @@ METHODS = {
 
 
 def near(X, distance=1e-3):
-    noise = torch.randn(X.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    noise = torch.randn(
+        X.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     return X + distance * noise
 
 
@@ -100,21 +102,32 @@ def test_the_inner_iterations_solve_the_damped_least_squares():
     equations = replace(Equations.of(problem), gamma=0.1)
     X = near(X, 0.5).unsqueeze(0)
     linearised = equations.linearised(X)
-    r, mu = equations.residuals(X), torch.tensor([0.05], dtype=torch.float64)
+    r = equations.residuals(X)
+    mu = torch.tensor([0.05], dtype=torch.float64)
     exact = torch.zeros(1, dtype=torch.float64)
     p = conjugate_gradients(
-        linearised.forward, linearised.backward, -r, mu + 0.1, 0.1 * X, exact + 1e-12, 200
+        linearised.forward,
+        linearised.backward,
+        -r,
+        mu + 0.1,
+        0.1 * X,
+        exact + 1e-12,
+        200,
     )
     J = linearised.jacobian()[0]
     normal = J.mT @ J + 0.15 * torch.eye(12, dtype=torch.float64)
     right = J.mT @ r.flatten() + 0.1 * X.flatten()
-    assert torch.allclose(p.flatten(), -torch.linalg.solve(normal, right), rtol=0, atol=1e-9)
+    assert torch.allclose(
+        p.flatten(), -torch.linalg.solve(normal, right), rtol=0, atol=1e-9
+    )
 
 
 def test_a_residual_stream_is_inverted_from_the_output():
     solved = 0
     for seed in range(4):
-        problem, X = invert.plant(12, 12, residual=True, value_scale=0.5 / 12**0.5, seed=seed)
+        problem, X = invert.plant(
+            12, 12, residual=True, value_scale=0.5 / 12**0.5, seed=seed
+        )
         result = invert.Auto()(problem)
         assert result.status is Status.RECOVERED
         assert result.starts == 1

@@ -18,7 +18,9 @@ from keyhole.invert.solvers.token_by_token import TokenEquations, first_of_each
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_tokens_equations_and_derivative(heads, residual):
-    problem, X, _ = plant(5, 3, heads=heads, causal=True, residual=residual, biases=True)
+    problem, X, _ = plant(
+        5, 3, heads=heads, causal=True, residual=residual, biases=True
+    )
     for k in range(5):
         equations = TokenEquations.after(X[None, :k], Equations.of(problem))
         assert float(equations.residuals(X[None, k : k + 1]).abs().max()) <= 1e-13
@@ -125,7 +127,8 @@ def test_an_output_outside_the_range_of_v():
 
 
 def test_an_output_that_no_input_has():
-    # With d = 1 and W = −1 the second output is a·x + 1 − a, a = σ(x − x²): at most 1.03.
+    # With d = 1 and W = −1 the second output is a·x + 1 − a, a = σ(x − x²): at most
+    # 1.03.
     W = torch.tensor([[-1.0]], dtype=torch.float64)
     V = torch.tensor([[1.0]], dtype=torch.float64)
     B = torch.tensor([[1.0], [9.0]], dtype=torch.float64)
@@ -141,7 +144,10 @@ def test_without_a_mask_it_does_not_apply():
 
 def test_a_regulariser_does_not_apply():
     problem, _, _ = plant(3, 3, causal=True)
-    assert invert.TokenByToken()(replace(problem, gamma=0.1)).status is Status.NOT_APPLICABLE
+    assert (
+        invert.TokenByToken()(replace(problem, gamma=0.1)).status
+        is Status.NOT_APPLICABLE
+    )
 
 
 def test_nan_is_a_status():

@@ -5,26 +5,29 @@
     Lemma 4.4   ‖∇²L(X) − ∇²L(Y)‖ ≤ O(n³d³R¹⁰) ‖X − Y‖_F       the Hessian is Lipschitz
     Lemma 4.5   ∇²L(X) ⪰ −O(ndR⁸)·I                             its eigenvalues are bounded below
 
-The norms are spectral. They are at most the Frobenius norms of Theorem 1.3, so R is not larger.
+The norms are spectral. They are at most the Frobenius norms of Theorem 1.3, so R is not
+larger.
 
-Theorem 1.3 bounds W, V and B but not X; its lemmas assume a "bounded parameter" (appendix G.1). A
-bound on X is needed: the first derivative of a score grows with X, so the Hessian has no bound in
-the weights alone. R covers X too. `lowest_bound_without_input` uses the theorem's own R, which
-covers ‖W‖_F, ‖V‖_F and |b_ij|.
+Theorem 1.3 bounds W, V and B but not X; its lemmas assume a "bounded parameter"
+(appendix G.1). A bound on X is needed: the first derivative of a score grows with X, so
+the Hessian has no bound in the weights alone. R covers X too.
+`lowest_bound_without_input` uses the theorem's own R, which covers ‖W‖_F, ‖V‖_F and
+|b_ij|.
 
-The lemmas give no constants. With constant 1 both fail even if R covers X: at R = 1, n = 2, d = 1
-an eigenvalue is −4.8 against −2, and the Hessian's Lipschitz constant is 17.5 against 8. This
-module uses proved constants (docs/mathematics.md, "The Hessian of inversion"). With f′, f″, f‴
-along a direction of length 1,
+The lemmas give no constants. With constant 1 both fail even if R covers X: at R = 1, n
+= 2, d = 1 an eigenvalue is −4.8 against −2, and the Hessian's Lipschitz constant is
+17.5 against 8. This module uses proved constants (docs/mathematics.md, "The Hessian of
+inversion"). With f′, f″, f‴ along a direction of length 1,
 
     ‖f − B‖_F ≤ 2√(nm) R²,   ‖f′‖_F ≤ 2√n R⁴,   ‖f″‖_F ≤ 7R⁶,   ‖f‴‖_F ≤ 38R⁸
     L″ = 2‖f′‖² + 2⟨f − B, f″⟩ ≥ −28 √(nm) R⁸
     |L‴| = |6⟨f′, f″⟩ + 2⟨f − B, f‴⟩| ≤ (84√n + 152√(nm)) R¹⁰ ≤ 236 √(nm) R¹⁰
 
-which are the lemmas with √(nm) in place of nd and n³d³. H heads multiply f and its derivatives by
-H. A residual connection adds X to f − B and E to f′. A key bias of norm at most R adds a row to S′:
-‖S′‖_F ≤ 3√n R², ‖f′‖_F ≤ 2.5√n R⁴, ‖f″‖_F ≤ 13n R⁶ and ‖f‴‖_F ≤ 90 n^{3/2} R⁸. A mask changes
-nothing. All values are of the loss without γ, which would add 2γ to every eigenvalue.
+which are the lemmas with √(nm) in place of nd and n³d³. H heads multiply f and its
+derivatives by H. A residual connection adds X to f − B and E to f′. A key bias of norm
+at most R adds a row to S′: ‖S′‖_F ≤ 3√n R², ‖f′‖_F ≤ 2.5√n R⁴, ‖f″‖_F ≤ 13n R⁶ and
+‖f‴‖_F ≤ 90 n^{3/2} R⁸. A mask changes nothing. All values are of the loss without γ,
+which would add 2γ to every eigenvalue.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ class Bounds(Result):
     """The bounds of the lemmas (`lipschitz_bound`, `lowest_bound`) and the measured values."""
 
     R: float
-    R_without_input: float  # the least R of Theorem 1.3: over ‖W‖_F, ‖V‖_F and |b_ij|, not X
+    R_without_input: (
+        float  # the least R of Theorem 1.3: over ‖W‖_F, ‖V‖_F and |b_ij|, not X
+    )
     norms: dict[str, float]  # the norms that the paper assumes to be at most R
     beyond: tuple[str, ...]  # what the layer has and the paper's does not
     lipschitz_bound: float  # n³d³R¹⁰
@@ -63,7 +68,9 @@ class Bounds(Result):
     lowest_bound_without_input: float  # −ndR⁸ with R_without_input
     lowest: float  # the least eigenvalue of ∇²L(X)
     highest: float
-    lipschitz: float  # the largest measured ‖∇²L(X) − ∇²L(Y)‖ / ‖X − Y‖_F, where ‖Y‖ ≤ R
+    lipschitz: (
+        float  # the largest measured ‖∇²L(X) − ∇²L(Y)‖ / ‖X − Y‖_F, where ‖Y‖ ≤ R
+    )
     neighbours: int
 
     kind: ClassVar[str] = "bounds"
@@ -72,7 +79,10 @@ class Bounds(Result):
     def assumptions(self) -> dict[str, bool]:
         """The assumptions of the lemmas, and whether each holds."""
         held = {f"{name} ≤ R": size <= self.R for name, size in self.norms.items()}
-        return {**held, "one head, without biases, mask and residual connection": not self.beyond}
+        return {
+            **held,
+            "one head, without biases, mask and residual connection": not self.beyond,
+        }
 
     @property
     def proved(self) -> bool:
@@ -88,7 +98,10 @@ class Bounds(Result):
         norms = ", ".join(f"{name} = {size:.3g}" for name, size in self.norms.items())
         lines = [f"R = {self.R:.3g}: {norms}", "assumptions of the paper:"]
         for words, held in self.assumptions.items():
-            more = f" ({', '.join(self.beyond)})" if self.beyond and "head" in words else ""
+            if self.beyond and "head" in words:
+                more = f" ({', '.join(self.beyond)})"
+            else:
+                more = ""
             lines.append(f"  {'holds' if held else 'does not hold'}: {words}{more}")
         unproved = "" if self.proved else ", not proved: R is too small"
 
@@ -98,32 +111,42 @@ class Bounds(Result):
         def upper(name: str, bound: float) -> str:
             return f"  {name} {bound:.3g}: {'holds' if self.lipschitz <= bound else 'VIOLATED'}"
 
-        return "\n".join([
-            *lines,
-            f"least eigenvalue of the Hessian {self.lowest:.3g} (greatest {self.highest:.3g})",
-            lower("Lemma 4.5, -n d R^8 =", self.lowest_bound),
-            lower("with a proved constant:", self.lowest_proved) + unproved,
-            lower("Theorem 1.3 as stated, ‖W‖_F, ‖V‖_F, ‖X‖ left out "
-                  f"(R = {self.R_without_input:.3g}):", self.lowest_bound_without_input),
-            f"Lipschitz constant of the Hessian seen {self.lipschitz:.3g} "
-            f"(of {self.neighbours} neighbours)",
-            upper("Lemma 4.4, n^3 d^3 R^10 =", self.lipschitz_bound),
-            upper("with a proved constant:", self.lipschitz_proved) + unproved,
-            f"gamma that makes the Hessian positive definite while ‖X‖ ≤ R: {self.gamma:.3g}"
-            f"{unproved}",
-        ])  # fmt: skip
+        return "\n".join(
+            [
+                *lines,
+                f"least eigenvalue of the Hessian {self.lowest:.3g} (greatest {self.highest:.3g})",
+                lower("Lemma 4.5, -n d R^8 =", self.lowest_bound),
+                lower("with a proved constant:", self.lowest_proved) + unproved,
+                lower(
+                    "Theorem 1.3 as stated, ‖W‖_F, ‖V‖_F, ‖X‖ left out "
+                    f"(R = {self.R_without_input:.3g}):",
+                    self.lowest_bound_without_input,
+                ),
+                f"Lipschitz constant of the Hessian seen {self.lipschitz:.3g} "
+                f"(of {self.neighbours} neighbours)",
+                upper("Lemma 4.4, n^3 d^3 R^10 =", self.lipschitz_bound),
+                upper("with a proved constant:", self.lipschitz_proved) + unproved,
+                f"gamma that makes the Hessian positive definite while ‖X‖ ≤ R: {self.gamma:.3g}"
+                f"{unproved}",
+            ]
+        )
 
     def contents(self) -> dict[str, Any]:
         return {**asdict(self), "assumptions": self.assumptions, "gamma": self.gamma}
 
 
 def bounds(
-    problem: Problem, X: Tensor, *, R: float | None = None, seed: int = 0, neighbours: int = 32
+    problem: Problem,
+    X: Tensor,
+    *,
+    R: float | None = None,
+    seed: int = 0,
+    neighbours: int = 32,
 ) -> Bounds:
     """Compare the lemmas with the Hessian at X (n×d) and at seeded random neighbours of X.
 
-    `R` defaults to the least that covers the weights, the output and X. If it is smaller, the
-    result says which assumption does not hold.
+    `R` defaults to the least that covers the weights, the output and X. If it is
+    smaller, the result says which assumption does not hold.
     """
     if X.ndim != 2:
         raise InputError(f"expected X of shape n×d, got {tuple(X.shape)}")
@@ -177,15 +200,18 @@ def radius(problem: Problem, X: Tensor | None = None) -> float:
 
 def stated_radius(problem: Problem) -> float:
     """Return the least R ≥ 1 of Theorem 1.3 as stated: Frobenius norms of W and V, and |b_ij|."""
-    lengths = [torch.linalg.matrix_norm(weights).max() for weights in (problem.W, problem.V)]
+    lengths = [
+        torch.linalg.matrix_norm(weights).max() for weights in (problem.W, problem.V)
+    ]
     return max(1.0, *map(float, lengths), norms(problem)["|b_ij|"])
 
 
 def paper_gamma(problem: Problem, R: float) -> float:
     """Return γ of Definition 4.6, with the sign turned and the proved constant.
 
-    No eigenvalue of ∇²L is below −γ while all norms are at most R. So the Hessian of `L + γ‖X‖²` is
-    positive definite wherever ‖X‖ ≤ R, if R covers the weights and the output too.
+    No eigenvalue of ∇²L is below −γ while all norms are at most R. So the Hessian of `L
+    + γ‖X‖²` is positive definite wherever ‖X‖ ≤ R, if R covers the weights and the
+    output too.
     """
     off, _, second, _ = _derivative_bounds(problem)
     return 2 * off * second * _power(R, 8)
@@ -199,10 +225,17 @@ def _lipschitz_constant(problem: Problem, R: float) -> float:
 
 def _derivative_bounds(problem: Problem) -> tuple[float, float, float, float]:
     """Return the factors of R², R⁴, R⁶ and R⁸ in the bounds of ‖f − B‖, ‖f′‖, ‖f″‖ and ‖f‴‖."""
-    heads, n, m, residual = problem.heads, problem.length, problem.outputs, problem.residual
-    first, second, third = (2.0, 7.0, 38.0)
+    heads = problem.heads
+    n = problem.length
+    m = problem.outputs
+    residual = problem.residual
+    first = 2.0
+    second = 7.0
+    third = 38.0
     if problem.key_bias is not None:
-        first, second, third = 2.5, 13.0 * n, 90.0 * n**1.5
+        first = 2.5
+        second = 13.0 * n
+        third = 90.0 * n**1.5
     return (
         (heads + 1 + residual) * (n * m) ** 0.5,
         heads * first * n**0.5 + residual,

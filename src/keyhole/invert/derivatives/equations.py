@@ -1,6 +1,7 @@
 """The equations `r(X) = attention(X) − B = 0` of a problem, and their derivatives.
 
-*Unmasking Transformers*, Section 4 (row form). With `h_j = Vᵀx_j`, `C_ij = A_ij (h_j − o_i)`,
+*Unmasking Transformers*, Section 4 (row form). With `h_j = Vᵀx_j`, `C_ij = A_ij (h_j −
+o_i)`,
 
     do_i = Σ_j C_ij (dx_iᵀ W x_j + x_iᵀ W dx_j) + Σ_j A_ij Vᵀ dx_j
 
@@ -8,13 +9,15 @@ and with the residual `c = attention(X) − B` (Definition 1.2 and Section 4.1)
 
     L(X) = Σ_ij c_ij(X)² + γ‖X‖²,     ∇L = 2Jᵀc + 2γX
 
-In do_i, the first term depends on the query alone (the paper's case i₁ = i₀), and the other two on
-every token. Heads are one more axis, over which everything is summed. A key bias `u` turns `Wᵀx_i`
-into `Wᵀx_i + u`. Known entries of X are put in first; derivatives with respect to them are zero.
+In do_i, the first term depends on the query alone (the paper's case i₁ = i₀), and the
+other two on every token. Heads are one more axis, over which everything is summed. A
+key bias `u` turns `Wᵀx_i` into `Wᵀx_i + u`. Known entries of X are put in first;
+derivatives with respect to them are zero.
 
-One parameter is added, the temperature λ of continuation.py: `Ã = U + (softmax(λS) − U)/λ`, with
-the uniform map `U`, replaces A. At λ = 1, Ã is A. As λ → 0 it becomes linear in the scores. The
-derivatives keep their form, where C is computed from softmax(λS) and the last term from Ã.
+One parameter is added, the temperature λ of continuation.py: `Ã = U + (softmax(λS) −
+U)/λ`, with the uniform map `U`, replaces A. At λ = 1, Ã is A. As λ → 0 it becomes
+linear in the scores. The derivatives keep their form, where C is computed from
+softmax(λS) and the last term from Ã.
 """
 
 from __future__ import annotations
@@ -29,9 +32,10 @@ from keyhole import attention
 from keyhole.core.errors import InputError
 from keyhole.invert.problem import Problem
 
-# The number of unknowns up to which an nd×nd matrix is factorised: 72 MB, and about a second.
-# Larger problems get only products with the Jacobian: no dense steps, no polishing by Newton's
-# method, and no check of whether the equations determine X beyond counting them.
+# The number of unknowns up to which an nd×nd matrix is factorised: 72 MB, and about a
+# second. Larger problems get only products with the Jacobian: no dense steps, no
+# polishing by Newton's method, and no check of whether the equations determine X beyond
+# counting them.
 DENSE = 3000
 
 
@@ -67,8 +71,8 @@ def squared_loss(equations: Smooth, r: Tensor, X: Tensor) -> Tensor:
 class Equations:
     """The equations of one problem, for a batch of inputs X (R,n,d).
 
-    `W` is (1,H,d,d), `V` (1,H,d,m), and `B` (1,n,m) without its bias. `fixed` (1,n,d) holds the
-    known entries, and NaN for the others. `temperature` is λ.
+    `W` is (1,H,d,d), `V` (1,H,d,m), and `B` (1,n,m) without its bias. `fixed` (1,n,d)
+    holds the known entries, and NaN for the others. `temperature` is λ.
     """
 
     W: Tensor
@@ -82,18 +86,24 @@ class Equations:
     temperature: float = 1.0
 
     @classmethod
-    def of(cls, problem: Problem, device: torch.device | str | None = None) -> Equations:
+    def of(
+        cls, problem: Problem, device: torch.device | str | None = None
+    ) -> Equations:
         device = problem.B.device if device is None else device
-        heads, d = problem.heads, problem.dim
-        bias, known = problem.key_bias, problem.known
+        heads = problem.heads
+        d = problem.dim
+        bias = problem.key_bias
+        known = problem.known
         return cls(
             problem.W.to(device).reshape(1, heads, d, d),
             problem.V.to(device).reshape(1, heads, d, -1),
             problem.unbiased.to(device).unsqueeze(0),
             None if bias is None else bias.to(device).reshape(1, heads, d),
             None if known is None else known.to(device).unsqueeze(0),
-            problem.causal, problem.residual, problem.gamma,
-        )  # fmt: skip
+            problem.causal,
+            problem.residual,
+            problem.gamma,
+        )
 
     def select(self, rows: Tensor) -> Self:  # noqa: ARG002 - the same for every row
         return self
@@ -113,7 +123,9 @@ class Equations:
 
     def impose(self, X: Tensor) -> Tensor:
         """Return X with the known entries put in."""
-        return X if self.fixed is None else torch.where(self.fixed.isnan(), X, self.fixed)
+        if self.fixed is None:
+            return X
+        return torch.where(self.fixed.isnan(), X, self.fixed)
 
     def maps(self, X: Tensor) -> Tensor:
         """softmax(λS): (R,H,n,n)."""
@@ -187,7 +199,11 @@ class Linearised:
         wide = G.unsqueeze(-3)
         M = self.A * (wide @ self.H.mT)
         N = M - self.A * M.sum(-1, keepdim=True)
-        out = N @ self.keys + N.mT @ self.queries + self.soft.mT @ (wide @ self.equations.V.mT)
+        out = (
+            N @ self.keys
+            + N.mT @ self.queries
+            + self.soft.mT @ (wide @ self.equations.V.mT)
+        )
         out = out.sum(-3)
         out = out + G if self.equations.residual else out
         free = self.equations.free
@@ -202,7 +218,10 @@ class Linearised:
         J = self.H.new_zeros(R, n, m, n, d)
         for h in range(heads):
             # C_il Q_iᵀ + Ã_il Vᵀ; the term of the query itself follows the loop
-            J += C[:, h].transpose(-1, -2).unsqueeze(-1) * self.queries[:, h, :, None, None, :]
+            J += (
+                C[:, h].transpose(-1, -2).unsqueeze(-1)
+                * self.queries[:, h, :, None, None, :]
+            )
             V = self.equations.V[:, h].mT
             J += self.soft[:, h, :, None, :, None] * V[:, None, :, None, :]
         own = torch.einsum("rhijm,rhjd->rimd", C, self.keys)

@@ -4,7 +4,8 @@
 
     ∇²L = 2JᵀJ + 2 Σ_ij c_ij ∇²c_ij + 2γI
 
-with entry (i₁j₁, i₂j₂) at row `i₁·d + j₁` and column `i₂·d + j₂`. There are three forms of it:
+with entry (i₁j₁, i₂j₂) at row `i₁·d + j₁` and column `i₂·d + j₂`. There are three forms
+of it:
 
 - `hessian` is vectorised; the comment above `Expansion` derives its formula.
 - `hessian_product` needs no matrix. J and Jᵀ act through equations.py. The second derivatives come
@@ -22,7 +23,12 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError
-from keyhole.invert.derivatives.equations import Equations, Linearised, jacobian, prepared
+from keyhole.invert.derivatives.equations import (
+    Equations,
+    Linearised,
+    jacobian,
+    prepared,
+)
 from keyhole.invert.problem import Problem
 
 
@@ -36,9 +42,12 @@ def hessian(problem: Problem, X: Tensor) -> Tensor:
 def hessian_product(problem: Problem, X: Tensor, P: Tensor) -> Tensor:
     """`∇²L(X)·P`, with the shape of P, in n² + nd numbers of memory for each head."""
     if P.shape != X.shape:
-        raise InputError(f"expected P of the shape of X {tuple(X.shape)}, got {tuple(P.shape)}")
+        raise InputError(
+            f"expected P of the shape of X {tuple(X.shape)}, got {tuple(P.shape)}"
+        )
     equations, inputs, _ = prepared(problem, X)
-    layer, free = equations.linearised(inputs), equations.free
+    layer = equations.linearised(inputs)
+    free = equations.free
     along = P.to(inputs).reshape(inputs.shape)
     along = along if free is None else along * free
     curvature = Curvature.of(layer, 2 * equations.residuals(inputs))
@@ -67,8 +76,9 @@ def solvable(equations: Equations, H: Tensor) -> Tensor:
 
 # The closed form, in which the sum over all outputs is one large matrix product.
 #
-# The paper gives `∇²c_ij` block by block. Summed over i and j first, for each head, with the
-# residual `c`, `P_j = Wx_j`, `Q_i = Wᵀx_i (+ u)`, `h_j = Vᵀx_j`, `o_i = Σ_j A_ij h_j`,
+# The paper gives `∇²c_ij` block by block. Summed over i and j first, for each head,
+# with the residual `c`, `P_j = Wx_j`, `Q_i = Wᵀx_i (+ u)`, `h_j = Vᵀx_j`, `o_i = Σ_j
+# A_ij h_j`,
 #
 #     E_ij = h_j − o_i,   M_ij = 2c_iᵀE_ij,   N_ij = A_ij M_ij,   y_i = 2Vc_i
 #     B_i  = diag(A_i) − A_i A_iᵀ                            first derivative of a softmax row
@@ -79,8 +89,9 @@ def solvable(equations: Equations, H: Tensor) -> Tensor:
 #                 + 2 Σ_ijl (y_iᵀdx_j) B_i[j,l] ds_il + 2γ‖dX‖²
 #     (J dX)_i  = Σ_j A_ij E_ij ds_ij + Σ_j A_ij Vᵀdx_j
 #
-# Multiplied out, terms of the same shape combine, and ∇²L is a matrix plus its transpose. With
-# `D_i = Σ_j A_ij E_ij P_jᵀ`, block (l,l') of that matrix, called `half` below, is
+# Multiplied out, terms of the same shape combine, and ∇²L is a matrix plus its
+# transpose. With `D_i = Σ_j A_ij E_ij P_jᵀ`, block (l,l') of that matrix, called `half`
+# below, is
 #
 #     Σ_i Q_i [A_il A_il' ((E_ilᵀE_il' − M_il) Q_i + 2V E_il − y_i)
 #              + δ_ll' A_il (½M_il Q_i + y_i) + δ_il' own_il]ᵀ
@@ -89,16 +100,18 @@ def solvable(equations: Equations, H: Tensor) -> Tensor:
 #
 #     own_il = A_il (2D_iᵀE_il + M_il (P_l − Σ_j A_ij P_j)) − A_il PᵀN_i
 #
-# where own_il is the effect of moving query i itself on its term for key l. The sum over i costs
-# n³d²; JᵀJ of a complete J would cost n³d³, and the other terms cost n²d². Only the terms of JᵀJ
-# combine different heads. A residual connection adds I to D, and D_lᵀ to the last line. With the
-# temperature λ of equations.py, M in the sum over i and in own is multiplied by λ, and A becomes Ã
-# where it mixes values.
+# where own_il is the effect of moving query i itself on its term for key l. The sum
+# over i costs n³d²; JᵀJ of a complete J would cost n³d³, and the other terms cost n²d².
+# Only the terms of JᵀJ combine different heads. A residual connection adds I to D, and
+# D_lᵀ to the last line. With the temperature λ of equations.py, M in the sum over i and
+# in own is multiplied by λ, and A becomes Ã where it mixes values.
 #
-# E is kept as differences. Multiplying it out would save a batch of products, but where attention
-# is saturated E is zero, and rounding errors would replace it.
+# E is kept as differences. Multiplying it out would save a batch of products, but where
+# attention is saturated E is zero, and rounding errors would replace it.
 
-_CHUNK = 1 << 20  # numbers that one chunk of the large product may hold, to bound the memory
+_CHUNK = (
+    1 << 20
+)  # numbers that one chunk of the large product may hold, to bound the memory
 _SMALL = 512  # the size up to which reading a matrix by columns is as fast as by rows
 
 
@@ -121,10 +134,13 @@ class Curvature:
 
     def product(self, layer: Linearised, P: Tensor) -> Tensor:
         """`Σ_ij G_ij ∇²c_ij · P`: the derivative of JᵀG along P, where G is constant."""
-        A, equations = layer.A, layer.equations
+        A = layer.A
+        equations = layer.equations
         wide = P.unsqueeze(-3)
         dS = wide @ layer.keys.mT + layer.queries @ wide.mT
-        dA = A * (dS - (A * dS).sum(-1, keepdim=True))  # dÃ; that of A is λ times as large
+        dA = A * (
+            dS - (A * dS).sum(-1, keepdim=True)
+        )  # dÃ; that of A is λ times as large
         dN = self.temperature * dA * self.M + A * (self.y @ wide.mT)
         dN = dN - A * dN.sum(-1, keepdim=True)
         out = dN @ layer.keys + self.N @ (wide @ equations.W.mT)
@@ -144,7 +160,8 @@ class Expansion:
 
     @classmethod
     def of(cls, layer: Linearised, curvature: Curvature | None) -> Self:
-        A, keys = layer.A.unsqueeze(-1), layer.keys
+        A = layer.A.unsqueeze(-1)
+        keys = layer.keys
         E = layer.H.unsqueeze(-3) - (layer.A @ layer.H).unsqueeze(-2)
         D = torch.einsum("rhijm,rhjd->ridm", A * E, keys)
         if layer.equations.residual:
@@ -160,7 +177,10 @@ class Expansion:
         """The half plus its transpose: (R, n·d, n·d)."""
         R, _, n, d = self.layer.keys.shape
         step = max(1, _CHUNK // (R * n * n * d))
-        parts = [self._half(slice(start, min(n, start + step))) for start in range(0, n, step)]
+        parts = [
+            self._half(slice(start, min(n, start + step)))
+            for start in range(0, n, step)
+        ]
         half = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         half.diagonal(0, 1, 3).add_(self._last_line().permute(0, 2, 3, 1))
         whole = _with_transpose(half.view(R, n * d, n * d))
@@ -181,18 +201,23 @@ class Expansion:
             for grid, block in self._products(h, rows):
                 half.addcmul_(grid[:, :, None, :, None], block.unsqueeze(-2))
             if self.curvature is not None:
-                A, keys = self.layer.A[:, h, rows], self.layer.keys[:, h]
+                A = self.layer.A[:, h, rows]
+                keys = self.layer.keys[:, h]
                 left = (A.unsqueeze(-1) * _centred(A, keys)).mT
-                half.addcmul_(left.unsqueeze(-1), self.curvature.y[:, h, rows, None, None])
+                half.addcmul_(
+                    left.unsqueeze(-1), self.curvature.y[:, h, rows, None, None]
+                )
         return half
 
     def _sum_over_queries(self, h: int, rows: slice) -> Tensor:
         """The sum over i, for one head: (R,l,a,l'b)."""
-        layer, E = self.layer, self.E[:, h, :, rows]
+        layer = self.layer
+        E = self.E[:, h, :, rows]
         A_il = layer.A[:, h, :, rows].mT.unsqueeze(-1)  # R,l,i,1
         inner = A_il.new_zeros(())  # R,l,i,l',b
         for k in range(layer.A.shape[1]):
-            A, Q = layer.A[:, k, None], layer.queries[:, k, None]
+            A = layer.A[:, k, None]
+            Q = layer.queries[:, k, None]
             EE = (E @ self.E[:, k].mT).transpose(1, 2)  # R,l,i,l'
             VE = 2 * (E @ layer.equations.V[0, k].mT).transpose(1, 2)  # R,l,i,b
             if self.curvature is not None and k == h:
@@ -212,16 +237,20 @@ class Expansion:
         self, inner: Tensor, curvature: Curvature, h: int, A_il: Tensor, rows: slice
     ) -> None:
         """Add the diagonals of B_i and T_i, and `−A_il A_il' y_i` where Ã is not A."""
-        y, Q = curvature.y[:, h, None], self.layer.queries[:, h, None]
+        y = curvature.y[:, h, None]
+        Q = self.layer.queries[:, h, None]
         M = curvature.temperature / 2 * curvature.M[:, h, :, rows].mT.unsqueeze(-1)
-        inner.diagonal(rows.start, 1, 3).add_((A_il * torch.addcmul(y, M, Q)).permute(0, 2, 3, 1))
+        inner.diagonal(rows.start, 1, 3).add_(
+            (A_il * torch.addcmul(y, M, Q)).permute(0, 2, 3, 1)
+        )
         if self.layer.soft is not self.layer.A:
             A = self.layer.A[:, h, None, :, :, None]
             inner.addcmul_(A, (A_il * y).unsqueeze(3), value=-1)
 
     def _products(self, h: int, rows: slice) -> Iterator[tuple[Tensor, Tensor]]:
         """The Kronecker products of the third line, as pairs (R,l,l') and (R,l or 1,a,b)."""
-        layer, V = self.layer, self.layer.equations.V
+        layer = self.layer
+        V = self.layer.equations.V
         yield layer.soft[:, h, rows], 2 * self.D[:, rows] @ V[0, h].mT
         if self.curvature is not None:
             yield self.curvature.N[:, h, rows], layer.equations.W[:, h, None]
@@ -231,13 +260,16 @@ class Expansion:
 
     def _last_line(self) -> Tensor:
         """The last line, which is in diagonal blocks only: (R,l,d,d)."""
-        keys, equations = self.layer.keys, self.layer.equations
+        keys = self.layer.keys
+        equations = self.layer.equations
         d = keys.shape[-1]
         blocks = torch.einsum("rhila,rhlb->riab", self.own, keys / 2)
         if equations.residual:
             blocks = blocks + self.D
         if self.curvature is not None and equations.gamma:
-            blocks = blocks + equations.gamma * torch.eye(d, dtype=keys.dtype, device=keys.device)
+            blocks = blocks + equations.gamma * torch.eye(
+                d, dtype=keys.dtype, device=keys.device
+            )
         return blocks
 
 
@@ -251,26 +283,30 @@ def _with_transpose(half: Tensor) -> Tensor:
         return half + half.mT
     whole = torch.empty_like(half)
     for transposed, matrix in zip(whole, half, strict=True):
-        transposed.copy_(matrix.mT)  # copies in tiles: twice as fast as `half + half.mT`
+        transposed.copy_(
+            matrix.mT
+        )  # copies in tiles: twice as fast as `half + half.mT`
     return whole.add_(half)
 
 
 # The Hessian as the paper writes it: four cases, block by block.
 #
-# *Unmasking Transformers*, Definitions 4.2 and 4.3: `∇²c_{i₀j₀}` is an n×n grid of d×d blocks. The
-# cases depend on which of `i₁`, `i₂` is the query token `i₀`:
+# *Unmasking Transformers*, Definitions 4.2 and 4.3: `∇²c_{i₀j₀}` is an n×n grid of d×d
+# blocks. The cases depend on which of `i₁`, `i₂` is the query token `i₀`:
 #
 #     H₁  i₁ = i₀ = i₂       H₂  i₁ = i₀ ≠ i₂       H₃  i₁ ≠ i₀ = i₂       H₄  i₁ ≠ i₀ ≠ i₂
 #
-# and `∇²L = 2JᵀJ + 2 Σ c_{i₀j₀} ∇²c_{i₀j₀} + 2γI`. With `a` the row of the attention map of query
-# `i₀`, `h_l = x_lᵀv` for `v = V_{*,j₀}`, `P_l = Wx_l`, `q = Wᵀx_{i₀} (+ u)`, and
+# and `∇²L = 2JᵀJ + 2 Σ c_{i₀j₀} ∇²c_{i₀j₀} + 2γI`. With `a` the row of the attention
+# map of query `i₀`, `h_l = x_lᵀv` for `v = V_{*,j₀}`, `P_l = Wx_l`, `q = Wᵀx_{i₀} (+
+# u)`, and
 #
 #     N = a∘(h − aᵀh)                  Σ_l a_l h_l, differentiated by the scores once
 #     T = diag(N) − aNᵀ − Naᵀ          and twice
 #     S = diag(a) − aaᵀ                a, differentiated once
 #
-# a score has the derivatives `∂s_l/∂x_l = q` and `∂s_l/∂x_{i₀} = P_l`, and its only second
-# derivative is `∂²s_l/∂x_{i₀}∂x_l = W`. A block is then the effect of its two tokens as keys,
+# a score has the derivatives `∂s_l/∂x_l = q` and `∂s_l/∂x_{i₀} = P_l`, and its only
+# second derivative is `∂²s_l/∂x_{i₀}∂x_l = W`. A block is then the effect of its two
+# tokens as keys,
 #
 #     K(i₁,i₂) = T_{i₁i₂} qqᵀ + S_{i₁i₂} (vqᵀ + qvᵀ)        the diagonals of T and S: i₁ = i₂
 #
@@ -281,10 +317,10 @@ def _with_transpose(half: Tensor) -> Tensor:
 #     H₃ = H₂ᵀ with i₁ for i₂
 #     H₁ = K(i₀,i₀) + F(i₀) + F(i₀)ᵀ + PᵀTP
 #
-# The paper counts the diagonal of H₄ as a case and H₂ and H₃ as one, which is also four.
-# Departures: tokens are rows instead of columns, and the layer may have what problem.py adds. A
-# residual connection is linear and has no second derivative. Heads are summed. Known entries have
-# zero rows.
+# The paper counts the diagonal of H₄ as a case and H₂ and H₃ as one, which is also
+# four. Departures: tokens are rows instead of columns, and the layer may have what
+# problem.py adds. A residual connection is linear and has no second derivative. Heads
+# are summed. Known entries have zero rows.
 
 
 def hessian_blocks(problem: Problem, X: Tensor) -> Tensor:
@@ -292,14 +328,17 @@ def hessian_blocks(problem: Problem, X: Tensor) -> Tensor:
     if X.ndim != 2:
         raise InputError(f"expected X of shape n×d, got {tuple(X.shape)}")
     equations, inputs, _ = prepared(problem, X)
-    X, c = inputs[0], equations.residuals(inputs)[0]
+    X = inputs[0]
+    c = equations.residuals(inputs)[0]
     n, d = X.shape
     grid = X.new_zeros(n, n, d, d)
     for i0 in range(n):
         for j0 in range(problem.outputs):
             grid += 2 * c[i0, j0] * blocks_of(equations, X, i0, j0)
     J = jacobian(problem, X)
-    second = as_matrix(grid) + 2 * problem.gamma * torch.eye(n * d, dtype=X.dtype, device=X.device)
+    second = as_matrix(grid) + 2 * problem.gamma * torch.eye(
+        n * d, dtype=X.dtype, device=X.device
+    )
     if equations.free is not None:
         free = equations.free.flatten()
         second = free.unsqueeze(-1) * second * free
@@ -332,13 +371,16 @@ def _blocks_of_head(
     N = a * (h - a @ h)
     T = torch.diag(N) - torch.outer(a, N) - torch.outer(N, a)
     S = torch.diag(a) - torch.outer(a, a)
-    qq, vq = torch.outer(q, q), torch.outer(v, q)
+    qq = torch.outer(q, q)
+    vq = torch.outer(v, q)
 
     def key(i1: int, i2: int) -> Tensor:
         return T[i1, i2] * qq + S[i1, i2] * (vq + vq.mT)
 
     def query(l: int) -> Tensor:  # noqa: E741
-        return torch.outer(P.mT @ T[:, l], q) + torch.outer(P.mT @ S[:, l], v) + N[l] * W
+        return (
+            torch.outer(P.mT @ T[:, l], q) + torch.outer(P.mT @ S[:, l], v) + N[l] * W
+        )
 
     grid = X.new_zeros(n, n, d, d)
     for i1 in range(n):

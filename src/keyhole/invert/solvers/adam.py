@@ -1,7 +1,7 @@
 """Adam, a baseline: Kingma and Ba 2015, batched over the starts.
 
-The learning rate decays along half a cosine over the steps, because with a constant rate Adam
-circles around a solution at about the distance of that rate.
+The learning rate decays along half a cosine over the steps, because with a constant
+rate Adam circles around a solution at about the distance of that rate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from torch import Tensor
 from keyhole.invert.derivatives.equations import Equations, gradient_of
 from keyhole.invert.solvers.multistart import Solver, State
 
-_BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-12
+_BETA1 = 0.9
+_BETA2 = 0.999
+_EPSILON = 1e-12
 
 
 @dataclass(frozen=True)

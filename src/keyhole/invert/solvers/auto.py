@@ -4,12 +4,15 @@
     a causal mask              triangular equations         TokenByToken
     a residual connection      the output is near X         LevenbergMarquardt from the output
     otherwise                  the mean field is near X     LevenbergMarquardt from a few starts,
-                                                            along the curve from the mean field
-                                                            (continuation.py), from all starts
+                                                            along the curve from the
+                                                            mean field
+                                                            (continuation.py), from all
+                                                            starts
 
-NewtonCG replaces LevenbergMarquardt for problems whose matrices are too large. Attention without a
-residual connection usually has several exact inputs with the same output, so the search continues
-after the first until the starts (or `solutions`, or `seconds`) are used up.
+NewtonCG replaces LevenbergMarquardt for problems whose matrices are too large.
+Attention without a residual connection usually has several exact inputs with the same
+output, so the search continues after the first until the starts (or `solutions`, or
+`seconds`) are used up.
 """
 
 from __future__ import annotations
@@ -91,9 +94,13 @@ class Auto:
         unknowns = problem.length * problem.dim
         solver = LevenbergMarquardt if unknowns <= DENSE else NewtonCG
         search = solver(
-            starts=min(_FIRST_STARTS, self.starts), steps=self.steps, seed=self.seed,
-            device=self.device, solutions=1, seconds=self._left(began),
-        )  # fmt: skip
+            starts=min(_FIRST_STARTS, self.starts),
+            steps=self.steps,
+            seed=self.seed,
+            device=self.device,
+            solutions=1,
+            seconds=self._left(began),
+        )
         name = "Levenberg–Marquardt" if unknowns <= DENSE else "Newton–CG"
         if problem.residual:  # the first start is the output
             near = replace(search, starts=1)(problem, progress=progress)
@@ -109,7 +116,10 @@ class Auto:
             if curve is not None:
                 yield "along the curve from the mean field", curve
         rest = replace(
-            search, starts=self.starts, solutions=self.solutions, seconds=self._left(began)
+            search,
+            starts=self.starts,
+            solutions=self.solutions,
+            seconds=self._left(began),
         )
         yield f"{name} from {self.starts} starts", rest(problem, progress=progress)
 

@@ -1,25 +1,28 @@
 """Solve for the input from the output and the attention maps: linear equations, no search.
 
-*Unmasking Transformers* takes the maps as unknown. With known maps its equation is linear in X:
+*Unmasking Transformers* takes the maps as unknown. With known maps its equation is
+linear in X:
 
     one head:  A X V = B,  X = A⁻¹ B V⁻¹        (V⁺ where V is wide)
     several:   Σ_h A_h X V_h (+ X) = B          nd unknowns
 
-The second is solved as one matrix of Kronecker products up to some thousand unknowns, and by
-conjugate gradients on the normal equations for more (`Linear`). If the equations have full rank,
-the solution is the only one: the maps remove the ambiguity that the output alone leaves.
+The second is solved as one matrix of Kronecker products up to some thousand unknowns,
+and by conjugate gradients on the normal equations for more (`Linear`). If the equations
+have full rank, the solution is the only one: the maps remove the ambiguity that the
+output alone leaves.
 
-Singular maps (equal tokens, uniform attention, a wide head) leave directions open. But the maps
-contain more than these equations use,
+Singular maps (equal tokens, uniform attention, a wide head) leave directions open. But
+the maps contain more than these equations use,
 
     log A = X W Xᵀ (+ X u) + row constants,     quadratic in X (`Scores`)
 
-so Levenberg–Marquardt on both continues from the solution of least norm. The rank of both equations
-at its end shows whether directions are still open.
+so Levenberg–Marquardt on both continues from the solution of least norm. The rank of
+both equations at its end shows whether directions are still open.
 
-Rounded maps give an inexact X. From there Levenberg–Marquardt on the output alone finds the last
-digits. Rounding shows in the sums of the rows. If the rows sum to 1 exactly, the maps must also be
-the maps of X, as exactly as the condition allows; otherwise they belong to another problem.
+Rounded maps give an inexact X. From there Levenberg–Marquardt on the output alone finds
+the last digits. Rounding shows in the sums of the rows. If the rows sum to 1 exactly,
+the maps must also be the maps of X, as exactly as the condition allows; otherwise they
+belong to another problem.
 """
 
 from __future__ import annotations
@@ -70,8 +73,11 @@ class ClosedForm:
         if self.maps is not None:
             problem = replace(problem, maps=self.maps)
         if problem.maps is None:
-            raise InputError("closed-form needs the attention maps: the problem has none")
-        n, heads = problem.length, problem.heads
+            raise InputError(
+                "closed-form needs the attention maps: the problem has none"
+            )
+        n = problem.length
+        heads = problem.heads
         maps = problem.maps.to(problem.B.device).reshape(heads, n, n)
         try:
             answer = _Answer(self, problem, maps).best()
@@ -84,7 +90,9 @@ class _Answer:
     """The solution of one problem with its maps (H×n×n), judged."""
 
     def __init__(self, method: ClosedForm, problem: Problem, maps: Tensor) -> None:
-        self.method, self.problem, self.maps = method, problem, maps
+        self.method = method
+        self.problem = problem
+        self.maps = maps
         if problem.fault:
             raise Unsuccessful(Status.NOT_APPLICABLE, problem.fault)
         self.rounding = float((maps.sum(-1) - 1).abs().max())
@@ -103,7 +111,9 @@ class _Answer:
             how = f"the maps are singular; their logarithms fix the {missing} open directions"
             X, missing = fit_scores(self.problem, linear, X)
         if missing:
-            how = f"output and maps leave {missing} directions open: X is one of a family"
+            how = (
+                f"output and maps leave {missing} directions open: X is one of a family"
+            )
         X, verdict = self._sharpened(linear, X)
         off = self._off(X)
         slack = _AGREE if off <= _AGREE else self._slack(linear, first)
@@ -125,11 +135,15 @@ class _Answer:
     def _sharpened(self, linear: Linear, X: Tensor) -> tuple[Tensor, Verdict]:
         """Improve an X that is not exact: by the logarithms of the maps, then by Newton steps.
 
-        The Newton steps come last, because the equations of the output alone are the worst
-        conditioned.
+        The Newton steps come last, because the equations of the output alone are the
+        worst conditioned.
         """
         verdict = judge(self.problem, X, unique=True)
-        if verdict.status not in SOLVED and self.rounding <= _AGREE and X.numel() <= DENSE:
+        if (
+            verdict.status not in SOLVED
+            and self.rounding <= _AGREE
+            and X.numel() <= DENSE
+        ):
             X = fit_scores(self.problem, linear, X, restarts=0)[0]
             verdict = judge(self.problem, X, unique=True)
         if verdict.status not in SOLVED:
@@ -137,10 +151,15 @@ class _Answer:
             verdict = judge(self.problem, X, unique=True)
         return X, verdict
 
-    def _refined(self, linear: Linear, X: Tensor, verdict: Verdict, slack: float) -> Inversion:
+    def _refined(
+        self, linear: Linear, X: Tensor, verdict: Verdict, slack: float
+    ) -> Inversion:
         """Continue from X by Levenberg–Marquardt on the output, because the maps may be rounded."""
         ends: list[str] = []
-        for begin in (lambda: X, lambda: fit_scores(self.problem, linear, X, restarts=0)[0]):
+        for begin in (
+            lambda: X,
+            lambda: fit_scores(self.problem, linear, X, restarts=0)[0],
+        ):
             if ends and X.numel() > DENSE:
                 break
             refined = self.method.method(self.problem, start=begin())
@@ -150,10 +169,13 @@ class _Answer:
             off = self._off(refined.X)
             if off <= slack + 10 * self.rounding:
                 also = (
-                    f"continued from the closed form; its maps are within {off:.1e} of those given"
+                    f"continued from the closed form; its maps are within {off:.1e} of those "
+                    "given"
                 )
                 return replace(refined, reason=f"{refined.reason}; {also}")
-            ends[-1] = f"an input with this output, but with maps that differ by {off:.1e}"
+            ends[-1] = (
+                f"an input with this output, but with maps that differ by {off:.1e}"
+            )
         reason = (
             f"{verdict.reason} from maps whose rows sum to 1 within {self.rounding:.1e}; "
             f"Levenberg–Marquardt from there: {ends[-1]}; the maps are too coarse or foreign"
@@ -176,7 +198,9 @@ class _Answer:
             (self.problem.maps_of(moved) - self.problem.maps_of(X)).abs().max()
         )
 
-    def _inversion(self, status: Status, reason: str, X: Tensor, verdict: Verdict) -> Inversion:
+    def _inversion(
+        self, status: Status, reason: str, X: Tensor, verdict: Verdict
+    ) -> Inversion:
         exact = status in SOLVED
         return Inversion(
             status=status,
@@ -225,7 +249,9 @@ class Linear:
             half, open_tokens = _least_norm(self.maps[0], self.B)
             X, open_entries = _least_norm(self.V[0].mT, half.mT)
             return X.mT, n * d - (n - open_tokens) * (d - open_entries)
-        return self._dense() if n * d <= _FACTORISED else (self._conjugate_gradients(), None)
+        if n * d <= _FACTORISED:
+            return self._dense()
+        return (self._conjugate_gradients(), None)
 
     def apply(self, X: Tensor) -> Tensor:
         out = (self.maps @ X @ self.V).sum(0)
@@ -243,13 +269,17 @@ class Linear:
         """nm×nd, for X row by row."""
         n, d = self.shape
         K = torch.einsum("hij,hdm->imjd", self.maps, self.V).reshape(-1, n * d)
-        return K + torch.eye(n * d, dtype=K.dtype, device=K.device) if self.residual else K
+        if self.residual:
+            return K + torch.eye(n * d, dtype=K.dtype, device=K.device)
+        return K
 
     def _start(self) -> tuple[Tensor, Tensor]:
         """Return the known entries, with zeros for the others, and which entries are free."""
         n, d = self.shape
         if self.fixed is None:
-            return self.B.new_zeros(n, d), torch.ones(n, d, dtype=torch.bool, device=self.B.device)
+            return self.B.new_zeros(n, d), torch.ones(
+                n, d, dtype=torch.bool, device=self.B.device
+            )
         return self.fixed.nan_to_num(nan=0.0), self.fixed.isnan()
 
     def _dense(self) -> tuple[Tensor, int]:
@@ -267,9 +297,14 @@ class Linear:
         zero = X.new_zeros(1)
         right = (self.B - self.apply(X)).unsqueeze(0)
         return X + conjugate_gradients(
-            lambda P: self.apply(P[0])[None], lambda R: (self.transposed(R[0]) * free)[None],
-            right, zero, zero, zero + torch.finfo(X.dtype).eps, _ITERATIONS,
-        ).squeeze(0)  # fmt: skip
+            lambda P: self.apply(P[0])[None],
+            lambda R: (self.transposed(R[0]) * free)[None],
+            right,
+            zero,
+            zero,
+            zero + torch.finfo(X.dtype).eps,
+            _ITERATIONS,
+        ).squeeze(0)
 
 
 def _least_norm(K: Tensor, B: Tensor) -> tuple[Tensor, int]:
@@ -309,9 +344,9 @@ def _regular(triangle: Tensor) -> bool:
 class Scores:
     """The linear equations and those of the scores, `X W_h Xᵀ + X u_h = log A_h + row constants`.
 
-    The residuals of the scores are weighted with the maps: `A ⊙ (D − Σ_k A_ik D_ik)` for
-    `D = S(X) − log A`, the effect of a difference in scores on the map. So row constants cancel,
-    and entries that a mask or rounding set to 0 do not count.
+    The residuals of the scores are weighted with the maps: `A ⊙ (D − Σ_k A_ik D_ik)`
+    for `D = S(X) − log A`, the effect of a difference in scores on the map. So row
+    constants cancel, and entries that a mask or rounding set to 0 do not count.
     """
 
     problem: Problem
@@ -331,8 +366,12 @@ class Scores:
 
     def residuals(self, X: Tensor) -> Tensor:
         """(1,1,K) for one input (1,n,d)."""
-        X, problem, A = X[0], self.problem, self.linear.maps
-        D = attention.scores(X, X, problem.W, key_bias=problem.key_bias).reshape(A.shape)
+        X = X[0]
+        problem = self.problem
+        A = self.linear.maps
+        D = attention.scores(X, X, problem.W, key_bias=problem.key_bias).reshape(
+            A.shape
+        )
         D = D - torch.where(A > 0, A, 1.0).log()
         off = self.linear.apply(X) - self.linear.B
         weighted = A * D
@@ -342,7 +381,8 @@ class Scores:
     def jacobian(self, X: Tensor) -> Tensor:
         """(1, K, n·d); columns of known entries are zero."""
         J: Tensor = torch.func.jacrev(self.residuals)(X)
-        J, fixed = J.reshape(1, -1, X.numel()), self.linear.fixed
+        J = J.reshape(1, -1, X.numel())
+        fixed = self.linear.fixed
         return J if fixed is None else J * fixed.isnan().flatten().to(J.dtype)
 
 
@@ -350,18 +390,24 @@ def fit_scores(
     problem: Problem, linear: Linear, X: Tensor, restarts: int = 8
 ) -> tuple[Tensor, int]:
     """Search from X and random points around it. Return the best, and its open directions."""
-    scores, method = Scores(problem, linear), LevenbergMarquardt(steps=_STEPS)
+    scores = Scores(problem, linear)
+    method = LevenbergMarquardt(steps=_STEPS)
     stream = torch.Generator().manual_seed(0)
     spread = float(X.square().mean().sqrt())
-    start, best, least = X, X, torch.inf
+    start = X
+    best = X
+    least = torch.inf
     for _ in range(1 + restarts):
         end, loss = method.descend(scores, start.unsqueeze(0))
         if float(loss) < least:
-            best, least = end[0], float(loss)
+            best = end[0]
+            least = float(loss)
         if least <= _FITS * float(linear.B.square().sum()):
             break
         noise = torch.randn(X.shape, generator=stream, dtype=X.dtype).to(X.device)
-        start = X + spread * (noise if linear.fixed is None else noise * linear.fixed.isnan())
+        start = X + spread * (
+            noise if linear.fixed is None else noise * linear.fixed.isnan()
+        )
     J = scores.jacobian(best.unsqueeze(0))[0]
     J = J if linear.fixed is None else J[:, linear.fixed.isnan().flatten()]
     sizes = torch.linalg.svdvals(J)

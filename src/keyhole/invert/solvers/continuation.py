@@ -1,15 +1,15 @@
 """Continuation: follow the curve of solutions from the mean field to exact inputs.
 
-At temperature λ the attention map is `Ã = U + (softmax(λS) − U)/λ` (equations.py), where U is
-uniform. As λ → 0 the equations have exactly one solution, the mean field (mean_field.py); λ = 1 is
-the problem itself. The solutions (X, λ) form curves, and this module follows the curve that begins
-at the mean field. Each point where it crosses λ = 1 is an exact input, so the curve may give
-several.
+At temperature λ the attention map is `Ã = U + (softmax(λS) − U)/λ` (equations.py),
+where U is uniform. As λ → 0 the equations have exactly one solution, the mean field
+(mean_field.py); λ = 1 is the problem itself. The solutions (X, λ) form curves, and this
+module follows the curve that begins at the mean field. Each point where it crosses λ =
+1 is an exact input, so the curve may give several.
 
-The curve is followed by its arc length instead of λ, because it turns: at a fold two solutions
-meet, and λ decreases for a while. The predictor is the tangent. The corrector is Newton's method on
-the equations together with the length of the step (Keller's pseudo-arclength). The step length
-adapts to how quickly the corrector converges.
+The curve is followed by its arc length instead of λ, because it turns: at a fold two
+solutions meet, and λ decreases for a while. The predictor is the tangent. The corrector
+is Newton's method on the equations together with the length of the step (Keller's
+pseudo-arclength). The step length adapts to how quickly the corrector converges.
 """
 
 from __future__ import annotations
@@ -24,25 +24,31 @@ from keyhole.invert.derivatives.equations import Equations, Smooth
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.mean_field import mean_field
 
-_COLD = 0.02  # the λ at which the curve begins: one or two Newton steps correct the mean field
+# the λ at which the curve begins: one or two Newton steps correct the mean field
+_COLD = 0.02
 _HOT = 3.0  # the λ at which it is abandoned
 _CORRECTIONS = 6
 _CONVERGED = 1e-10
 _STRAIGHT = 0.9  # least cosine between the tangents of neighbouring points
-_MIN_STRIDE, _MAX_STRIDE = 1e-5, 2.0
+_MIN_STRIDE = 1e-5
+_MAX_STRIDE = 2.0
 
 
 def warmed(problem: Problem, guess: Tensor) -> Tensor:
     """Move the mean field towards λ = 1 by Newton steps, as far as the curve does not turn."""
     equations = Equations.of(problem)
-    X, heat, stride = guess.unsqueeze(0), _COLD, 0.1
+    X = guess.unsqueeze(0)
+    heat = _COLD
+    stride = 0.1
     while heat < 1 and stride > 1e-3:
         ahead = min(1.0, heat + stride)
         moved = newton(replace(equations, temperature=ahead), X)
         if moved is None:
             stride /= 2
         else:
-            X, heat, stride = moved, ahead, 1.5 * stride
+            X = moved
+            heat = ahead
+            stride = 1.5 * stride
     return X.squeeze(0)
 
 
@@ -76,7 +82,9 @@ class _Point:
         return float(self.place[-1])
 
 
-def solutions_along_the_curve(problem: Problem, *, points: int = 400) -> Iterator[Tensor]:
+def solutions_along_the_curve(
+    problem: Problem, *, points: int = 400
+) -> Iterator[Tensor]:
     """Yield exact inputs (n×d) in the order in which the curve meets them."""
     guess = mean_field(problem)
     if guess is None:
@@ -88,10 +96,15 @@ def solutions_along_the_curve(problem: Problem, *, points: int = 400) -> Iterato
     curve = _Curve(equations, scale=float(equations.B.abs().max()))
     before: _Point | None = None
     for point in curve.follow(cold, points):
-        if before is not None and (before.temperature - 1) * (point.temperature - 1) <= 0:
+        if (
+            before is not None
+            and (before.temperature - 1) * (point.temperature - 1) <= 0
+        ):
             share = (1 - before.temperature) / (point.temperature - before.temperature)
             near = (before.place + share * (point.place - before.place))[:-1]
-            crossing = newton(equations, near.reshape(guess.shape).unsqueeze(0), steps=20)
+            crossing = newton(
+                equations, near.reshape(guess.shape).unsqueeze(0), steps=20
+            )
             if crossing is not None:
                 yield crossing.squeeze(0)
         before = point
@@ -152,11 +165,12 @@ class _Curve:
 
     def _slopes(self, place: Tensor) -> Tensor:
         """Return the derivatives of the equations by X and by λ: (N, N+1)."""
-        equations, X = self._at(place), self._input(place)
+        equations = self._at(place)
+        X = self._input(place)
         near = equations.linearised(X)
         temperature = equations.temperature
-        # ∂Ã/∂λ = A∘(S − ⟨A,S⟩)/λ − (A − U)/λ². log A is λS up to a constant in each row, which
-        # cancels.
+        # ∂Ã/∂λ = A∘(S − ⟨A,S⟩)/λ − (A − U)/λ². log A is λS up to a constant in each
+        # row, which cancels.
         S = near.A.clamp(min=1e-300).log() / temperature
         centred = S - (near.A * S).sum(-1, keepdim=True)
         change = near.A * centred / temperature

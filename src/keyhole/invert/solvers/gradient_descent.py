@@ -1,8 +1,8 @@
 """Gradient descent with an adaptive step (ours) and with the paper's fixed step.
 
-*Unmasking Transformers*, Section 3.2: `X ← X − t ∇L(X)`. Here each start has its own step size t. A
-step that decreases the loss enough (Armijo) is taken and t grows; any other is rejected and t is
-halved. `GradientDescentAsPublished` keeps t fixed.
+*Unmasking Transformers*, Section 3.2: `X ← X − t ∇L(X)`. Here each start has its own
+step size t. A step that decreases the loss enough (Armijo) is taken and t grows; any
+other is rejected and t is halved. `GradientDescentAsPublished` keeps t fixed.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ class GradientDescentAsPublished(Solver):
 
         1. Initialise X.   2. Compute ∇L(X).   3. X ← X − η ∇L(X), and repeat.
 
-    The learning rate η (`rate`) is constant. The paper states no value, and its reason for
-    convergence, that L is convex in X, does not hold (bounds.py). So a step may increase the loss.
-    If η exceeds 2/λ, where λ is the largest eigenvalue of the Hessian at a minimum, the iteration
-    does not converge to that minimum. A start ends if its loss overflows. The problem is not
-    reduced first, as for other solvers (reduce.py), and the result is not polished. The paper does
-    not say where to start; this solver starts like the others (multistart.py).
+    The learning rate η (`rate`) is constant. The paper states no value, and its reason
+    for convergence, that L is convex in X, does not hold (bounds.py). So a step may
+    increase the loss. If η exceeds 2/λ, where λ is the largest eigenvalue of the
+    Hessian at a minimum, the iteration does not converge to that minimum. A start ends
+    if its loss overflows. The problem is not reduced first, as for other solvers
+    (reduce.py), and the result is not polished. The paper does not say where to start;
+    this solver starts like the others (multistart.py).
     """
 
     as_given: ClassVar[bool] = True

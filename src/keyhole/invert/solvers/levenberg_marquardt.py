@@ -4,11 +4,12 @@ Minimise `‖r(X)‖²` by steps p with
 
     (JᵀJ + μI) p = −Jᵀr,        μ = α·‖r‖²/‖B‖²·mean diag(JᵀJ)
 
-*Unmasking Transformers* adds a constant γ that keeps the Hessian definite and moves the minimiser
-away from the input (Definition 4.6). Here the damping μ vanishes with the residual: the steps
-become Gauss–Newton's, the number of correct digits doubles, and the limit is an exact input
-(Yamashita and Fukushima 2001: quadratic under a local error bound). α decreases after a step that
-lowers the loss and increases after any other. The search is on the reduced problem (reduce.py).
+*Unmasking Transformers* adds a constant γ that keeps the Hessian definite and moves the
+minimiser away from the input (Definition 4.6). Here the damping μ vanishes with the
+residual: the steps become Gauss–Newton's, the number of correct digits doubles, and the
+limit is an exact input (Yamashita and Fukushima 2001: quadratic under a local error
+bound). α decreases after a step that lowers the loss and increases after any other. The
+search is on the reduced problem (reduce.py).
 """
 
 from __future__ import annotations
@@ -39,13 +40,17 @@ class LevenbergMarquardt(Solver):
         return damped_start(equations, X, self.damping)
 
     def step(self, equations: Smooth, state: State) -> State:
-        X, r, alpha = state.X, state.memory["r"], state.memory["alpha"]
+        X = state.X
+        r = state.memory["r"]
+        alpha = state.memory["alpha"]
         normal, slope = _normal_equations(equations, X, r)
         if equations.gamma:
             slope = slope + equations.gamma * X.flatten(1).unsqueeze(-1)
         diagonal = normal.diagonal(dim1=-2, dim2=-1)
         relative = state.loss / equations.B.square().sum((-2, -1)).clamp(min=1e-300)
-        mu = (alpha * relative.clamp(max=1.0) + LEAST) * diagonal.mean(-1) + equations.gamma
+        mu = (alpha * relative.clamp(max=1.0) + LEAST) * diagonal.mean(
+            -1
+        ) + equations.gamma
         diagonal += mu.unsqueeze(-1)
         factor, info = torch.linalg.cholesky_ex(normal)
         p = -torch.cholesky_solve(slope, factor).squeeze(-1)
@@ -55,17 +60,24 @@ class LevenbergMarquardt(Solver):
         self, equations: Smooth, X: Tensor, accuracy: float = _CONVERGED
     ) -> tuple[Tensor, Tensor]:
         """Search from every row of X. Return the ends, which are not judged, and their losses."""
-        deadline = torch.inf if self.seconds is None else time.perf_counter() + self.seconds
+        if self.seconds is None:
+            deadline = torch.inf
+        else:
+            deadline = time.perf_counter() + self.seconds
         state = self.begin(equations, X)
         rows = torch.arange(len(X), device=X.device)
-        X, loss = X.clone(), state.loss.clone()
+        X = X.clone()
+        loss = state.loss.clone()
         target = equations.B[0].numel() * (accuracy * equations.B.abs().max()) ** 2
         for _ in range(self.steps):
             state = self.step(equations, state)
-            X[rows], loss[rows] = state.X, state.loss
+            X[rows] = state.X
+            loss[rows] = state.loss
             over = state.stalled | (state.loss <= target) | ~state.loss.isfinite()
             if over.any():
-                state, rows, equations = state.keep(~over), rows[~over], equations.select(~over)
+                state = state.keep(~over)
+                rows = rows[~over]
+                equations = equations.select(~over)
             if not len(rows) or time.perf_counter() > deadline:
                 break
         return X, loss
@@ -80,7 +92,8 @@ def _normal_equations(equations: Smooth, X: Tensor, r: Tensor) -> tuple[Tensor, 
     return J.mT @ J, J.mT @ r.flatten(1).unsqueeze(-1)
 
 
-# Adaptive damping, for Levenberg–Marquardt and Newton–CG, which differ in how they compute a step.
+# Adaptive damping, for Levenberg–Marquardt and Newton–CG, which differ in how they
+# compute a step.
 
 LEAST = 1e-16  # the smallest α
 _LARGEST = 1e12  # the α at which a start has stalled
@@ -94,9 +107,13 @@ def damped_start(equations: Smooth, X: Tensor, damping: float) -> State:
     return State(X, loss, torch.zeros_like(loss, dtype=torch.bool), memory)
 
 
-def damped_step(equations: Smooth, state: State, p: Tensor, solved: Tensor | None = None) -> State:
+def damped_step(
+    equations: Smooth, state: State, p: Tensor, solved: Tensor | None = None
+) -> State:
     """Take the step p where it lowers the loss. `solved` is False where p could not be computed."""
-    X, r, alpha = state.X, state.memory["r"], state.memory["alpha"]
+    X = state.X
+    r = state.memory["r"]
+    alpha = state.memory["alpha"]
     ahead = X + p
     r_ahead = equations.residuals(ahead)
     loss = squared_loss(equations, r_ahead, ahead)

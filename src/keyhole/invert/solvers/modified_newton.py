@@ -1,14 +1,16 @@
 """Newton's method with the indefinite Hessian made positive definite; converges quadratically.
 
-*Unmasking Transformers*, Section 4.4, calls for "a modified Newton's method" for a Hessian that is
-not positive definite, and adds a constant γ that moves the minimiser (regularized_newton.py). This
-method modifies the eigenvalues λ of each Hessian of the loss L instead,
+*Unmasking Transformers*, Section 4.4, calls for "a modified Newton's method" for a
+Hessian that is not positive definite, and adds a constant γ that moves the minimiser
+(regularized_newton.py). This method modifies the eigenvalues λ of each Hessian of the
+loss L instead,
 
     ∇²L = U diag(λ) Uᵀ,    p = −U diag(1/max(|λ|, δ)) Uᵀ ∇L,    X ← X + t·p
 
-where δ is the rounding error of the largest λ, and t is halved from 1 until L decreases enough
-(Armijo). p is a descent direction for any signs of λ and leads away from saddles. Near an exact
-input all λ > 0: nothing is modified, t = 1 is accepted and every step doubles the correct digits.
+where δ is the rounding error of the largest λ, and t is halved from 1 until L decreases
+enough (Armijo). p is a descent direction for any signs of λ and leads away from
+saddles. Near an exact input all λ > 0: nothing is modified, t = 1 is accepted and every
+step doubles the correct digits.
 """
 
 from __future__ import annotations

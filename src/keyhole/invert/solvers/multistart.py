@@ -1,14 +1,15 @@
 """The search from many starts that all solvers share.
 
-Starts advance in batches, as large as memory allows. A start ends, and leaves its batch, when it
-has converged, stalled or used up its steps. The search ends when it has found as many solutions as
-were asked for, or when all starts have ended.
+Starts advance in batches, as large as memory allows. A start ends, and leaves its
+batch, when it has converged, stalled or used up its steps. The search ends when it has
+found as many solutions as were asked for, or when all starts have ended.
 
-Unless the caller gives the starts, the first ones follow from the problem's structure: the output,
-which is near the input of a residual stream or of a head that mostly attends to itself, and the
-mean field, which is exact for small scores. The others are Gaussian, and small, because
-Levenberg–Marquardt succeeds more often from small inputs than from inputs of full size. With a
-residual connection, Gaussians of the output's size around the output find more inputs.
+Unless the caller gives the starts, the first ones follow from the problem's structure:
+the output, which is near the input of a residual stream or of a head that mostly
+attends to itself, and the mean field, which is exact for small scores. The others are
+Gaussian, and small, because Levenberg–Marquardt succeeds more often from small inputs
+than from inputs of full size. With a residual connection, Gaussians of the output's
+size around the output find more inputs.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class State:
 class Multistart:
     """One search: advances batches of starts and judges each start that has ended.
 
-    `age` counts the steps that each start of the batch has taken, and `history` holds its losses.
+    `age` counts the steps that each start of the batch has taken, and `history` holds
+    its losses.
     """
 
     def __init__(
@@ -71,11 +73,16 @@ class Multistart:
         progress: Progress,
         began: float,
     ) -> None:
-        self.method, self.problem, self.progress, self.began = method, problem, progress, began
+        self.method = method
+        self.problem = problem
+        self.progress = progress
+        self.began = began
         self.reduced = Reduced(problem) if method.as_given else reduce(problem)
         self.equations = Equations.of(self.reduced.problem, method.device)
         self.scale = float(self.equations.B.abs().max().clamp(min=1e-300))
-        self.deadline = began + (torch.inf if method.seconds is None else method.seconds)
+        self.deadline = began + (
+            torch.inf if method.seconds is None else method.seconds
+        )
         given = None if start is None else start.reshape(-1, *start.shape[-2:])
         self.given = None if given is None else self.reduced.project(given)
         self.total = method.starts if self.given is None else len(self.given)
@@ -92,9 +99,13 @@ class Multistart:
 
     def run(self) -> Inversion:
         interrupted = False
-        while self.entered < self.total and not (interrupted or self._done or self._late):
+        while self.entered < self.total and not (
+            interrupted or self._done or self._late
+        ):
             try:
-                self._enter(range(self.entered, min(self.total, self.entered + self.width)))
+                self._enter(
+                    range(self.entered, min(self.total, self.entered + self.width))
+                )
                 while len(self.age) and not self._late:
                     self._advance()
             except KeyboardInterrupt:
@@ -121,25 +132,33 @@ class Multistart:
         X = self.equations.impose(X.to(self.equations.B.device, torch.float64))
         self.state = self.method.begin(self.equations, X)
         self.age = torch.zeros(len(X), dtype=torch.long)
-        self.history = torch.full((len(X), self.method.steps + 1), torch.nan, dtype=torch.float64)
+        self.history = torch.full(
+            (len(X), self.method.steps + 1), torch.nan, dtype=torch.float64
+        )
         self.history[:, 0] = self.state.loss.cpu()
 
     def _advance(self) -> None:
         """Take one step with every start of the batch."""
         self.state = self.method.step(self.equations, self.state)
         loss = self.state.loss.cpu()
-        # In this order, so that Ctrl-C between the two lines leaves no age without its loss.
+        # In this order, so that Ctrl-C between the two lines leaves no age without its
+        # loss.
         self.history[torch.arange(len(self.age)), self.age + 1] = loss
         self.age += 1
         small = 2 * _EPS * self.scale
         target = self.equations.B[0].numel() * small * small  # small**2 may raise
-        over = (loss <= target) | self.state.stalled.cpu() | (self.age >= self.method.steps)
+        over = (
+            (loss <= target)
+            | self.state.stalled.cpu()
+            | (self.age >= self.method.steps)
+        )
         over |= ~loss.isfinite()
         if over.any():
             self._remember(over)
             left = torch.zeros_like(over) if self._done else ~over
             self.state = self.state.keep(left.to(self.state.X.device))
-            self.age, self.history = self.age[left], self.history[left]
+            self.age = self.age[left]
+            self.history = self.history[left]
         best = self.best_loss
         if len(self.age):
             best = min(best, float(self.state.loss.min()))
@@ -148,7 +167,8 @@ class Multistart:
 
     def _remember(self, over: Tensor) -> None:
         """Judge those of the ended starts that are promising or better than all before."""
-        loss, near = self.state.loss.cpu(), _PROMISING * self.scale
+        loss = self.state.loss.cpu()
+        near = _PROMISING * self.scale
         for row in over.nonzero().flatten().tolist():
             self.iterations += int(self.age[row])
             value = float(loss[row])
@@ -172,16 +192,19 @@ class Multistart:
                 return
         better = loss < self.best_loss and not self.solutions
         if (exact and self.solutions[0] is X) or (not exact and better):
-            self.best, self.verdict = X, verdict
+            self.best = X
+            self.verdict = verdict
             losses = self.history[row, : int(self.age[row]) + 1].sqrt().tolist()
             self.trace = tuple(enumerate(losses))
         self.best_loss = min(self.best_loss, loss)
 
     def _result(self, interrupted: bool) -> Inversion:
-        verdict, reason = self.verdict, self._reason()
+        verdict = self.verdict
+        reason = self._reason()
         status = Status.UNSOLVED if verdict is None else verdict.status
         if interrupted and status in (Status.UNSOLVED, Status.INEXACT):
-            status, reason = Status.INTERRUPTED, f"stopped; {reason}"
+            status = Status.INTERRUPTED
+            reason = f"stopped; {reason}"
         return Inversion(
             status=status,
             reason=reason,
@@ -222,7 +245,9 @@ def _start(problem: Problem, number: int, seed: int) -> Tensor:
     if number == 1 and affordable and (guess := mean_field(problem)) is not None:
         return warmed(problem, guess)
     stream = torch.Generator().manual_seed(hash((seed, 0, number)) & 0x7FFFFFFF)
-    noise = torch.randn(shape, generator=stream, dtype=torch.float64).to(problem.B.device)
+    noise = torch.randn(shape, generator=stream, dtype=torch.float64).to(
+        problem.B.device
+    )
     if problem.residual:
         return problem.B + problem.B.square().mean().sqrt() * noise
     return _SMALL * noise
@@ -238,10 +263,11 @@ def line_search(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Halve each stride along p until the loss decreases enough (Armijo).
 
-    `promise` is the slope along p, the decrease that it predicts. Returns inputs, losses and which
-    rows moved; the other rows are unchanged.
+    `promise` is the slope along p, the decrease that it predicts. Returns inputs,
+    losses and which rows moved; the other rows are unchanged.
     """
-    X, loss = state.X, state.loss
+    X = state.X
+    loss = state.loss
     taken = torch.zeros_like(state.stalled)
     for _ in range(_STRIDE_HALVINGS):
         trial = state.X + stride[:, None, None] * p
@@ -275,23 +301,26 @@ def polished(equations: Smooth, X: Tensor) -> Tensor:
         ahead_size = equations.residuals(ahead).norm()
         if not bool(ahead_size < size):
             break
-        X, size = ahead, ahead_size
+        X = ahead
+        size = ahead_size
     return X.squeeze(0)
 
 
 class Solve(Protocol):
     """A method that inverts a problem, as the registry's entries construct it."""
 
-    def __call__(self, problem: Problem, *, progress: Progress = silent) -> Inversion: ...
+    def __call__(
+        self, problem: Problem, *, progress: Progress = silent
+    ) -> Inversion: ...
 
 
 @dataclass(frozen=True)
 class Solver(ABC):
     """A search from many starts: `begin` and `step` act on a batch of inputs.
 
-    The search ends after `solutions` different inputs. With `as_given`, a method takes its own
-    steps on the original problem, as a paper says: the problem is not reduced, nor the result
-    polished.
+    The search ends after `solutions` different inputs. With `as_given`, a method takes
+    its own steps on the original problem, as a paper says: the problem is not reduced,
+    nor the result polished.
     """
 
     as_given: ClassVar[bool] = False
@@ -310,7 +339,11 @@ class Solver(ABC):
     def step(self, equations: Equations, state: State) -> State: ...
 
     def __call__(
-        self, problem: Problem, *, start: Tensor | None = None, progress: Progress = silent
+        self,
+        problem: Problem,
+        *,
+        start: Tensor | None = None,
+        progress: Progress = silent,
     ) -> Inversion:
         """Search one problem; `start` (n×d or R×n×d) replaces the method's own starts."""
         began = time.perf_counter()

@@ -6,8 +6,8 @@ Two exact steps for one head without a residual connection:
     n < d:               X = A⁻¹ Y lies in the row space of Y: X = X̂ Qᵀ with Q (d×n) orthonormal,
                          softmax(X̂ QᵀWQ X̂ᵀ) X̂ = Y Q          n² unknowns instead of nd
 
-The first removes the condition of V from every step. The second makes the steps smaller and puts
-every start into the space that contains the solution.
+The first removes the condition of V from every step. The second makes the steps smaller
+and puts every start into the space that contains the solution.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ def reduce(problem: Problem) -> Reduced:
     """Apply the two steps to a problem as far as they are possible."""
     if problem.heads > 1 or problem.residual or problem.gamma > 0:
         return Reduced(problem)
-    n, d = problem.length, problem.dim
-    W, V = problem.W.reshape(d, d), problem.V.reshape(d, -1)
+    n = problem.length
+    d = problem.dim
+    W = problem.W.reshape(d, d)
+    V = problem.V.reshape(d, -1)
     if int(torch.linalg.matrix_rank(V)) < d:
         return Reduced(problem)
     B = problem.unbiased
@@ -57,10 +59,13 @@ def reduce(problem: Problem) -> Reduced:
     basis = None
     if n < d and problem.known is None:
         basis = torch.linalg.svd(Y, full_matrices=False).Vh.mT
-        W, Y = basis.mT @ W @ basis, Y @ basis
+        W = basis.mT @ W @ basis
+        Y = Y @ basis
         u = None if u is None else u @ basis
     identity = torch.eye(W.shape[0], dtype=W.dtype, device=W.device)
-    simpler = Problem(W, identity, Y, key_bias=u, known=problem.known, causal=problem.causal)
+    simpler = Problem(
+        W, identity, Y, key_bias=u, known=problem.known, causal=problem.causal
+    )
     return Reduced(simpler, basis)
 
 

@@ -1,29 +1,29 @@
 """Newton's method on the regularised loss, as in the paper's theorem.
 
-*Unmasking Transformers*, Theorem 1.3 with Definition 4.6: with `L_reg = γ‖X‖²` large enough that
-`∇²L` is positive definite everywhere, Newton steps
+*Unmasking Transformers*, Theorem 1.3 with Definition 4.6: with `L_reg = γ‖X‖²` large
+enough that `∇²L` is positive definite everywhere, Newton steps
 
     X ← X − H̃⁻¹ ∇L(X),      (1 − ε₀) ∇²L ⪯ H̃ ⪯ (1 + ε₀) ∇²L
 
 come within ε of the optimum in `T = O(log(‖X₀ − X*‖/ε))` iterations. In this module:
 
 - The paper's `γ = O(−ndR⁸)` has the wrong sign and no constant, and its R does not cover X.
-  `gamma="paper"` is the corrected γ (bounds.py), which is proved to make the Hessian definite while
-  ‖X‖ ≤ R. That R is `radius`, by default the least that covers the weights, the output and the
-  start; the method's own starts are drawn inside it.
+  `gamma="paper"` is the corrected γ (bounds.py), which is proved to make the Hessian
+  definite while ‖X‖ ≤ R. That R is `radius`, by default the least that covers the
+  weights, the output and the start; the method's own starts are drawn inside it.
 - The theorem allows a Hessian that is known only within ε₀, so its rate is linear. `slack` is ε₀,
-  and H̃ is the worst case `(1 + ε₀)∇²L`: each step leaves ε₀/(1 + ε₀) of the error. `slack=0` is
-  Newton's method, which is quadratic.
+  and H̃ is the worst case `(1 + ε₀)∇²L`: each step leaves ε₀/(1 + ε₀) of the error.
+  `slack=0` is Newton's method, which is quadratic.
 - The theorem fails with probability δ, because a random H̃ may not be within ε₀ of ∇²L. The paper
-  does not say how H̃ is drawn. With `delta`, ∇²L = CCᵀ and `H̃ = C(I + ε₀S)Cᵀ`, where S is symmetric
-  Gaussian with N = nd rows and variance σ² (2σ² on the diagonal). H̃ is within ε₀ exactly if
-  ‖S‖ ≤ 1, and `P(‖S‖ > 2σ√N + t) ≤ 2exp(−t²/4σ²)`. With `1/σ = 2√N + 2√ln(2T/δ)`, all T steps are
-  within ε₀ with probability at least 1 − δ. A step then leaves at most ε₀/(1 − ε₀) of the error in
-  the norm of ∇²L.
+  does not say how H̃ is drawn. With `delta`, ∇²L = CCᵀ and `H̃ = C(I + ε₀S)Cᵀ`, where S
+  is symmetric Gaussian with N = nd rows and variance σ² (2σ² on the diagonal). H̃ is
+  within ε₀ exactly if ‖S‖ ≤ 1, and `P(‖S‖ > 2σ√N + t) ≤ 2exp(−t²/4σ²)`. With `1/σ = 2√N
+  + 2√ln(2T/δ)`, all T steps are within ε₀ with probability at least 1 − δ. A step then
+  leaves at most ε₀/(1 − ε₀) of the error in the norm of ∇²L.
 
-The optimum is not the input, because so large a γ draws X to 0. The result's reason says how far
-its output is from B. To find the input itself use modified_newton.py or levenberg_marquardt.py,
-whose damping vanishes at the solution.
+The optimum is not the input, because so large a γ draws X to 0. The result's reason
+says how far its output is from B. To find the input itself use modified_newton.py or
+levenberg_marquardt.py, whose damping vanishes at the solution.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class RegularizedNewton(Solver):
     def __post_init__(self) -> None:
         if isinstance(self.gamma, str):
             if self.gamma != "paper":
-                raise InputError(f'gamma must be "paper" or a number, not {self.gamma!r}')
+                raise InputError(
+                    f'gamma must be "paper" or a number, not {self.gamma!r}'
+                )
         else:
             expect_number("gamma", self.gamma, least=0)
         expect_number("slack", self.slack, least=0, below=1)
@@ -72,7 +74,11 @@ class RegularizedNewton(Solver):
         expect_number("radius", self.radius, least=1)
 
     def __call__(
-        self, problem: Problem, *, start: Tensor | None = None, progress: Progress = silent
+        self,
+        problem: Problem,
+        *,
+        start: Tensor | None = None,
+        progress: Progress = silent,
     ) -> Inversion:
         if problem.fault:
             return super().__call__(problem, start=start)  # reports the fault
@@ -84,7 +90,9 @@ class RegularizedNewton(Solver):
     def regularized(self, problem: Problem) -> Problem:
         """Return the problem whose loss is minimised: its γ is replaced by that of the method."""
         if isinstance(self.gamma, str):
-            return replace(problem, gamma=paper_gamma(problem, self._radius(problem, None)))
+            return replace(
+                problem, gamma=paper_gamma(problem, self._radius(problem, None))
+            )
         return replace(problem, gamma=self.gamma)
 
     def _radius(self, problem: Problem, start: Tensor | None) -> float:
@@ -117,12 +125,16 @@ class RegularizedNewton(Solver):
 
     def _newton(self, equations: Equations, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the Hessian's Cholesky factor, Newton's step, and whether H is definite."""
-        factor, info = torch.linalg.cholesky_ex(solvable(equations, hessian_of(equations, X)))
+        factor, info = torch.linalg.cholesky_ex(
+            solvable(equations, hessian_of(equations, X))
+        )
         slope = gradient_of(equations, X).flatten(1).unsqueeze(-1)
         p = -torch.cholesky_solve(slope, factor).reshape(X.shape)
         return factor, p, info == 0
 
-    def _inexact(self, equations: Equations, X: Tensor, factor: Tensor, p: Tensor) -> Tensor:
+    def _inexact(
+        self, equations: Equations, X: Tensor, factor: Tensor, p: Tensor
+    ) -> Tensor:
         """Return the step with H̃ in place of the Hessian: the worst case, or a random draw."""
         if self.delta is None:
             return p / (1 + self.slack)
@@ -133,7 +145,9 @@ class RegularizedNewton(Solver):
         identity = torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
         right = factor.mT @ p.flatten(1).unsqueeze(-1)
         solved, info = torch.linalg.solve_ex(identity + self.slack * S, right)
-        step = torch.linalg.solve_triangular(factor.mT, solved, upper=True).reshape(p.shape)
+        step = torch.linalg.solve_triangular(factor.mT, solved, upper=True).reshape(
+            p.shape
+        )
         return torch.where((info == 0)[:, None, None], step, p)
 
     def perturbation(self, X: Tensor) -> Tensor:
@@ -143,23 +157,36 @@ class RegularizedNewton(Solver):
         """
         if self.delta is None:
             raise InputError("a perturbation needs delta, the probability of a failure")
-        stream = torch.Generator().manual_seed(hash((self.seed, *X.flatten().tolist())) % 2**63)
+        stream = torch.Generator().manual_seed(
+            hash((self.seed, *X.flatten().tolist())) % 2**63
+        )
         size = X.numel()
-        drawn = torch.randn(size, size, generator=stream, dtype=torch.float64).to(X.device)
-        width = 2 * math.sqrt(size) + 2 * math.sqrt(math.log(2 * self.steps / self.delta))
+        drawn = torch.randn(size, size, generator=stream, dtype=torch.float64).to(
+            X.device
+        )
+        width = 2 * math.sqrt(size) + 2 * math.sqrt(
+            math.log(2 * self.steps / self.delta)
+        )
         return (drawn + drawn.mT) / math.sqrt(2) / width
 
     def _arrived(self, p: Tensor) -> Tensor:
         return p.flatten(1).norm(dim=1) <= self.accuracy
 
     def _explained(self, problem: Problem, result: Inversion) -> Inversion:
-        if result.X is None or result.residual is None or result.solved or not problem.gamma:
+        if (
+            result.X is None
+            or result.residual is None
+            or result.solved
+            or not problem.gamma
+        ):
             return result
         equations = Equations.of(problem, result.X.device)
         _, p, definite = self._newton(equations, result.X.unsqueeze(0))
         off = f"its output is off by {result.residual:.1e}, relatively"
         if not definite:
-            reason = f"γ = {problem.gamma:.1e} leaves the Hessian indefinite at X; {off}"
+            reason = (
+                f"γ = {problem.gamma:.1e} leaves the Hessian indefinite at X; {off}"
+            )
         elif self._arrived(p):
             reason = f"the optimum with γ = {problem.gamma:.1e} is not the input: {off}"
         else:
@@ -172,7 +199,10 @@ class RegularizedNewton(Solver):
 
 def _inside(X: Tensor, fixed: Tensor | None, R: float) -> Tensor:
     """Shrink the unknown entries of each input until ‖X‖ ≤ R."""
-    known = torch.zeros_like(X) if fixed is None else fixed.nan_to_num(nan=0.0).expand_as(X)
+    if fixed is None:
+        known = torch.zeros_like(X)
+    else:
+        known = fixed.nan_to_num(nan=0.0).expand_as(X)
     free = X - known
     left = R - torch.linalg.matrix_norm(known, 2)
     size = torch.linalg.matrix_norm(free, 2).clamp(min=1e-300)

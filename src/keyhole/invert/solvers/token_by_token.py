@@ -1,27 +1,32 @@
 """Invert a causal layer one token after the other: the equations are triangular.
 
-Ours; *Unmasking Transformers* has no mask. Token i sees only tokens ≤ i. So once the earlier tokens
-are known, its equation has d unknowns, whatever the length:
+Ours; *Unmasking Transformers* has no mask. Token i sees only tokens ≤ i. So once the
+earlier tokens are known, its equation has d unknowns, whatever the length:
 
     Σ_h softmax(x_iᵀ W_h [x_1 … x_i]) [x_1 … x_i]ᵀ V_h (+ x_i) = b_i
 
-and the first is linear: `x_1 Σ_h V_h (+ x_1) = b_1`. n systems of size d×d replace one of nd×nd.
+and the first is linear: `x_1 Σ_h V_h (+ x_1) = b_1`. n systems of size d×d replace one
+of nd×nd.
 
-A token may have several solutions, and each begins another sequence. A wrong one shows only when a
-later token has no solution, so a beam of up to `beam` prefixes is kept. Prefixes are ranked by
-their density among the inputs with the same output. For k Gaussian tokens of unknown size it is
+A token may have several solutions, and each begins another sequence. A wrong one shows
+only when a later token has no solution, so a beam of up to `beam` prefixes is kept.
+Prefixes are ranked by their density among the inputs with the same output. For k
+Gaussian tokens of unknown size it is
 
     ‖X‖^−kd / |det J|
 
-where det J comes from the change of variables and is a product over the tokens. This prefers small
-inputs, like the paper's γ‖X‖², and inputs where the output is not sensitive.
+where det J comes from the change of variables and is a product over the tokens. This
+prefers small inputs, like the paper's γ‖X‖², and inputs where the output is not
+sensitive.
 
-The search for a token starts from guesses and then from Gaussians of the size of the tokens so far.
-A guess assumes weight a on the token itself and equal weights on the earlier ones, whose mean is m:
-`x = (y − (1 − a) m)/a`. a = 1/i is exact for small scores.
+The search for a token starts from guesses and then from Gaussians of the size of the
+tokens so far. A guess assumes weight a on the token itself and equal weights on the
+earlier ones, whose mean is m: `x = (y − (1 − a) m)/a`. a = 1/i is exact for small
+scores.
 
-The condition grows with every token, because each is a difference of averages. At n = d = 16 it may
-exceed 1e12, and then an output in float64 does not determine all digits of the input.
+The condition grows with every token, because each is a difference of averages. At n = d
+= 16 it may exceed 1e12, and then an output in float64 does not determine all digits of
+the input.
 """
 
 from __future__ import annotations
@@ -44,7 +49,8 @@ from keyhole.invert.solvers.multistart import polished
 from keyhole.invert.solvers.reduce import Reduced, reduce
 
 _ACCURACY = 1e-14  # relative residual at which a token's search ends
-_EXACT = 1e-10  # relative residual of a solution; larger, because the tokens before are inexact too
+# relative residual of a solution; larger, because the tokens before are inexact too
+_EXACT = 1e-10
 _OWN_WEIGHTS = (1.0, 0.5, 0.2)  # further values of a, after 1/i
 _SPREAD = 1.5  # of the Gaussian starts, relative to the tokens so far
 
@@ -53,8 +59,8 @@ _SPREAD = 1.5  # of the Gaussian starts, relative to the tokens so far
 class TokenByToken:
     """Solve token by token, from left to right, with up to `beam` prefixes at a time.
 
-    If no prefix can be continued, the search has lost the true one. It then begins again with twice
-    as many starts, up to `attempts` times in all.
+    If no prefix can be continued, the search has lost the true one. It then begins
+    again with twice as many starts, up to `attempts` times in all.
     """
 
     beam: int = 64
@@ -71,8 +77,12 @@ class TokenByToken:
 class _Sweep:
     """One run of the method on a problem."""
 
-    def __init__(self, method: TokenByToken, problem: Problem, progress: Progress) -> None:
-        self.method, self.problem, self.progress = method, problem, progress
+    def __init__(
+        self, method: TokenByToken, problem: Problem, progress: Progress
+    ) -> None:
+        self.method = method
+        self.problem = problem
+        self.progress = progress
         self.began = time.perf_counter()
         self.tried = self.dropped = 0
         self.starts = method.starts  # for the next token of each prefix
@@ -90,7 +100,9 @@ class _Sweep:
                     break
                 self.starts *= 2
         seconds = time.perf_counter() - self.began
-        return replace(result, method=repr(self.method), seconds=seconds, starts=self.tried)
+        return replace(
+            result, method=repr(self.method), seconds=seconds, starts=self.tried
+        )
 
     def _judged(self, inputs: list[Tensor]) -> Inversion:
         verdicts = [judge(self.problem, X) for X in inputs]
@@ -122,14 +134,24 @@ class _Sweep:
             if self._late():
                 raise Unsuccessful(Status.UNSOLVED, f"out of time at {self._place(i)}")
             try:
-                prefixes, log_volumes = self._extend(reduced, equations, prefixes, log_volumes)
-                self.progress(i + 1, self.problem.length, f"tokens, {len(prefixes)} prefixes")
+                prefixes, log_volumes = self._extend(
+                    reduced, equations, prefixes, log_volumes
+                )
+                self.progress(
+                    i + 1, self.problem.length, f"tokens, {len(prefixes)} prefixes"
+                )
             except KeyboardInterrupt:
-                raise Unsuccessful(Status.INTERRUPTED, f"stopped at {self._place(i)}") from None
+                raise Unsuccessful(
+                    Status.INTERRUPTED, f"stopped at {self._place(i)}"
+                ) from None
         return [reduced.restore(polished(equations, X)) for X in prefixes]
 
     def _extend(
-        self, reduced: Reduced, equations: Equations, prefixes: Tensor, log_volumes: Tensor
+        self,
+        reduced: Reduced,
+        equations: Equations,
+        prefixes: Tensor,
+        log_volumes: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Continue each prefix with each solution of the next token; keep the likeliest.
 
@@ -147,9 +169,11 @@ class _Sweep:
             good |= self._off(reduced, rows.residuals(x)) <= self.problem.tolerance
         if not good.any():
             raise Unsuccessful(Status.UNSOLVED, self._stuck(token, loss))
-        x, good = x.reshape(count, starts, -1), good.reshape(count, starts)
+        x = x.reshape(count, starts, -1)
+        good = good.reshape(count, starts)
         parent, child = first_of_each(x, good).nonzero(as_tuple=True)
-        before, x = prefixes[parent], x[parent, child].unsqueeze(1)
+        before = prefixes[parent]
+        x = x[parent, child].unsqueeze(1)
         longer = torch.cat([before, x], 1)
         log_volumes = log_volumes[parent] + replace(token, before=before).log_volume(x)
         norms = longer.flatten(1).norm(dim=1)
@@ -160,17 +184,24 @@ class _Sweep:
 
     def _starts(self, token: TokenEquations) -> Tensor:
         """The starts for the next token of each prefix, (P,R,d): guesses, then Gaussians."""
-        before, k = token.before, token.before.shape[1]
+        before = token.before
+        k = token.before.shape[1]
         V = token.V.sum(0)
-        V = V + torch.eye(len(V), dtype=V.dtype, device=V.device) if token.residual else V
+        if token.residual:
+            V = V + torch.eye(len(V), dtype=V.dtype, device=V.device)
+        else:
+            V = V
         y = (token.B[0] @ torch.linalg.pinv(V)).unsqueeze(0)
         if k == 0:  # linear: one start is enough
             return token.impose(y)
-        mean, size = before.mean(1, keepdim=True), before.square().mean((1, 2), keepdim=True).sqrt()
+        mean = before.mean(1, keepdim=True)
+        size = before.square().mean((1, 2), keepdim=True).sqrt()
         own = y.new_tensor([1 / (k + 1), *_OWN_WEIGHTS]).reshape(1, -1, 1)
         guesses = ((y - (1 - own) * mean) / own)[:, : self.starts]
         shape = (1, max(0, self.starts - guesses.shape[1]), y.shape[-1])
-        noise = torch.randn(shape, generator=self.stream, dtype=torch.float64).to(y.device)
+        noise = torch.randn(shape, generator=self.stream, dtype=torch.float64).to(
+            y.device
+        )
         return token.impose(torch.cat([guesses, _SPREAD * size * noise], 1))
 
     def _off(self, reduced: Reduced, r: Tensor) -> Tensor:
@@ -185,9 +216,12 @@ class _Sweep:
     def _stuck(self, token: TokenEquations, loss: Tensor) -> str:
         best = float(loss.min().sqrt() / token.B.norm().clamp(min=1e-300))
         reason = (
-            f"no input found for {self._place(token.before.shape[1])}: best residual {best:.1e}"
+            f"no input found for {self._place(token.before.shape[1])}: best residual "
+            f"{best:.1e}"
         )
-        full = f"; {self.dropped} prefixes had no place in the beam of {self.method.beam}"
+        full = (
+            f"; {self.dropped} prefixes had no place in the beam of {self.method.beam}"
+        )
         return reason + (full if self.dropped else "")
 
     def _reason(self, verdict: Verdict, solutions: list[Tensor]) -> str:
@@ -229,8 +263,9 @@ class TokenEquations:
 
         Σ_h softmax(xᵀ W_h [x_1 … x_k x]) [x_1 … x_k x]ᵀ V_h (+ x) = b
 
-    `W` and `V` are those of the layer, `B` is (1,1,m) and `fixed` (1,1,d). The unknown is X
-    (R,1,d). The derivative is that of equations.py where all tokens but the last are constant.
+    `W` and `V` are those of the layer, `B` is (1,1,m) and `fixed` (1,1,d). The unknown
+    is X (R,1,d). The derivative is that of equations.py where all tokens but the last
+    are constant.
     """
 
     W: Tensor
@@ -260,18 +295,24 @@ class TokenEquations:
         return replace(self, before=self.before[rows])
 
     def impose(self, X: Tensor) -> Tensor:
-        return X if self.fixed is None else torch.where(self.fixed.isnan(), X, self.fixed)
+        if self.fixed is None:
+            return X
+        return torch.where(self.fixed.isnan(), X, self.fixed)
 
     def residuals(self, X: Tensor) -> Tensor:
         tokens = torch.cat([self.before, X], -2)
-        out = attention.output(tokens, self.W, self.V, last=True, key_bias=self.key_bias)
+        out = attention.output(
+            tokens, self.W, self.V, last=True, key_bias=self.key_bias
+        )
         out = out.unsqueeze(-2) - self.B
         return out + X if self.residual else out
 
     def jacobian(self, X: Tensor) -> Tensor:
         """(R, m, d); columns of known entries are zero."""
         tokens = torch.cat([self.before, X], -2)
-        A = attention.probabilities(attention.scores(X, tokens, self.W, key_bias=self.key_bias))
+        A = attention.probabilities(
+            attention.scores(X, tokens, self.W, key_bias=self.key_bias)
+        )
         H = torch.einsum("rkd,hdm->rhkm", tokens, self.V)
         C = A.mT * (H - A @ H)  # R,H,k+1,m
         keys = torch.einsum("rkd,hed->rhke", tokens, self.W)
