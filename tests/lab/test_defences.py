@@ -23,7 +23,11 @@ def few_public_texts(monkeypatch):
 @pytest.fixture(scope="module")
 def plans():
     made = defences.sections(load_demo("classification"), 0)
-    return {f"{guards}: {name}": make for guards, rows in made.items() for name, make in rows}
+    return {
+        f"{guards}: {name}": make
+        for guards, rows in made.items()
+        for name, make in rows
+    }
 
 
 def test_privacy_that_says_nothing_is_no_proof():
@@ -45,11 +49,13 @@ def test_whoever_has_the_key_has_the_cache(form):
 
 
 BROKEN = (
-    "cache: secret rotation, 0", "cache: AES-GCM, one nonce",
+    "cache: secret rotation, 0",
+    "cache: AES-GCM, one nonce",
     "cache: KV-Shield, 1",
-    "gradient: none", "logits: two decimals",
+    "gradient: none",
+    "logits: two decimals",
     "weights: unusual inputs refused",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -73,11 +79,18 @@ def test_what_is_proved_says_why(plans, name, proof):
     assert proof in row.proof
 
 
-def test_the_table_counts_its_rows_and_comes_back_from_its_file(plans, tmp_path, monkeypatch):
-    few = [(name, make) for name, make in plans.items() if name.startswith("weights: r")]
+def test_the_table_counts_its_rows_and_comes_back_from_its_file(
+    plans, tmp_path, monkeypatch
+):
+    few = [
+        (name, make) for name, make in plans.items() if name.startswith("weights: r")
+    ]
     monkeypatch.setattr(defences, "sections", lambda _loaded, _seed: {"weights": few})
     found = defences.table()
-    assert [row.defence for row in found.rows] == ["rounding", "rounding, norms clipped"]
+    assert [row.defence for row in found.rows] == [
+        "rounding",
+        "rounding, norms clipped",
+    ]
     found.save(tmp_path / "table.json")
     assert DefenceTable.load(tmp_path / "table.json") == found
     assert "2 rows, 1 broken, 1 partly broken" in found.summary()

@@ -12,7 +12,9 @@ from keyhole import oracle
 
 @pytest.mark.parametrize("in_file", [None, oracle.Degradation(max_norm=1.0)])
 def test_a_served_target_degrades_its_answers(in_file, tmp_path):
-    pytest.importorskip("mlserver", reason="it is not installed: pip install keyhole[serve]")
+    pytest.importorskip(
+        "mlserver", reason="it is not installed: pip install keyhole[serve]"
+    )
     from mlserver import ModelSettings
     from mlserver.codecs import NumpyCodec
     from mlserver.settings import ModelParameters
@@ -25,10 +27,14 @@ def test_a_served_target_degrades_its_answers(in_file, tmp_path):
     oracle.save(target, path, in_file)
     change = oracle.Degradation(decimals=1, sign_only=False)
     parameters = ModelParameters(uri=str(path), extra=change.to_flags())
-    settings = ModelSettings(name="t", implementation=TargetRuntime, parameters=parameters)
+    settings = ModelSettings(
+        name="t", implementation=TargetRuntime, parameters=parameters
+    )
     runtime = TargetRuntime(settings)
     assert asyncio.run(runtime.load())
-    X = torch.randn(20, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    X = torch.randn(
+        20, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     expected = oracle.Rounded(oracle.load(path), 1)
     request = InferenceRequest(inputs=[NumpyCodec.encode_input("sequences", X.numpy())])
     (answer,) = asyncio.run(runtime.predict(request)).outputs

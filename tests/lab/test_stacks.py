@@ -30,7 +30,9 @@ def test_the_chain_rule_is_autodiffs():
     stack, X = plant_stack(4, 3, 3)
     composed = Composed.of(stack)
     assert float(composed.residuals(X[None]).abs().max()) <= 1e-13
-    expected = jacobian(lambda X: composed.residuals(X[None])[0].flatten(), X).flatten(1)
+    expected = jacobian(lambda X: composed.residuals(X[None])[0].flatten(), X).flatten(
+        1
+    )
     assert torch.allclose(composed.jacobian(X[None])[0], expected, atol=1e-12)
 
 
@@ -66,7 +68,8 @@ def test_layers_of_other_widths():
     X = draw(3, 3)
     blank = torch.zeros(3, 5, dtype=torch.float64)
     first = invert.Problem(0.3 * draw(3, 3), draw(3, 5), blank, output_bias=draw(5))
-    W, V = 0.3 * draw(2, 5, 5), draw(2, 5, 5) / 3
+    W = 0.3 * draw(2, 5, 5)
+    V = draw(2, 5, 5) / 3
     second = invert.Problem(W, V, blank, draw(2, 5), residual=True)
     B = stacks.inputs_of((first, second), X)[-1]
     result = PEEL((first, replace(second, B=B)))
@@ -82,7 +85,9 @@ def test_the_condition_bounds_that_of_all_layers():
         float(torch.linalg.cond(jacobian(layer.output, X).flatten(2).flatten(0, 1)))
         for layer, X in zip(stack, flow, strict=False)
     ]
-    whole = jacobian(lambda X: stacks.inputs_of(stack, X)[-1].flatten(), result.X).flatten(1)
+    whole = jacobian(
+        lambda X: stacks.inputs_of(stack, X)[-1].flatten(), result.X
+    ).flatten(1)
     assert result.condition == pytest.approx(each[0] * each[1], rel=1e-6)
     assert float(torch.linalg.cond(whole)) <= result.condition
 
@@ -90,7 +95,10 @@ def test_the_condition_bounds_that_of_all_layers():
 def test_nan_is_a_status():
     stack, _ = plant_stack(3, 3, 2)
     lower, upper = stack
-    assert PEEL((lower, replace(upper, B=upper.B * torch.nan))).status is Status.NOT_APPLICABLE
+    assert (
+        PEEL((lower, replace(upper, B=upper.B * torch.nan))).status
+        is Status.NOT_APPLICABLE
+    )
     result = PEEL((replace(lower, W=lower.W * torch.inf), upper))
     assert result.status is Status.NOT_APPLICABLE
     assert "layer 1" in result.reason
@@ -117,7 +125,8 @@ def test_a_layer_that_forgets_leaves_a_family():
     (lower, upper), X = plant_stack(4, 3, 2, residual=False)
     V = lower.V.clone()
     V[:, 0] = V[:, 1]
-    lower, upper = replace(lower, V=V), replace(upper, residual=True)
+    lower = replace(lower, V=V)
+    upper = replace(upper, residual=True)
     upper = replace(upper, B=stacks.inputs_of((lower, upper), X)[-1])
     result = stacks.Peel(replace(ONE, starts=8, solutions=1))((lower, upper))
     assert result.status is Status.NOT_IDENTIFIABLE
@@ -127,12 +136,16 @@ def test_a_layer_that_forgets_leaves_a_family():
 
 def test_a_tolerance_is_allowed_for():
     (lower, upper), X = plant_stack(4, 3, 2, seed=1)
-    result = PEEL((lower, replace(upper, B=(1e6 * upper.B).round() / 1e6, tolerance=1e-6)))
+    result = PEEL(
+        (lower, replace(upper, B=(1e6 * upper.B).round() / 1e6, tolerance=1e-6))
+    )
     assert result.status is Status.RECOVERED
     assert min(off(solution, X) for solution in result.solutions) <= 1e-3
 
 
 def test_layers_that_do_not_fit_each_other_are_refused():
-    layers = [invert.Problem(torch.eye(d), torch.eye(d), torch.zeros(2, d)) for d in (2, 3)]
+    layers = [
+        invert.Problem(torch.eye(d), torch.eye(d), torch.zeros(2, d)) for d in (2, 3)
+    ]
     with pytest.raises(InputError, match="layer 2 must take the 2 outputs"):
         PEEL(layers)

@@ -1,19 +1,20 @@
 """Text from the experts that a mixture-of-experts model chose for each of its tokens.
 
-*Expert Selections In MoE Models Reveal (Almost) As Much As Text* (Nuriyev and Kulp, arXiv
-2602.04105) trains a decoder on 100 million tokens, which recovers 91.2% of the tokens of texts of
+*Expert Selections In MoE Models Reveal (Almost) As Much As Text* (Nuriyev and Kulp,
+arXiv 2602.04105) trains a decoder on 100 million tokens, which recovers 91.2% of the
+tokens of texts of
 32. Here nothing is trained: whoever has the weights runs the router. The choices at position i,
 
     S_ℓ(x_1 … x_i) = the k experts of layer ℓ with the largest logits,
 
-depend only on the tokens up to i. So the text is read from left to right: every token of the
-vocabulary is appended to every prefix that fits so far, and those are kept whose choices are the
-leaked ones at all layers. If one text remains and none that fitted was dropped, it is the only one
-with these choices, and `verified`. If several remain, the one that the model finds most likely is
-returned.
+depend only on the tokens up to i. So the text is read from left to right: every token
+of the vocabulary is appended to every prefix that fits so far, and those are kept whose
+choices are the leaked ones at all layers. If one text remains and none that fitted was
+dropped, it is the only one with these choices, and `verified`. If several remain, the
+one that the model finds most likely is returned.
 
-If the routers' `probabilities` leaked as well, they must agree within 1e-4. Choices are compared
-with a margin on the logits, because sums in another order differ by rounding.
+If the routers' `probabilities` leaked as well, they must agree within 1e-4. Choices are
+compared with a margin on the logits, because sums in another order differ by rounding.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ _MARGIN = 1e-4  # of the range of logits, for rounding
 class ExpertsRead:
     """The result: `ids` is the most likely text with these choices, one of `left` texts.
 
-    `dropped` says whether a prefix that fitted was dropped. `certain` is the number of first tokens
-    in which all texts that fit agree, before any was dropped, and `tested` that of tokens tried.
+    `dropped` says whether a prefix that fitted was dropped. `certain` is the number of
+    first tokens in which all texts that fit agree, before any was dropped, and `tested`
+    that of tokens tried.
     """
 
     ids: list[int]
@@ -73,7 +75,9 @@ def read_choices(
     """Read the text from choices (tokens, layers, experts); at most `most` prefixes are kept."""
     vocabulary = torch.arange(model.config.vocab_size, device=model.device)
     prefixes: list[tuple[float, list[int]]] = [(0.0, [])]
-    certain, dropped, tested = 0, False, 0
+    certain = 0
+    dropped = False
+    tested = 0
     for at, chosen in enumerate(choices.to(model.device)):
         known = None if probabilities is None else probabilities[at].to(model.device)
         longer: list[tuple[float, list[int]]] = []
@@ -83,7 +87,11 @@ def read_choices(
                 tested += len(tokens)
                 fits = _fits(logits, chosen)
                 if known is not None:
-                    fits &= ((logits.softmax(-1) - known).abs() <= _TOLERANCE).flatten(1).all(1)
+                    fits &= (
+                        ((logits.softmax(-1) - known).abs() <= _TOLERANCE)
+                        .flatten(1)
+                        .all(1)
+                    )
                 longer += [
                     (likelihood + float(scores[token]), [*prefix, token])
                     for token in tokens[fits].tolist()
@@ -95,19 +103,26 @@ def read_choices(
         prefixes = longer[:most]
         if not dropped:
             certain = next(
-                (n for n in range(at + 1) if len({text[n] for _, text in prefixes}) > 1), at + 1
+                (
+                    n
+                    for n in range(at + 1)
+                    if len({text[n] for _, text in prefixes}) > 1
+                ),
+                at + 1,
             )
     ids = prefixes[0][1]
     whole = len(ids) == len(choices)
     verified = whole and len(prefixes) == 1 and not dropped
-    return ExpertsRead(ids, verified, certain, len(prefixes) if whole else 0, dropped, tested)
+    return ExpertsRead(
+        ids, verified, certain, len(prefixes) if whole else 0, dropped, tested
+    )
 
 
 def _appended(model: Any, prefix: list[int], tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Run each token after a prefix.
 
-    Return the router logits (tokens, layers, experts), and the log-probabilities (vocabulary,) of
-    the next token after the prefix.
+    Return the router logits (tokens, layers, experts), and the log-probabilities
+    (vocabulary,) of the next token after the prefix.
     """
     if not prefix:
         logits, _ = router_logits(model, tokens[:, None])

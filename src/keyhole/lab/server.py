@@ -36,8 +36,12 @@ class TargetRuntime(MLModel):
     async def load(self) -> bool:
         parameters = self.settings.parameters
         if parameters is None or parameters.uri is None:
-            raise InputError("the model's settings name no target: set parameters.uri to its file")
-        self._target = Degradation.of(parameters.extra or {}).applied(load(parameters.uri))
+            raise InputError(
+                "the model's settings name no target: set parameters.uri to its file"
+            )
+        self._target = Degradation.of(parameters.extra or {}).applied(
+            load(parameters.uri)
+        )
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
@@ -66,7 +70,9 @@ def serve(
     """
     target = load(path)
     if not _NAME.fullmatch(name):
-        raise InputError(f"a name consists of letters, digits, '.', '_' and '-': got {name}")
+        raise InputError(
+            f"a name consists of letters, digits, '.', '_' and '-': got {name}"
+        )
     _expect_free(port)
     settings = Settings(
         host=_HOST,
@@ -84,7 +90,9 @@ def serve(
             extra={**degradation.to_flags()},
         ),
         inputs=[
-            MetadataTensor(name="sequences", datatype=Datatype.FP64, shape=[-1, -1, target.dim])
+            MetadataTensor(
+                name="sequences", datatype=Datatype.FP64, shape=[-1, -1, target.dim]
+            )
         ],
         outputs=[MetadataTensor(name="answers", datatype=Datatype.FP64, shape=[-1])],
     )
@@ -95,7 +103,9 @@ def serve(
 async def _run(settings: Any, model: Any) -> None:
     server = MLServer(settings)
     # When interrupted, uvicorn reports the end of its own start-up task as an error.
-    logging.getLogger("uvicorn.error").addFilter(lambda record: record.levelno < logging.ERROR)
+    logging.getLogger("uvicorn.error").addFilter(
+        lambda record: record.levelno < logging.ERROR
+    )
     await server.start([model])
 
 

@@ -1,14 +1,15 @@
 """Stacks of layers of which only the last output is known: `X_{ℓ+1} = attention_ℓ(X_ℓ)`.
 
-*Unmasking Transformers* inverts one layer, and says in its Section 1 that several layers are
-inverted one after the other, from the top: the input of a layer is the output of the one below. A
-layer may have several inputs with one output. Peeling keeps up to `branches` of them, those of
-least norm first; a wrong one shows when the layer below cannot have produced it. Errors multiply: a
-relative error ε in B may become `κ_L ⋯ κ_1 ε` in X, where κ_ℓ is the condition number of layer ℓ at
-its input. The result's `condition` is their product.
+*Unmasking Transformers* inverts one layer, and says in its Section 1 that several
+layers are inverted one after the other, from the top: the input of a layer is the
+output of the one below. A layer may have several inputs with one output. Peeling keeps
+up to `branches` of them, those of least norm first; a wrong one shows when the layer
+below cannot have produced it. Errors multiply: a relative error ε in B may become `κ_L
+⋯ κ_1 ε` in X, where κ_ℓ is the condition number of layer ℓ at its input. The result's
+`condition` is their product.
 
-A stack is a sequence of problems, the first layer first. `B` of the last one is the known output;
-`B` of the others is ignored.
+A stack is a sequence of problems, the first layer first. `B` of the last one is the
+known output; `B` of the others is ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from keyhole.invert.solvers.multistart import Solve, polished
 
 def inputs_of(stack: Sequence[Problem], X: Tensor) -> list[Tensor]:
     """Return the input of each layer if the first receives X, and the output of the last."""
-    return list(accumulate(stack, lambda inputs, layer: layer.output(inputs), initial=X))
+    return list(
+        accumulate(stack, lambda inputs, layer: layer.output(inputs), initial=X)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +66,11 @@ class Composed:
     def jacobian(self, X: Tensor) -> Tensor:
         """J_L ⋯ J_1: (R, n·m, n·d)."""
         first, *others = self.layers
-        J, X = first.jacobian(X), first.residuals(X)
+        J = first.jacobian(X)
+        X = first.residuals(X)
         for layer in others:
-            J, X = layer.jacobian(X) @ J, layer.residuals(X)
+            J = layer.jacobian(X) @ J
+            X = layer.residuals(X)
         return J
 
 
@@ -73,8 +78,8 @@ class Composed:
 class Peel:
     """Inverts layer by layer from the top with `method`, and keeps at most `branches` candidates.
 
-    With a residual connection, a layer with moderate weights has one or two inputs, and its output
-    is a good start.
+    With a residual connection, a layer with moderate weights has one or two inputs, and
+    its output is a good start.
     """
 
     method: Solve = LevenbergMarquardt(starts=64, steps=200, solutions=4)  # noqa: RUF009 - frozen
@@ -97,22 +102,33 @@ class Peel:
 
     def _inputs(self, stack: Sequence[Problem]) -> tuple[list[Tensor], str]:
         """Return candidates for the input of the first layer, and the reason if none is exact."""
-        outputs, tolerance = [stack[-1].B], stack[-1].tolerance
+        outputs = [stack[-1].B]
+        tolerance = stack[-1].tolerance
         for number, layer in reversed(list(enumerate(stack, 1))):
-            found = [self.method(replace(layer, B=B, tolerance=tolerance)) for B in outputs]
+            found = [
+                self.method(replace(layer, B=B, tolerance=tolerance)) for B in outputs
+            ]
             inputs = [X for inversion in found for X in inversion.solutions]
             if not inputs:
-                several = f" for any of {len(found)} candidates" if len(found) > 1 else ""
+                if len(found) > 1:
+                    several = f" for any of {len(found)} candidates"
+                else:
+                    several = ""
                 end = f"{found[0].status}, {found[0].reason}"
                 return [], f"no input of layer {number} found{several}: {end}"
-            outputs, tolerance = distinct(inputs)[: self.branches], 0.0
+            outputs = distinct(inputs)[: self.branches]
+            tolerance = 0.0
         return outputs, "peeled, but not exact when put through all layers again"
 
 
-def _judged(stack: Sequence[Problem], inputs: list[Tensor], otherwise: str) -> Inversion:
+def _judged(
+    stack: Sequence[Problem], inputs: list[Tensor], otherwise: str
+) -> Inversion:
     """Judge candidates by all layers; `otherwise` is the reason if none is exact."""
     composed = Composed.of(stack)
-    pairs = [(X, _residual(stack, X)) for X in (polished(composed, each) for each in inputs)]
+    pairs = [
+        (X, _residual(stack, X)) for X in (polished(composed, each) for each in inputs)
+    ]
     exact = distinct([X for X, residual in pairs if residual <= ROUNDING])
     if not exact:
         X, least = min(pairs, key=lambda pair: pair[1], default=(None, None))
@@ -120,9 +136,13 @@ def _judged(stack: Sequence[Problem], inputs: list[Tensor], otherwise: str) -> I
         reason = otherwise if least is None else f"{otherwise}; residual {least:.1e}"
         status = Status.INEXACT if nearly else Status.UNSOLVED
         return Inversion(status, reason, X=X, residual=least)
-    X, residual = exact[0], _residual(stack, exact[0])
-    flow, reason = inputs_of(stack, X), f"residual {residual:.1e}"
-    verdicts = [judge(replace(layer, B=flow[n + 1]), flow[n]) for n, layer in enumerate(stack)]
+    X = exact[0]
+    residual = _residual(stack, exact[0])
+    flow = inputs_of(stack, X)
+    reason = f"residual {residual:.1e}"
+    verdicts = [
+        judge(replace(layer, B=flow[n + 1]), flow[n]) for n, layer in enumerate(stack)
+    ]
     status = Status.RECOVERED
     for number, verdict in enumerate(verdicts, 1):
         if verdict.status is Status.NOT_IDENTIFIABLE:
@@ -133,7 +153,12 @@ def _judged(stack: Sequence[Problem], inputs: list[Tensor], otherwise: str) -> I
     known = [each.condition for each in verdicts if each.condition is not None]
     condition = math.prod(known) if len(known) == len(stack) else None
     return Inversion(
-        status, reason, X=X, residual=residual, solutions=tuple(exact), condition=condition
+        status,
+        reason,
+        X=X,
+        residual=residual,
+        solutions=tuple(exact),
+        condition=condition,
     )
 
 
