@@ -28,7 +28,9 @@ def test_an_encoder_to_rounding():
 
 
 def test_a_decoder_has_gates_and_norms_in_front():
-    target = block(tiny.model("llama", seed=2), 0)  # held against the model's own states there
+    target = block(
+        tiny.model("llama", seed=2), 0
+    )  # held against the model's own states there
     assert (target.norm, target.activation) == ("rms", "silu")
     assert len(target.G) == len(target.A)
 
@@ -55,7 +57,9 @@ def test_the_attention_of_an_encoder_to_rounding():
     attention = model.double().encoder.layer[1].attention
     X = tokens()
     expected = attention.output.dense(attention.self(X)[0])
-    assert torch.allclose(sub_layer(model, 1, every_token=True)(X), expected, rtol=0, atol=1e-11)
+    assert torch.allclose(
+        sub_layer(model, 1, every_token=True)(X), expected, rtol=0, atol=1e-11
+    )
     # The last token's alone, with the input added.
     last = sub_layer(model, 1, residual=True)(X)
     assert torch.allclose(last, expected[:, -1] + X[:, -1], rtol=0, atol=1e-11)
@@ -88,13 +92,23 @@ def test_what_is_no_sub_layer_here_is_refused(family, layer, message):
 
 
 def test_a_bias_of_positions_to_rounding():
-    sizes = {"vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 20,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     torch.manual_seed(0)
     model = hf.MPNetModel(hf.MPNetConfig(**sizes, intermediate_size=16)).eval()
     torch.nn.init.normal_(model.encoder.relative_attention_bias.weight)
     target = sub_layer(model, 0)
-    assert target.places.shape == (2, 92)  # as many distances as have a number of their own
-    X = torch.randn(1, 100, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert target.places.shape == (
+        2,
+        92,
+    )  # as many distances as have a number of their own
+    X = torch.randn(
+        1, 100, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     encoder = model.double().encoder
     attention = encoder.layer[0].attention.attn
     given = attention(X, position_bias=encoder.compute_position_bias(X))[0]

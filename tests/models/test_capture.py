@@ -14,7 +14,8 @@ FAMILIES = tiny.ENCODERS + tiny.DECODERS
 
 def hooks_of(model):
     return sum(
-        len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()
+        len(module._forward_hooks) + len(module._forward_pre_hooks)
+        for module in model.modules()
     )
 
 
@@ -25,7 +26,10 @@ def case(request):
     mask = torch.ones_like(ids)
     mask[1, 9:] = 0
     whole = model(
-        input_ids=ids, attention_mask=mask, output_hidden_states=True, output_attentions=True
+        input_ids=ids,
+        attention_mask=mask,
+        output_hidden_states=True,
+        output_attentions=True,
     )
     return model, ids, mask, whole
 
@@ -52,7 +56,9 @@ def test_keys_and_values(case):
     model, ids, mask, _whole = case
     parts = anatomy(model)
     if parts.causal:
-        cache = model(input_ids=ids, attention_mask=mask, use_cache=True).past_key_values
+        cache = model(
+            input_ids=ids, attention_mask=mask, use_cache=True
+        ).past_key_values
         for layer in range(3):
             got = capture(model, Exposure("kv", layer), ids=ids, mask=mask)
             assert torch.equal(got["keys"], cache.layers[layer].keys)
@@ -97,7 +103,8 @@ def test_gradients_reach_the_embeddings_and_layers_above_never_run(case):
 
 
 def test_pooled_embedding():
-    model, ids = tiny.model("bert"), tiny.ids()
+    model = tiny.model("bert")
+    ids = tiny.ids()
     mask = torch.ones_like(ids)
     mask[1, 9:] = 0
     whole = model(input_ids=ids, attention_mask=mask)
@@ -106,19 +113,28 @@ def test_pooled_embedding():
     unit = mean / mean.norm(dim=-1, keepdim=True)
     got = capture(model, Exposure("pooled"), ids=ids, mask=mask)["values"]
     assert torch.allclose(got, unit, atol=1e-6)
-    got = capture(model, Exposure("pooled", normalised=False), ids=ids, mask=mask)["values"]
+    got = capture(model, Exposure("pooled", normalised=False), ids=ids, mask=mask)[
+        "values"
+    ]
     assert torch.allclose(got, mean, atol=1e-6)
-    got = capture(model, Exposure("pooled", pooling="pooler"), ids=ids, mask=mask)["values"]
+    got = capture(model, Exposure("pooled", pooling="pooler"), ids=ids, mask=mask)[
+        "values"
+    ]
     assert torch.allclose(got, whole.pooler_output, atol=1e-6)
-    got = capture(model, Exposure("pooled", pooling="cls", normalised=False), ids=ids)["values"]
+    got = capture(model, Exposure("pooled", pooling="cls", normalised=False), ids=ids)[
+        "values"
+    ]
     assert torch.allclose(got[0], states[0, 0], atol=1e-6)
     with pytest.raises(InputError, match="has no pooler"):
         capture(tiny.model("distilbert"), Exposure("pooled", pooling="pooler"), ids=ids)
 
 
-@pytest.mark.parametrize("exposure", ["hidden:2", "kv:1", "maps:2", "attention:2", "pooled"])
+@pytest.mark.parametrize(
+    "exposure", ["hidden:2", "kv:1", "maps:2", "attention:2", "pooled"]
+)
 def test_hooks_come_off(exposure):
-    model, ids = tiny.model("albert"), tiny.ids()
+    model = tiny.model("albert")
+    ids = tiny.ids()
     before = hooks_of(model)
     capture(model, Exposure.parse(exposure), ids=ids)
     assert hooks_of(model) == before
@@ -143,7 +159,9 @@ def test_a_model_with_a_head_is_read_below_it():
         topped = transformers.BertForSequenceClassification(base.config).eval()
     topped.bert.load_state_dict(base.state_dict())
     got = capture(topped, Exposure("hidden", 3), ids=tiny.ids())["values"]
-    assert torch.equal(got, capture(base, Exposure("hidden", 3), ids=tiny.ids())["values"])
+    assert torch.equal(
+        got, capture(base, Exposure("hidden", 3), ids=tiny.ids())["values"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,9 +180,13 @@ def test_an_invalid_exposure_is_refused(text, message):
 
 @pytest.mark.parametrize(
     ("family", "exposure", "layers"),
-    [("bert", "hidden:4", "0 to 3"), ("bert", "maps:0", "1 to 3"), ("bert", "kv:0", "1 to 3"),
-     ("gpt2", "kv:3", "0 to 2")],
-)  # fmt: skip
+    [
+        ("bert", "hidden:4", "0 to 3"),
+        ("bert", "maps:0", "1 to 3"),
+        ("bert", "kv:0", "1 to 3"),
+        ("gpt2", "kv:3", "0 to 2"),
+    ],
+)
 def test_a_layer_out_of_range_is_refused(family, exposure, layers):
     with pytest.raises(InputError, match=f"must be from {layers}"):
         capture(tiny.model(family), Exposure.parse(exposure), ids=tiny.ids())
@@ -176,15 +198,24 @@ def test_logits_follow_the_last_token_wherever_the_padding_is():
     mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]])
     exposure = Exposure("logits")
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    first, last = ids[:1, :4], ids[1:, 2:]
+    first = ids[:1, :4]
+    last = ids[1:, 2:]
     right = capture(model, exposure, ids=ids[:1], mask=mask[:1])["values"]
-    assert torch.allclose(right, capture(model, exposure, ids=first)["values"], atol=1e-5)
-    left = capture(model, exposure, ids=ids[1:], mask=mask[1:], position_ids=positions[1:])
+    assert torch.allclose(
+        right, capture(model, exposure, ids=first)["values"], atol=1e-5
+    )
+    left = capture(
+        model, exposure, ids=ids[1:], mask=mask[1:], position_ids=positions[1:]
+    )
     assert torch.allclose(left["values"][0, 0], model(last).logits[0, -1], atol=1e-5)
 
 
 def test_logits_need_a_causal_model_with_its_head():
-    with pytest.raises(InputError, match="logits needs a causal model, and bert is none"):
+    with pytest.raises(
+        InputError, match="logits needs a causal model, and bert is none"
+    ):
         Exposure("logits").block(anatomy(tiny.model("bert")))
     with pytest.raises(InputError, match="LlamaModel has no head for the next token"):
-        capture(tiny.model("llama"), Exposure("logits"), ids=tiny.ids(1, 4, causal=True))
+        capture(
+            tiny.model("llama"), Exposure("logits"), ids=tiny.ids(1, 4, causal=True)
+        )

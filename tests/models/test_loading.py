@@ -33,7 +33,8 @@ def test_a_folder(folder):
     assert not any(weight.requires_grad for weight in loaded.model.parameters())
     assert {weight.dtype for weight in loaded.model.parameters()} == {torch.float32}
     assert loaded.tokenizer("w1 w2")["input_ids"] == [2, 6, 7, 3]
-    whole, ours = tiny.model("bert"), tiny.ids()
+    whole = tiny.model("bert")
+    ours = tiny.ids()
     loaded.model.set_attn_implementation("eager")  # as the other: equal to the last bit
     got = capture(loaded.model, Exposure("hidden", 3), ids=ours)["values"]
     assert torch.equal(got, whole(input_ids=ours).last_hidden_state)
@@ -67,16 +68,27 @@ def test_the_task_of_a_checkpoint(folder, tmp_path):
     assert task_of(folder) == "base"
     tiny_classifiers.model().save_pretrained(tmp_path)
     assert task_of(tmp_path) == "classification"
-    assert load_model(tmp_path, task="classification", tokenizer=False).model.config.num_labels == 3
+    assert (
+        load_model(
+            tmp_path, task="classification", tokenizer=False
+        ).model.config.num_labels
+        == 3
+    )
 
 
 @pytest.mark.parametrize(
     ("architecture", "task"),
-    [("BertForSequenceClassification", "classification"), ("ViTForImageClassification",
-     "classification"), ("BertForTokenClassification", "base"), ("BertForMultipleChoice", "choice"),
-     ("GPT2LMHeadModel", "causal"), ("LlamaForCausalLM", "causal"), ("BertModel", "base"),
-     ("T5ForConditionalGeneration", "seq2seq")],
-)  # fmt: skip
+    [
+        ("BertForSequenceClassification", "classification"),
+        ("ViTForImageClassification", "classification"),
+        ("BertForTokenClassification", "base"),
+        ("BertForMultipleChoice", "choice"),
+        ("GPT2LMHeadModel", "causal"),
+        ("LlamaForCausalLM", "causal"),
+        ("BertModel", "base"),
+        ("T5ForConditionalGeneration", "seq2seq"),
+    ],
+)
 def test_an_architecture_and_its_model_have_the_same_task(architecture, task):
     config = SimpleNamespace(is_encoder_decoder=task == "seq2seq")
     model = type(architecture, (), {"config": config})()
@@ -93,7 +105,10 @@ def test_an_encoder_saved_without_its_decoder_is_read_alone(tmp_path, pair):
     model = load_model(tmp_path, tokenizer=False).model
     assert anatomy(model).layers == tiny_architectures.LAYERS
     ids = torch.tensor([[5, 9, 7, 30]])
-    mine, own = (capture(each, Exposure("hidden", 1), ids=ids)["values"] for each in (model, whole))
+    mine, own = (
+        capture(each, Exposure("hidden", 1), ids=ids)["values"]
+        for each in (model, whole)
+    )
     assert torch.allclose(mine, own, atol=1e-5)
     assert not hasattr(model, "decoder")  # its weights would be random
 
@@ -129,8 +144,11 @@ def test_remote_code_is_never_run(folder, tmp_path):
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     text = (tmp_path / "config.json").read_text()
-    named = text.replace('"model_type": "bert"', '"model_type": "own",\n  "auto_map": '
-                         '{"AutoConfig": "own.Own", "AutoModel": "own.Own"}')  # fmt: skip
+    named = text.replace(
+        '"model_type": "bert"',
+        '"model_type": "own",\n  "auto_map": '
+        '{"AutoConfig": "own.Own", "AutoModel": "own.Own"}',
+    )
     (tmp_path / "config.json").write_text(named)
     (tmp_path / "own.py").write_text("raise SystemExit('run')")
     with pytest.raises(InputError, match="cannot load the configuration of"):

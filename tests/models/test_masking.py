@@ -40,7 +40,11 @@ class RandomCut(Seen):
 
     def __init__(self, share=0.4, seed=0):
         super().__init__()
-        self.share, self.stream, self.cuts = share, torch.Generator().manual_seed(seed), {}
+        self.share, self.stream, self.cuts = (
+            share,
+            torch.Generator().manual_seed(seed),
+            {},
+        )
 
     def cut(self, site, shape):
         self.cuts[site] = torch.rand(shape, generator=self.stream) < self.share
@@ -56,7 +60,8 @@ class Zeros(Untouched):
     """What attacks differentiate by: a summand of zeros and a factor of ones, with gradients."""
 
     def __init__(self):
-        self.bumps, self.gates = {}, {}
+        self.bumps = {}
+        self.gates = {}
 
     def bump(self, site, shape):
         self.bumps[site] = torch.zeros(shape, requires_grad=True)
@@ -105,23 +110,29 @@ def test_every_head_has_a_gradient(case):
 
 def test_a_cut_removes_exactly_and_rows_renormalise(case):
     family, model, given = case
-    plain, cutting = Seen(), RandomCut()
+    plain = Seen()
+    cutting = RandomCut()
     with rewriting(model, plain):
         before = model(**given).last_hidden_state
     with rewriting(model, cutting):
         after = model(**given).last_hidden_state
     assert not torch.allclose(before, after)
     for number, (site, weights) in enumerate(cutting.maps.items()):
-        cut, whole = cutting.cuts[site], plain.maps[site]
+        cut = cutting.cuts[site]
+        whole = plain.maps[site]
         opened = whole > 1e-20  # Swin masks with −100, which is not quite nothing
         # Padding that asks may see nothing: eager lets it see all, and so it stays.
         blind = (opened & above(whole, family)).any(-1, keepdim=True)
         emptied = (cut | ~opened).all(-1, keepdim=True) | blind
         assert (weights[cut & ~emptied] == 0).all()
-        assert (weights[~opened] < 1e-15).all(), "a cut never opens padding or the future"
+        assert (weights[~opened] < 1e-15).all(), (
+            "a cut never opens padding or the future"
+        )
         assert ((weights > 1e-15) == (opened & (~cut | emptied))).all()
         if family != SINKS:
-            assert torch.allclose(weights.sum(-1), torch.ones(weights.shape[:-1]), atol=1e-5)
+            assert torch.allclose(
+                weights.sum(-1), torch.ones(weights.shape[:-1]), atol=1e-5
+            )
         if number == 0 and family != SINKS:  # later layers have other scores
             kept = whole.masked_fill(cut & ~emptied, 0)
             assert torch.allclose(weights, kept / kept.sum(-1, keepdim=True), atol=1e-5)
@@ -129,7 +140,8 @@ def test_a_cut_removes_exactly_and_rows_renormalise(case):
 
 def test_a_row_is_never_emptied(case):
     _, model, given = case
-    plain, cutting = Seen(), Everything()
+    plain = Seen()
+    cutting = Everything()
     with rewriting(model, plain):
         before = model(**given).last_hidden_state
     with rewriting(model, cutting):
@@ -140,14 +152,16 @@ def test_a_row_is_never_emptied(case):
 def test_a_row_may_be_emptied_with_empties(case):
     """Emptied rows are zero; the other rows are as without `empties`."""
     family, model, given = case
-    usual, silent = RandomCut(0.9), RandomCut(0.9)
+    usual = RandomCut(0.9)
+    silent = RandomCut(0.9)
     silent.empties = True
     with rewriting(model, usual):
         model(**given)
     with rewriting(model, silent):
         model(**given)
     site = next(iter(usual.maps))  # later layers have other scores
-    left, weights = usual.maps[site], silent.maps[site]
+    left = usual.maps[site]
+    weights = silent.maps[site]
     gone = (weights == 0).all(-1)
     assert gone.any()
     assert not gone.all()
@@ -173,10 +187,13 @@ def test_gate_and_bump_against_autograd_and_by_hand(case):
         assert torch.allclose(gate.grad.flatten(), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # DeBERTa's module
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated"
+)  # DeBERTa's module
 @pytest.mark.parametrize("family", zoo.REFUSED)
 def test_models_with_attention_of_their_own_are_refused(family):
-    model, given = zoo.model(family), zoo.inputs(family)
+    model = zoo.model(family)
+    given = zoo.inputs(family)
     before = model(**given).last_hidden_state
     with pytest.raises(InputError, match="computes attention on its own"):
         sites_of(model, **given)
@@ -193,14 +210,22 @@ def test_sites_have_numbers_names_and_kinds():
         assert kinds == ["self", "self", "self", "cross", "self", "cross"]
         assert sum(kind == "cross" for kind in kinds) == cross
         assert [tuple(shape) for _, shape in sites] == [
-            (2, 4, 9, 9), (2, 4, 9, 9), (2, 4, 6, 6), (2, 4, 6, 9), (2, 4, 6, 6), (2, 4, 6, 9),
-        ]  # fmt: skip
+            (2, 4, 9, 9),
+            (2, 4, 9, 9),
+            (2, 4, 6, 6),
+            (2, 4, 6, 9),
+            (2, 4, 6, 6),
+            (2, 4, 6, 9),
+        ]
 
 
 def test_the_model_is_restored_when_the_context_ends_or_raises():
-    model, given = zoo.model("t5"), zoo.inputs("t5")
+    model = zoo.model("t5")
+    given = zoo.inputs("t5")
     model.decoder.config._attn_implementation = "sdpa"
-    counts = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    counts = [
+        len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()
+    ]
     before = model(**given).last_hidden_state
     with rewriting(model, Everything()):
         assert model.encoder.config._attn_implementation == NAME
@@ -209,12 +234,15 @@ def test_the_model_is_restored_when_the_context_ends_or_raises():
     assert model.config._attn_implementation == "eager"
     assert model.encoder.config._attn_implementation == "eager"
     assert model.decoder.config._attn_implementation == "sdpa"
-    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == counts
+    assert [
+        len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()
+    ] == counts
     assert torch.equal(model(**given).last_hidden_state, before)
 
 
 def test_a_failing_pass_does_not_confuse_the_next():
-    model, given = zoo.model("bert"), zoo.inputs("bert")
+    model = zoo.model("bert")
+    given = zoo.inputs("bert")
     with rewriting(model, Untouched()) as sites:
         with pytest.raises(IndexError):
             model(input_ids=torch.full((1, 3), 10**6))
@@ -225,7 +253,8 @@ def test_a_failing_pass_does_not_confuse_the_next():
 
 
 def test_the_encoder_inside_starts_a_pass_too():
-    model, given = zoo.model("t5"), zoo.inputs("t5")
+    model = zoo.model("t5")
+    given = zoo.inputs("t5")
     with rewriting(model, Untouched()) as sites:
         for _ in range(2):
             model.encoder(input_ids=given["input_ids"])
@@ -233,8 +262,10 @@ def test_the_encoder_inside_starts_a_pass_too():
 
 
 def test_several_models_may_be_rewritten_at_once():
-    bert, two = zoo.model("bert"), zoo.model("gpt2")
-    inner, outer = RandomCut(seed=1), RandomCut(seed=2)
+    bert = zoo.model("bert")
+    two = zoo.model("gpt2")
+    inner = RandomCut(seed=1)
+    outer = RandomCut(seed=2)
     with rewriting(bert, outer), rewriting(two, inner):
         bert(**zoo.inputs("bert"))
         two(**zoo.inputs("gpt2"))
@@ -251,18 +282,24 @@ def test_several_models_may_be_rewritten_at_once():
 
 
 def test_a_copy_is_not_rewritten():
-    model, given = zoo.model("bert"), zoo.inputs("bert")
+    model = zoo.model("bert")
+    given = zoo.inputs("bert")
     before = model(**given).last_hidden_state
     with rewriting(model, RandomCut()):
         copied = copy.deepcopy(model)
-    for hook in ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called"):
+    for hook in (
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_forward_hooks_always_called",
+    ):
         for module in copied.modules():
             getattr(module, hook).clear()
     assert (copied(**given).last_hidden_state - before).abs().max() < 1e-5
 
 
 def test_one_model_in_two_threads_is_refused_and_two_models_are_not():
-    model, given = zoo.model("bert"), zoo.inputs("bert")
+    model = zoo.model("bert")
+    given = zoo.inputs("bert")
     refusals = []
 
     def intrude():
@@ -285,7 +322,8 @@ def test_one_model_in_two_threads_is_refused_and_two_models_are_not():
 
 
 def test_gradient_checkpointing_gets_the_same_cut_again():
-    model, given = zoo.model("bert"), zoo.inputs("bert")
+    model = zoo.model("bert")
+    given = zoo.inputs("bert")
     model.train().requires_grad_(True)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -308,16 +346,20 @@ def test_gradient_checkpointing_gets_the_same_cut_again():
 
 
 def test_boolean_and_float_masks_agree():
-    model, given = zoo.model("bert"), zoo.inputs("bert")
+    model = zoo.model("bert")
+    given = zoo.inputs("bert")
     with rewriting(model, Untouched()):
         boolean = given["attention_mask"].bool()[:, None, None].expand(2, 1, 9, 9)
         want = model(**given).last_hidden_state
-        got = model(input_ids=given["input_ids"], attention_mask=boolean).last_hidden_state
+        got = model(
+            input_ids=given["input_ids"], attention_mask=boolean
+        ).last_hidden_state
     assert torch.equal(want, got)
 
 
 def test_dropout_in_training_only():
-    model, given = zoo.model("bert"), zoo.inputs("bert")
+    model = zoo.model("bert")
+    given = zoo.inputs("bert")
     with rewriting(model, Untouched()):
         assert torch.equal(model(**given)[0], model(**given)[0])
         model.train()
@@ -329,7 +371,8 @@ def test_dropout_in_training_only():
 
 
 def test_tensors_that_do_not_fit_are_refused():
-    model, given = zoo.model("bert"), zoo.inputs("bert")
+    model = zoo.model("bert")
+    given = zoo.inputs("bert")
 
     class Wrong(Untouched):
         def __init__(self, kind, tensor):
@@ -337,18 +380,26 @@ def test_tensors_that_do_not_fit_are_refused():
 
     for kind, tensor, message in (
         ("cut", torch.zeros(1, 1, 9, 9), "expected a boolean cut at encoder"),
-        ("cut", torch.zeros(7, 9, dtype=torch.bool), "expected a cut that broadcasts to"),
+        (
+            "cut",
+            torch.zeros(7, 9, dtype=torch.bool),
+            "expected a cut that broadcasts to",
+        ),
         ("gate", torch.zeros(3, 1, 1), "expected a gate that broadcasts to"),
         ("bump", torch.zeros(1, 2, 4, 9, 9), "expected a bump that broadcasts to"),
     ):
-        with rewriting(model, Wrong(kind, tensor)), pytest.raises(InputError, match=message):
+        with (
+            rewriting(model, Wrong(kind, tensor)),
+            pytest.raises(InputError, match=message),
+        ):
             model(**given)
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # CPUs without bfloat16
 def test_half_precision_and_autocast_stay_close_to_eager():
     for family in ("bert", "llama", SINKS):
-        model, given = zoo.model(family), zoo.inputs(family)
+        model = zoo.model(family)
+        given = zoo.inputs(family)
         with torch.autocast("cpu", torch.bfloat16):
             eager = model(**given)[0]
             with rewriting(model, RandomCut(0.0)):
@@ -357,7 +408,8 @@ def test_half_precision_and_autocast_stay_close_to_eager():
 
 
 def test_begin_names_positional_arguments():
-    model, given = zoo.model("bert"), zoo.inputs("bert")
+    model = zoo.model("bert")
+    given = zoo.inputs("bert")
     inputs_seen = []
 
     class Recorder(Untouched):
@@ -371,7 +423,8 @@ def test_begin_names_positional_arguments():
 
 
 def test_a_pass_that_begin_declines_is_the_models_own():
-    model, given = zoo.model("t5"), zoo.inputs("t5")
+    model = zoo.model("t5")
+    given = zoo.inputs("t5")
     model.set_attn_implementation("sdpa")
     before = model(**given)[0]
 

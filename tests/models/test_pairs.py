@@ -16,9 +16,11 @@ def test_the_decoder_computes_what_the_whole_model_does(family):
     model = zoo.model(family)
     source = zoo.inputs(family)["input_ids"][:1]
     given = model(
-        input_ids=source.expand(2, -1), decoder_input_ids=IDS, output_hidden_states=True,
+        input_ids=source.expand(2, -1),
+        decoder_input_ids=IDS,
+        output_hidden_states=True,
         use_cache=True,
-    )  # fmt: skip
+    )
     states = encoder_of(model)(input_ids=source).last_hidden_state[0]
     decoder = decoder_of(model)
     with behind(decoder, states):
@@ -35,7 +37,8 @@ def test_the_decoder_computes_what_the_whole_model_does(family):
 
 def test_the_states_are_removed_when_the_context_ends():
     model = zoo.model("bart")
-    decoder, states = decoder_of(model), torch.randn(4, zoo.WIDTH)
+    decoder = decoder_of(model)
+    states = torch.randn(4, zoo.WIDTH)
     alone = decoder(input_ids=IDS).last_hidden_state
     with behind(decoder, states):
         assert not torch.allclose(decoder(input_ids=IDS).last_hidden_state, alone)
@@ -57,5 +60,7 @@ def test_only_an_encoder_with_a_decoder_is_a_pair():
 
 
 def test_an_encoder_of_sounds_is_refused():
-    with pytest.raises(InputError, match="WhisperEncoder reads input_features, not text"):
+    with pytest.raises(
+        InputError, match="WhisperEncoder reads input_features, not text"
+    ):
         anatomy(zoo.model("whisper"))

@@ -21,7 +21,9 @@ def wordpiece():
 def bytes_only():
     """A tokenizer like GPT-2's before its first merge: one token for each byte."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE({letter: id_ for id_, letter in enumerate(letters)}, []))
+    inner = Tokenizer(
+        models.BPE({letter: id_ for id_, letter in enumerate(letters)}, [])
+    )
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
@@ -33,20 +35,46 @@ def byte_fallback():
     table = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256, "<unk>": 257}
     inner = Tokenizer(models.BPE(table, [], byte_fallback=True, unk_token="<unk>"))
     inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="<unk>"
+    )
 
 
 def test_a_character_is_written_where_it_is_complete(bytes_only, byte_fallback):
     ids = bytes_only("né 日😀!")["input_ids"]
-    assert written(bytes_only, ids) == [*"n", "", "é", " ", "", "", "日", "", "", "", "😀", "!"]
+    assert written(bytes_only, ids) == [
+        *"n",
+        "",
+        "é",
+        " ",
+        "",
+        "",
+        "日",
+        "",
+        "",
+        "",
+        "😀",
+        "!",
+    ]
     assert decoded(bytes_only, ids) == "né 日😀!"
-    assert written(byte_fallback, byte_fallback("aéa")["input_ids"]) == ["a", "", "é", "a"]
+    assert written(byte_fallback, byte_fallback("aéa")["input_ids"]) == [
+        "a",
+        "",
+        "é",
+        "a",
+    ]
 
 
 def test_bytes_that_make_no_character_are_spelled(bytes_only, byte_fallback):
     n, high, low = bytes_only("né")["input_ids"]
     assert written(bytes_only, [n, high]) == ["n", "\\xc3"]
-    assert written(bytes_only, [high, n, low, high, low]) == ["\\xc3", "n", "\\xa9", "", "é"]
+    assert written(bytes_only, [high, n, low, high, low]) == [
+        "\\xc3",
+        "n",
+        "\\xa9",
+        "",
+        "é",
+    ]
     assert decoded(bytes_only, [n, high]) == "n\\xc3"
     assert written(byte_fallback, [256, 0xC3]) == ["a", "\\xc3"]
     for tokenizer in (bytes_only, byte_fallback):
@@ -57,7 +85,9 @@ def test_bytes_that_make_no_character_are_spelled(bytes_only, byte_fallback):
 def test_pieces_make_the_text(wordpiece):
     ids = wordpiece("nobody must read this , please .")["input_ids"]
     pieces = written(wordpiece, ids)
-    assert "".join(pieces) == decoded(wordpiece, ids) == "nobody must read this, please."
+    assert (
+        "".join(pieces) == decoded(wordpiece, ids) == "nobody must read this, please."
+    )
     assert pieces[0] == pieces[-1] == ""  # special tokens
 
 
@@ -68,8 +98,9 @@ def test_the_unknown_token_is_shown(wordpiece):
     assert unknown_token(wordpiece) == wordpiece.unk_token_id
     gpt2 = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"<|endoftext|>": 0, "a": 1})),
-        unk_token="<|endoftext|>", eos_token="<|endoftext|>",
-    )  # fmt: skip
+        unk_token="<|endoftext|>",
+        eos_token="<|endoftext|>",
+    )
     assert unknown_token(gpt2) is None
 
 

@@ -6,6 +6,15 @@ from keyhole.models.loading import Loaded, identity, load_model
 from keyhole.models.masking import Site, Sites, Untouched, rewriting
 
 __all__ = [
-    "Anatomy", "Exposure", "Loaded", "Site", "Sites", "Untouched", "anatomy", "capture",
-    "identity", "load_model", "rewriting",
-]  # fmt: skip
+    "Anatomy",
+    "Exposure",
+    "Loaded",
+    "Site",
+    "Sites",
+    "Untouched",
+    "anatomy",
+    "capture",
+    "identity",
+    "load_model",
+    "rewriting",
+]

@@ -1,7 +1,7 @@
 """The parts of a model as attacks use them; discovery.py finds them by running the model.
 
-`anatomy(model)` takes any Hugging Face model and returns its blocks, attentions, token table, norms
-and rotations. So no attack has to know what a family of models calls them.
+`anatomy(model)` takes any Hugging Face model and returns its blocks, attentions, token
+table, norms and rotations. So no attack has to know what a family of models calls them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from keyhole.models.discovery import AttentionPaths, Structure, structure_of
 from keyhole.models.pairs import encoder_of, is_pair
 
 NO_LIMIT = sys.maxsize
-_ACTIVATIONS = 40  # numbers that a pass holds at once for a token, relative to the model's width
+_ACTIVATIONS = (
+    40  # numbers that a pass holds at once for a token, relative to the model's width
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +47,11 @@ class Projection:
     def weight(self) -> Tensor:
         """(out, in)."""
         weight = cast("Tensor", self.module.weight).detach()
-        outputs_last = weight.mT if isinstance(self.module, nn.Linear) else weight  # or a Conv1D
+        # or a Conv1D
+        if isinstance(self.module, nn.Linear):
+            outputs_last = weight.mT
+        else:
+            outputs_last = weight
         return self.of(outputs_last).mT
 
     @property
@@ -58,8 +64,8 @@ class Projection:
 class Attention:
     """One block's attention: the module that returns (output, maps), and its linear maps.
 
-    `projections` are those of queries, keys and values, or None where these are not one linear map
-    each of the block's input.
+    `projections` are those of queries, keys and values, or None where these are not one
+    linear map each of the block's input.
     """
 
     module: nn.Module
@@ -70,7 +76,9 @@ class Attention:
     def apart(self) -> tuple[Projection, Projection, Projection]:
         """Those of queries, keys and values; InputError where there are none."""
         if self.projections is None:
-            raise InputError("queries, keys and values are not one linear map each in this model")
+            raise InputError(
+                "queries, keys and values are not one linear map each in this model"
+            )
         return self.projections
 
 
@@ -98,8 +106,8 @@ class Anatomy(Structure):
     def at_once(self, seen: int, kept: float = 0.0, *, modest: bool = True) -> int:
         """Return how many tokens that attend to `seen` others fit into one pass by the free memory.
 
-        `kept` is how many numbers are kept of each token until the end of the pass. A `modest` pass
-        takes little memory compared with the weights.
+        `kept` is how many numbers are kept of each token until the end of the pass. A
+        `modest` pass takes little memory compared with the weights.
         """
         weights = sum(each.numel() * each.itemsize for each in self.base.parameters())
         weights = weights if modest else NO_LIMIT
@@ -121,17 +129,22 @@ class Anatomy(Structure):
         if self.positions is not None:
             return self.positions[0].num_embeddings - self.positions[1]
         configured = getattr(self.base.config, "max_position_embeddings", None)
-        return configured if isinstance(configured, int) and configured > 0 else NO_LIMIT
+        if isinstance(configured, int) and configured > 0:
+            return configured
+        return NO_LIMIT
 
     def opening_norm(self, number: int) -> nn.Module | None:
         """Return the norm between the input of block `number` (from 1) and its attention."""
         paths = self.attention_paths[number - 1] if self.attention_paths else None
-        return self.blocks[number - 1].get_submodule(paths.norm) if paths and paths.norm else None
+        if paths and paths.norm:
+            return self.blocks[number - 1].get_submodule(paths.norm)
+        return None
 
     def closing_norm(self, layer: int) -> nn.Module | None:
         """Return the norm whose output the hidden states of `layer` are, or None.
 
-        Every block of most encoders ends in one; of most causal models only the whole does.
+        Every block of most encoders ends in one; of most causal models only the whole
+        does.
         """
         path = self.closing_paths[layer]
         return self.base.get_submodule(path) if path else None
@@ -157,7 +170,9 @@ class Anatomy(Structure):
         """Return why block `number` shows no such thing; an empty text where it does."""
         block = f"block {number} of {self.family}"
         if kind == "kv" and self.causal:
-            return "" if number in self.cached else f"{block} puts no keys and values into a cache"
+            if number in self.cached:
+                return ""
+            return f"{block} puts no keys and values into a cache"
         if kind not in ("kv", "maps", "attention"):
             return ""
         attention = self.attentions[number - 1] if self.attentions else None
@@ -165,11 +180,15 @@ class Anatomy(Structure):
             return f"no attention was found in {block}"
         if kind == "kv" and attention.projections is None:
             return f"keys and values of {block} are not one linear map each"
-        return f"{block} returns no maps" if kind == "maps" and number not in self.mapped else ""
+        if kind == "maps" and number not in self.mapped:
+            return f"{block} returns no maps"
+        return ""
 
 
 # What is known of parts of a model, so that it does not keep the model itself alive.
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = (
+    weakref.WeakKeyDictionary()
+)
 _LOCK = threading.Lock()
 
 
@@ -177,7 +196,9 @@ def anatomy(model: nn.Module) -> Anatomy:
     """Return the parts of a Hugging Face model, with or without a head; they are found once."""
     whole = cast("Any", model)
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
-        raise InputError(f"{type(model).__name__} is not a model of the transformers library")
+        raise InputError(
+            f"{type(model).__name__} is not a model of the transformers library"
+        )
     base = getattr(whole, str(getattr(whole, "base_model_prefix", "")), whole)
     if is_pair(base):
         base = cast("Any", encoder_of(base))
@@ -193,9 +214,12 @@ def anatomy(model: nn.Module) -> Anatomy:
 def _attention(block: nn.Module, paths: AttentionPaths | None) -> Attention | None:
     if paths is None:
         return None
-    part, projections = block.get_submodule, None
+    part = block.get_submodule
+    projections = None
     if paths.projections is not None:
-        query, key, value = (Projection(part(name), rows) for name, _, rows in paths.projections)
+        query, key, value = (
+            Projection(part(name), rows) for name, _, rows in paths.projections
+        )
         projections = (query, key, value)
     return Attention(part(paths.module), part(paths.output), projections)
 
@@ -227,7 +251,8 @@ def fitting(model: Any, tokenizer: Any, max_length: int | None) -> int | None:
     return allowed
 
 
-# Norms: the gain and the bias are measured, N(z) = gain·z + bias for z of mean 0 and mean square 1.
+# Norms: the gain and the bias are measured, N(z) = gain·z + bias for z of mean 0 and
+# mean square 1.
 
 
 def gain_and_bias(norm: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -249,11 +274,16 @@ def expect_numbers(model: nn.Module, given: Iterable[Tensor]) -> None:
     if all(bool(each.isfinite().all()) for each in given):
         return
     name = not_finite(model)
-    cause = "its numbers overflow" if name is None else f"its weights hold some, in {name}"
+    if name is None:
+        cause = "its numbers overflow"
+    else:
+        cause = f"its weights hold some, in {name}"
     raise InputError(f"the model gives NaN or infinity: {cause}")
 
 
 def not_finite(model: nn.Module) -> str | None:
     """Return the name of the first weight that holds NaN or infinity."""
     weights = model.named_parameters()
-    return next((name for name, each in weights if not bool(each.isfinite().all())), None)
+    return next(
+        (name for name, each in weights if not bool(each.isfinite().all())), None
+    )

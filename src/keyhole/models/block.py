@@ -1,9 +1,10 @@
 """A block of a checkpoint, or its attention alone, as an oracle: states in, states out, in float64.
 
-Answers do not come from the model itself: transformers computes the norms, the softmax and the
-positions of a Llama in float32 whatever the dtype of the weights. Instead the weights are put, in
-float64, into the formulas of oracle/sub_layer.py and oracle/block.py. The result is compared with
-the model's own states, and a model that computes anything else is refused.
+Answers do not come from the model itself: transformers computes the norms, the softmax
+and the positions of a Llama in float32 whatever the dtype of the weights. Instead the
+weights are put, in float64, into the formulas of oracle/sub_layer.py and
+oracle/block.py. The result is compared with the model's own states, and a model that
+computes anything else is refused.
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ from keyhole.oracle.block import ACTIVATIONS, Block
 from keyhole.oracle.sub_layer import SubLayer, no_places
 
 _AGREES = 1e-3  # how far float32 may be from float64, relative to the largest number
-_NAMES = {"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu", "gelu_new": "gelu-tanh",
-          "gelu_pytorch_tanh": "gelu-tanh"}  # fmt: skip
+_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "relu": "relu",
+    "gelu_new": "gelu-tanh",
+    "gelu_pytorch_tanh": "gelu-tanh",
+}
 
 
 def sub_layer(
@@ -40,11 +47,14 @@ def sub_layer(
     attention = parts.attention(layer + 1)
     query, key, value = attention.apart
     if parts.rotary and key.bias is not None:
-        raise InputError("rotary positions are read where keys have no bias, and these have one")
+        raise InputError(
+            "rotary positions are read where keys have no bias, and these have one"
+        )
     norm = parts.opening_norm(layer + 1)
     gain = torch.ones(parts.width) if norm is None else gain_and_bias(norm)[0]
     scale = 1 / math.sqrt(parts.head_dim)
-    H, G = parts.heads, parts.key_heads
+    H = parts.heads
+    G = parts.key_heads
     output = Projection(attention.output, None)
     O = _double(output.weight).mT.reshape(H, parts.head_dim, -1).contiguous()  # noqa: E741
     values = _bias_of_heads(value.bias, G, parts.head_dim).repeat_interleave(H // G, 0)
@@ -73,7 +83,9 @@ def sub_layer(
             f"the attention of {parts.family} adds a term to its scores that is not read here: "
             "only position biases are, if the model computes them from its states alone"
         )
-    raise InputError(f"the attention of {parts.family} adds something that is not read here")
+    raise InputError(
+        f"the attention of {parts.family} adds something that is not read here"
+    )
 
 
 def block(model: nn.Module, layer: int) -> Block:
@@ -82,7 +94,8 @@ def block(model: nn.Module, layer: int) -> Block:
     It answers with the state of the last token.
     """
     parts = anatomy(model)
-    attention, norms = sub_layer(model, layer), _norms(parts, layer)
+    attention = sub_layer(model, layer)
+    norms = _norms(parts, layer)
     activation = _NAMES.get(str(getattr(parts.base.config, "hidden_act", "")))
     maps = _feed_forward_maps(parts, layer)
     if activation is None or len(maps) not in (2, 3):
@@ -90,7 +103,8 @@ def block(model: nn.Module, layer: int) -> Block:
             f"block {layer} of {parts.family} has no feed-forward layer of one of these: "
             f"{', '.join(ACTIVATIONS)}, with or without gates"
         )
-    # Which of two maps is the gate does not follow from their shapes: both orders are tried.
+    # Which of two maps is the gate does not follow from their shapes: both orders are
+    # tried.
     pre_norm = parts.opening_norm(layer + 1) is not None
     for order in permutations(maps[:-1]):
         made = _assembled(attention, norms, [*order, maps[-1]], activation, pre_norm)
@@ -104,9 +118,13 @@ def block(model: nn.Module, layer: int) -> Block:
 
 @torch.no_grad()
 def _agrees(
-    model: nn.Module, parts: Anatomy, layer: int, made: SubLayer | Block, behind: Exposure,
+    model: nn.Module,
+    parts: Anatomy,
+    layer: int,
+    made: SubLayer | Block,
+    behind: Exposure,
     tokens: int,
-) -> bool:  # fmt: skip
+) -> bool:
     """Return whether `made` computes what the model does for this many tokens."""
     ids = torch.arange(1, min(tokens + 1, len(parts.table)), device=parts.device)[None]
     given, wanted = (
@@ -114,7 +132,9 @@ def _agrees(
         for exposure in (Exposure("hidden", layer), behind)
     )
     wanted = wanted if made.every_token else wanted[:, -1]
-    return float((made(given) - wanted).abs().max()) <= _AGREES * float(wanted.abs().max())
+    return float((made(given) - wanted).abs().max()) <= _AGREES * float(
+        wanted.abs().max()
+    )
 
 
 def _double(tensor: Tensor) -> Tensor:
@@ -144,7 +164,9 @@ def _frequencies(parts: Anatomy) -> Tensor:
     settings = cast("Any", parts.base.config).rope_parameters
     kind = settings.get("rope_type")
     if kind != "default":
-        raise InputError(f"rotary positions of the kind {kind} are not supported: default is")
+        raise InputError(
+            f"rotary positions of the kind {kind} are not supported: default is"
+        )
     planes = torch.arange(0, parts.head_dim, 2, dtype=torch.float64) / parts.head_dim
     turns = float(settings["rope_theta"]) ** -planes
     return turns.repeat(parts.key_heads, 1)
@@ -153,7 +175,9 @@ def _frequencies(parts: Anatomy) -> Tensor:
 @torch.no_grad()
 def _position_biases(parts: Anatomy) -> Tensor:
     """Return the position bias of each distance, up to the one from which it is constant."""
-    compute = getattr(getattr(parts.base, "encoder", None), "compute_position_bias", None)
+    compute = getattr(
+        getattr(parts.base, "encoder", None), "compute_position_bias", None
+    )
     if compute is None:
         return no_places()
     longest = int(cast("Any", parts.base.config).max_position_embeddings)
@@ -166,10 +190,11 @@ def _position_biases(parts: Anatomy) -> Tensor:
 def _norms(parts: Anatomy, layer: int) -> tuple[nn.Module, nn.Module]:
     """Return the block's two norms, in the order in which they are applied."""
     norms = [
-        module for module in parts.blocks[layer].modules()
+        module
+        for module in parts.blocks[layer].modules()
         if getattr(module, "weight", None) is not None
         and cast("Tensor", module.weight).shape == (parts.width,)
-    ]  # fmt: skip
+    ]
     if len(norms) != 2:
         raise InputError(
             f"block {layer} of {parts.family} has {len(norms)} norms: only blocks with two are read"
@@ -182,16 +207,20 @@ def _feed_forward_maps(parts: Anatomy, layer: int) -> list[nn.Linear]:
     attention = parts.attention(layer + 1)
     inside = {*attention.module.modules(), attention.output}
     maps = [
-        module for module in parts.blocks[layer].modules()
+        module
+        for module in parts.blocks[layer].modules()
         if isinstance(module, nn.Linear) and module not in inside
-    ]  # fmt: skip
+    ]
     return sorted(maps, key=lambda each: each.out_features == parts.width)
 
 
 def _assembled(
-    attention: SubLayer, norms: tuple[nn.Module, nn.Module], maps: list[nn.Linear],
-    activation: str, pre_norm: bool,
-) -> Block:  # fmt: skip
+    attention: SubLayer,
+    norms: tuple[nn.Module, nn.Module],
+    maps: list[nn.Linear],
+    activation: str,
+    pre_norm: bool,
+) -> Block:
     """Return the block; `maps` are A, the gates G if there are any, and C."""
     first, second = norms
     zero = torch.zeros(attention.dim, dtype=torch.float64)
@@ -202,19 +231,34 @@ def _assembled(
 
     # The gain and bias of the norm in front of the feed-forward layer go into its maps.
     gain, shift = gain_and_shift(second if pre_norm else first)
-    rows = [(_double(each.weight) * gain, _double(each.weight) @ shift + _bias(each))
-            for each in maps[:-1]]  # fmt: skip
-    (A, a), (G, g) = rows[0], rows[1] if len(rows) > 1 else (zero.new_zeros(0, len(zero)), zero[:0])
+    rows = [
+        (_double(each.weight) * gain, _double(each.weight) @ shift + _bias(each))
+        for each in maps[:-1]
+    ]
+    (A, a) = rows[0]
+    (G, g) = rows[1] if len(rows) > 1 else (zero.new_zeros(0, len(zero)), zero[:0])
     c = zero + _bias(maps[-1])
     norm: dict[str, Any] = {"norm": "rms"}
     if not pre_norm:
         E, e = gain_and_shift(second)
-        norm, c = {"norm": "behind", "D": gain, "E": E, "e": e}, c + shift
+        norm = {"norm": "behind", "D": gain, "E": E, "e": e}
+        c = c + shift
     heads = {name: getattr(attention, name) for name in SubLayer.NAMES}
-    return Block(**heads, A=A, a=a, G=G, g=g, C=_double(maps[-1].weight), c=c,
-                 activation=activation, **norm, epsilon=_epsilon(first),
-                 epsilon_behind=_epsilon(second), every_token=not len(attention.places),
-                 causal=attention.causal)  # fmt: skip
+    return Block(
+        **heads,
+        A=A,
+        a=a,
+        G=G,
+        g=g,
+        C=_double(maps[-1].weight),
+        c=c,
+        activation=activation,
+        **norm,
+        epsilon=_epsilon(first),
+        epsilon_behind=_epsilon(second),
+        every_token=not len(attention.places),
+        causal=attention.causal,
+    )
 
 
 def _bias(linear: nn.Linear) -> Tensor:

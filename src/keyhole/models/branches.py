@@ -1,11 +1,12 @@
 """A KV cache from which many continuations branch: a candidate costs one token's forward pass.
 
-To test many tokens after one prefix, the usual way repeats the prefix's cache for each of them.
-Here the candidates are one chunk after the prefix, and the attention mask limits what each attends
-to: the prefix, and within the chunk either itself alone (a fan: candidates for one position) or all
-tokens up to it (a chain: a guess of the next tokens). So the prefix is stored once, and memory is
-linear in its length. The texts of a batch may have prefixes of different lengths, and some a fan
-while others have a chain.
+To test many tokens after one prefix, the usual way repeats the prefix's cache for each
+of them. Here the candidates are one chunk after the prefix, and the attention mask
+limits what each attends to: the prefix, and within the chunk either itself alone (a
+fan: candidates for one position) or all tokens up to it (a chain: a guess of the next
+tokens). So the prefix is stored once, and memory is linear in its length. The texts of
+a batch may have prefixes of different lengths, and some a fan while others have a
+chain.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from keyhole.models.anatomy import NO_LIMIT, Anatomy, anatomy
 from keyhole.models.capture import Exposure, capture
 
-# Arithmetic in another order may change a state by this share of its length, by this many roundings
-# of the model's precision, and by this multiple of the change in the layer below.
+# Arithmetic in another order may change a state by this share of its length, by this
+# many roundings of the model's precision, and by this multiple of the change in the
+# layer below.
 _TOLERANCE = 1e-3
 _ROUNDINGS = 4
 _GROWTH = 2.0
 _CHUNK = 128  # candidates that share one copy of the prefix
-# cuDNN's attention makes a plan for every new shape, and each token makes the prefix longer.
+# cuDNN's attention makes a plan for every new shape, and each token makes the prefix
+# longer.
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -41,7 +44,8 @@ class _Layer:
         if self.keys is not None and self.values is not None:
             keys = torch.cat([self.keys, keys], -2)
             values = torch.cat([self.values, values], -2)
-        self.keys, self.values = keys, values
+        self.keys = keys
+        self.values = values
         return keys, values
 
     def keep(self, rows: Tensor, columns: Tensor) -> None:
@@ -57,10 +61,10 @@ class _Layer:
 class Branches:
     """The cache of each text's prefix; `expose` tries tokens after it.
 
-    It replaces the cache of transformers (`update`, `get_seq_length`, `layers`). `starts` (b,)
-    counts the positions of padding before each text. Some models take no such cache, or answer
-    otherwise with it; others attend to a window, and a text grows longer than that. Then every
-    prefix is run again (`_without_cache`).
+    It replaces the cache of transformers (`update`, `get_seq_length`, `layers`).
+    `starts` (b,) counts the positions of padding before each text. Some models take no
+    such cache, or answer otherwise with it; others attend to a window, and a text grows
+    longer than that. Then every prefix is run again (`_without_cache`).
     """
 
     def __init__(self, model: nn.Module, starts: Tensor) -> None:
@@ -70,13 +74,20 @@ class Branches:
         self.lengths = torch.zeros_like(starts)
         self.layers = [_Layer() for _ in range(self.parts.layers)]
         self.positions = starts[:, None]  # of the last chunk's tokens
-        self._final_pass = False  # if nothing follows it, a pass drops each layer's keys
+        self._final_pass = (
+            False  # if nothing follows it, a pass drops each layer's keys
+        )
         self._columns = 0  # of the cache, before the chunk
         self._chunk = starts[:, None]
-        self._texts = [starts.new_zeros(start) for start in starts.tolist()]  # padding, then tokens
+        self._texts = [
+            starts.new_zeros(start) for start in starts.tolist()
+        ]  # padding, then tokens
         self._cached = _takes_branches(self.parts)
-        # Only texts longer than a window would show it, and those have thousands of tokens.
-        self._window = getattr(self.parts.base.config, "sliding_window", None) or NO_LIMIT
+        # Only texts longer than a window would show it, and those have thousands of
+        # tokens.
+        self._window = (
+            getattr(self.parts.base.config, "sliding_window", None) or NO_LIMIT
+        )
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -89,16 +100,22 @@ class Branches:
         return self._columns
 
     def expose(
-        self, exposure: Exposure, chain: Tensor, ids: Tensor, counts: Tensor | None = None
+        self,
+        exposure: Exposure,
+        chain: Tensor,
+        ids: Tensor,
+        counts: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Return the exposure for a chunk of q tokens `ids` (b, q) after each prefix.
 
-        `chain` (b,) is true where the chunk is a chain, and false where it is a fan. `counts` (b,)
-        is how many of its tokens are real (None: all); the others are padding. Padding has the
-        position of the last real token, so that it does not make a text longer than a window.
-        `accept` must follow.
+        `chain` (b,) is true where the chunk is a chain, and false where it is a fan.
+        `counts` (b,) is how many of its tokens are real (None: all); the others are
+        padding. Padding has the position of the last real token, so that it does not
+        make a text longer than a window. `accept` must follow.
         """
-        depth = torch.where(chain[:, None], torch.arange(ids.shape[1], device=ids.device), 0)
+        depth = torch.where(
+            chain[:, None], torch.arange(ids.shape[1], device=ids.device), 0
+        )
         if counts is not None:
             depth = depth.minimum(counts[:, None] - 1)
         self.positions = (self.starts + self.lengths)[:, None] + depth
@@ -114,7 +131,9 @@ class Branches:
                 self._cached = False
         texts = zip(self._texts, self.starts.tolist(), chain.tolist(), ids, strict=True)
         exposed = [self._without_cache(exposure, *text) for text in texts]
-        return {name: torch.stack([text[name] for text in exposed]) for name in exposed[0]}
+        return {
+            name: torch.stack([text[name] for text in exposed]) for name in exposed[0]
+        }
 
     def go_on(self, exposure: Exposure, ids: Tensor) -> dict[str, Tensor]:
         """Return the exposure for tokens `ids` (b, q) after each prefix, and add them to it."""
@@ -124,8 +143,11 @@ class Branches:
         self.accept(zeros, zeros + ids.shape[1], rows)
         return exposed
 
-    def _with_cache(self, exposure: Exposure, chain: Tensor, ids: Tensor) -> dict[str, Tensor]:
-        size, device = ids.shape[1], ids.device
+    def _with_cache(
+        self, exposure: Exposure, chain: Tensor, ids: Tensor
+    ) -> dict[str, Tensor]:
+        size = ids.shape[1]
+        device = ids.device
         square = torch.ones(size, size, dtype=torch.bool, device=device)
         inside = torch.where(chain[:, None, None], square.tril(), square.tril().triu())
         columns = torch.arange(self._columns, device=device)
@@ -136,9 +158,13 @@ class Branches:
         mask = mask.masked_fill(~visible, torch.finfo(dtype).min)[:, None]
         with sdpa_kernel(_KERNELS):
             exposed = capture(
-                self.model, exposure, ids=ids, mask=mask, position_ids=self.positions,
+                self.model,
+                exposure,
+                ids=ids,
+                mask=mask,
+                position_ids=self.positions,
                 past_key_values=self,
-            )  # fmt: skip
+            )
         # Keys and values of a cache include the prefix.
         return {name: tensor[..., -size:, :] for name, tensor in exposed.items()}
 
@@ -154,16 +180,21 @@ class Branches:
             mask[:, :start] = 0
         exposed = capture(self.model, exposure, ids=ids, mask=mask)
         if chain:
-            return {name: tensor[0][..., -len(chunk) :, :] for name, tensor in exposed.items()}
-        return {name: tensor[..., -1, :].movedim(0, -2) for name, tensor in exposed.items()}
+            return {
+                name: tensor[0][..., -len(chunk) :, :]
+                for name, tensor in exposed.items()
+            }
+        return {
+            name: tensor[..., -1, :].movedim(0, -2) for name, tensor in exposed.items()
+        }
 
     def each(
         self, exposure: Exposure, row: int, length: int, tokens: Tensor
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return the exposure of tokens (k,), each alone after a text's first `length` tokens.
 
-        The tensors, and the positions (1, k), are those of one text of k tokens. The cache remains
-        as it is.
+        The tensors, and the positions (1, k), are those of one text of k tokens. The
+        cache remains as it is.
         """
         count = -(-len(tokens) // _CHUNK)
         size = -(-len(tokens) // count)
@@ -182,7 +213,8 @@ class Branches:
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return the exposure of chains `ids` (k, q) after a text's first `length` tokens.
 
-        The tensors, and the positions (k, q), are those of k texts. The cache remains as it is.
+        The tensors, and the positions (k, q), are those of k texts. The cache remains
+        as it is.
         """
         prefix = self._repeated(row, len(ids), length)
         chain = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
@@ -191,7 +223,9 @@ class Branches:
     def at_once(self, length: int) -> int:
         """Return how many tokens fit into a pass of `each` after a prefix, by the free memory."""
         parts = self.parts
-        heads = parts.key_heads + parts.heads  # as they are cached, and as queries use them
+        heads = (
+            parts.key_heads + parts.heads
+        )  # as they are cached, and as queries use them
         kept = 2 * heads * parts.head_dim * (1 + length / _CHUNK)
         return _CHUNK * max(1, parts.at_once(length + _CHUNK, kept=kept) // _CHUNK)
 
@@ -199,7 +233,9 @@ class Branches:
         """Return the first `length` tokens of one text's prefix, `count` times."""
         other = Branches(self.model, self.starts[row].expand(count))
         other.lengths = torch.full_like(other.starts, length)
-        other._columns, other._final_pass, other._cached = length, True, self._cached
+        other._columns = length
+        other._final_pass = True
+        other._cached = self._cached
         other._texts = [self._texts[row][: int(self.starts[row]) + length]] * count
         for mine, own in zip(self.layers, other.layers, strict=True):
             if mine.keys is not None and mine.values is not None:
@@ -226,7 +262,8 @@ class Branches:
         columns = torch.where(place < after[:, None], columns, torch.zeros_like(place))
         for layer in self.layers if self._cached else ():
             layer.keep(rows, columns)
-        self.lengths, self.starts = after, self.starts[rows]
+        self.lengths = after
+        self.starts = self.starts[rows]
         self._columns = columns.shape[1]
 
 
@@ -255,7 +292,9 @@ def _agrees(parts: Anatomy) -> bool:
         exposure = Exposure("hidden", layer)
         branches = Branches(parts.base, ids.new_zeros(1))
         branches.go_on(exposure, ids[None, :3])
-        fan = branches.expose(exposure, torch.tensor([False], device=ids.device), ids[None, 3:])
+        fan = branches.expose(
+            exposure, torch.tensor([False], device=ids.device), ids[None, 3:]
+        )
         whole = capture(parts.base, exposure, ids=texts)["values"][:, -1]
         error = float((fan["values"][0] - whole).norm() / whole.norm())
         if not error <= least + _GROWTH * below:  # false for NaN, too

@@ -1,14 +1,16 @@
 """Read what a model exposes at one layer, by hooks that are always removed.
 
-`capture(model, exposure, …)` runs the model on token ids or on embeddings, stops it as soon as the
-exposure has been computed (the layers above never run), and returns the tensors under the names
-that the leak types use. Gradients flow from them to `embeddings`, so recovery compares candidates
-with a leak by the same computation that made the leak.
+`capture(model, exposure, …)` runs the model on token ids or on embeddings, stops it as
+soon as the exposure has been computed (the layers above never run), and returns the
+tensors under the names that the leak types use. Gradients flow from them to
+`embeddings`, so recovery compares candidates with a leak by the same computation that
+made the leak.
 
-Layers are counted as `output_hidden_states=True` does: hidden states of layer 0 are the embeddings,
-those of layer ℓ the output of block ℓ; maps, keys and attention outputs of layer ℓ are made inside
-block ℓ = 1 … L. The exception is the KV cache of a causal model, which counts from 0 as the cache
-itself does; an encoder has no cache, and its keys and values count from 1 like its maps.
+Layers are counted as `output_hidden_states=True` does: hidden states of layer 0 are the
+embeddings, those of layer ℓ the output of block ℓ; maps, keys and attention outputs of
+layer ℓ are made inside block ℓ = 1 … L. The exception is the KV cache of a causal
+model, which counts from 0 as the cache itself does; an encoder has no cache, and its
+keys and values count from 1 like its maps.
 """
 
 from __future__ import annotations
@@ -37,10 +39,11 @@ POOLINGS = ("mean", "cls", "last", "max", "pooler")
 class Exposure:
     """One thing that a model may expose: `hidden:3`, `kv:0`, `maps:1`, `pooled`, `logits`.
 
-    `pooling` and `normalised` define a pooled embedding: the mean of all states, their maximum in
-    each coordinate, the first (`cls`), the last, or what the model's pooler makes of the first.
-    `width` and `unit` define what is left of each row of hidden states: its first `width` numbers,
-    and then only its direction, as a row of length one. With `log_probabilities`, logits are log p.
+    `pooling` and `normalised` define a pooled embedding: the mean of all states, their
+    maximum in each coordinate, the first (`cls`), the last, or what the model's pooler
+    makes of the first. `width` and `unit` define what is left of each row of hidden
+    states: its first `width` numbers, and then only its direction, as a row of length
+    one. With `log_probabilities`, logits are log p.
     """
 
     kind: str
@@ -65,7 +68,9 @@ class Exposure:
         if whole and not colon:
             return cls(kind)
         if whole or not (number.isascii() and number.isdecimal() and len(number) < 10):
-            raise InputError(f"{text} is not an exposure such as hidden:3, pooled or logits")
+            raise InputError(
+                f"{text} is not an exposure such as hidden:3, pooled or logits"
+            )
         return cls(kind, int(number))
 
     def __str__(self) -> str:
@@ -80,7 +85,8 @@ class Exposure:
         if self.kind in ("pooled", "logits"):
             return parts.layers
         from_zero = self.kind == "kv" and parts.causal
-        first, last = int(self.kind != "hidden" and not from_zero), parts.layers - from_zero
+        first = int(self.kind != "hidden" and not from_zero)
+        last = parts.layers - from_zero
         if not first <= self.layer <= last:
             raise InputError(f"the layer of {self} must be from {first} to {last}")
         number = self.layer + from_zero
@@ -104,11 +110,12 @@ def capture(
 ) -> dict[str, Tensor]:
     """Return the exposure's tensors, batch first, for `ids` or word `embeddings` (b, n, e).
 
-    Names: `values` for hidden states (b, n, d), maps (b, h, n, n), attention outputs (b, n, d),
-    pooled embeddings (b, d) and logits (b, 1, v); `keys` and `values` (b, h, n, k) as a KV cache
-    holds them. `mask` (b, n) is 1 on text, 0 on padding. `inputs` are passed to the model:
-    `position_ids`, `past_key_values`, `token_type_ids`. A model of float16 or bfloat16 computes in
-    its own precision; embeddings may be float32, and tensors are returned as float32.
+    Names: `values` for hidden states (b, n, d), maps (b, h, n, n), attention outputs
+    (b, n, d), pooled embeddings (b, d) and logits (b, 1, v); `keys` and `values` (b, h,
+    n, k) as a KV cache holds them. `mask` (b, n) is 1 on text, 0 on padding. `inputs`
+    are passed to the model: `position_ids`, `past_key_values`, `token_type_ids`. A
+    model of float16 or bfloat16 computes in its own precision; embeddings may be
+    float32, and tensors are returned as float32.
     """
     parts = anatomy(model)
     tensors: dict[str, Tensor] = {}
@@ -117,8 +124,12 @@ def capture(
         embeddings = embeddings.to(parts.tokens.weight.dtype)
     maps = exposure.kind == "maps"
     given = {"input_ids": ids} if embeddings is None else {"inputs_embeds": embeddings}
-    if embeddings is not None and not parts.takes_embeddings:  # replace its table's output
-        stand_in = torch.full(embeddings.shape[:2], parts.ordinary, device=embeddings.device)
+    if (
+        embeddings is not None and not parts.takes_embeddings
+    ):  # replace its table's output
+        stand_in = torch.full(
+            embeddings.shape[:2], parts.ordinary, device=embeddings.device
+        )
         given = {"input_ids": stand_in}
         wanted.append((parts.tokens.register_forward_hook, lambda *_: embeddings))
     if exposure.kind == "kv" and parts.causal and inputs.get("past_key_values") is None:
@@ -139,7 +150,10 @@ def capture(
         tensors["values"] = pool(exposure, tensors.pop("states"), mask)
     if exposure.kind == "logits":
         logits = unembedding(model)(last_state(tensors.pop("states"), mask)[:, None])
-        tensors["values"] = logits.log_softmax(-1) if exposure.log_probabilities else logits
+        if exposure.log_probabilities:
+            tensors["values"] = logits.log_softmax(-1)
+        else:
+            tensors["values"] = logits
     if exposure.width is not None:
         tensors["values"] = tensors["values"][..., : exposure.width]
     if exposure.unit:
@@ -158,11 +172,16 @@ def _stops(parts: Anatomy, layer: int) -> bool:
 Read = Callable[[tuple[Any, ...], dict[str, Any], Any], dict[str, Tensor]]
 
 
-def _hooks(parts: Anatomy, exposure: Exposure, tensors: dict[str, Tensor]) -> list[Wanted]:
+def _hooks(
+    parts: Anatomy, exposure: Exposure, tensors: dict[str, Tensor]
+) -> list[Wanted]:
     """Return the hooks that fill `tensors` and end the forward pass there."""
-    kind, number = exposure.kind, exposure.block(parts)
+    kind = exposure.kind
+    number = exposure.block(parts)
     inside = kind not in ("pooled", "logits", "hidden")
-    if not inside and (kind != "hidden" or number == parts.layers or not _stops(parts, number)):
+    if not inside and (
+        kind != "hidden" or number == parts.layers or not _stops(parts, number)
+    ):
 
         def take_output(_m: nn.Module, _i: Any, output: Any) -> None:
             tensors.update(_of_output(exposure, output, type(parts.base).__name__))
@@ -179,7 +198,9 @@ def _hooks(parts: Anatomy, exposure: Exposure, tensors: dict[str, Tensor]) -> li
         entered += 1
 
     def take(read: Read) -> Callable[..., None]:
-        def hook(_m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        def hook(
+            _m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        ) -> None:
             if entered == number:
                 tensors.update(read(args, kwargs, output))
                 if len(tensors) == (2 if kind == "kv" else 1):
@@ -190,8 +211,14 @@ def _hooks(parts: Anatomy, exposure: Exposure, tensors: dict[str, Tensor]) -> li
     blocks = dict.fromkeys(parts.blocks)
     reads = _reads(parts, kind, number) if inside else []
     return [
-        *((partial(b.register_forward_pre_hook, with_kwargs=True), enter) for b in blocks),
-        *((partial(m.register_forward_hook, with_kwargs=True), take(read)) for m, read in reads),
+        *(
+            (partial(b.register_forward_pre_hook, with_kwargs=True), enter)
+            for b in blocks
+        ),
+        *(
+            (partial(m.register_forward_hook, with_kwargs=True), take(read))
+            for m, read in reads
+        ),
     ]
 
 
@@ -199,7 +226,11 @@ def _of_output(exposure: Exposure, output: Any, model: str) -> dict[str, Tensor]
     """Read the model's output: hidden states, those to pool, or what its pooler makes of them."""
     if exposure.kind == "hidden":
         states = output.hidden_states
-        return {"values": output.last_hidden_state if states is None else states[exposure.layer]}
+        return {
+            "values": output.last_hidden_state
+            if states is None
+            else states[exposure.layer]
+        }
     if exposure.pooling != "pooler":
         return {"states": output.last_hidden_state}
     if getattr(output, "pooler_output", None) is None:
@@ -210,13 +241,22 @@ def _of_output(exposure: Exposure, output: Any, model: str) -> dict[str, Tensor]
 def _reads(parts: Anatomy, kind: str, number: int) -> list[tuple[nn.Module, Read]]:
     """Return the modules of block `number` to read, and what to read of their calls."""
     if kind == "attention":
-        return [(parts.attention(number).output, lambda _a, _k, output: {"values": output})]
+        return [
+            (parts.attention(number).output, lambda _a, _k, output: {"values": output})
+        ]
     if kind == "maps":
         module = parts.attention(number).module
-        return [(module, lambda _a, _k, output: {"values": cast("Tensor", maps_among(output))})]
+        return [
+            (
+                module,
+                lambda _a, _k, output: {"values": cast("Tensor", maps_among(output))},
+            )
+        ]
     if parts.causal:
 
-        def cached(args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> dict[str, Tensor]:
+        def cached(
+            args: tuple[Any, ...], kwargs: dict[str, Any], _: Any
+        ) -> dict[str, Tensor]:
             cache = cache_among(args, kwargs)
             if cache is None or cache.layers[number - 1].keys is None:
                 return {}
@@ -224,12 +264,19 @@ def _reads(parts: Anatomy, kind: str, number: int) -> list[tuple[nn.Module, Read
             return {"keys": layer.keys, "values": layer.values}
 
         attention = parts.attentions[number - 1]
-        modules = [parts.blocks[number - 1], *([] if attention is None else [attention.module])]
+        modules = [
+            parts.blocks[number - 1],
+            *([] if attention is None else [attention.module]),
+        ]
         return [(module, cached) for module in modules]
 
     def projected(name: str, projection: Projection) -> tuple[nn.Module, Read]:
-        def read(_a: tuple[Any, ...], _k: dict[str, Any], output: Tensor) -> dict[str, Tensor]:
-            heads = projection.of(output).unflatten(-1, (parts.key_heads, parts.head_dim))
+        def read(
+            _a: tuple[Any, ...], _k: dict[str, Any], output: Tensor
+        ) -> dict[str, Tensor]:
+            heads = projection.of(output).unflatten(
+                -1, (parts.key_heads, parts.head_dim)
+            )
             return {name: heads.transpose(1, 2)}
 
         return projection.module, read
@@ -257,21 +304,23 @@ def pool(exposure: Exposure, states: Tensor, mask: Tensor | None) -> Tensor:
 
 # Arithmetic that is coarser than float32: how far it moves what a model exposes
 #
-# Servers of quantised weights round the input of a matrix as well. llama.cpp (ggml) takes blocks of
-# 32 numbers x, stores d = max |x| / 127 in float16 and x/d as whole numbers of eight bits, and
-# multiplies those; for weights of the K or IQ kinds it takes blocks of 256 and d in float32; for
-# float16 weights it rounds to float16. The dequantised weights are the same, so the difference is
-# rounding alone.
+# Servers of quantised weights round the input of a matrix as well. llama.cpp (ggml)
+# takes blocks of 32 numbers x, stores d = max |x| / 127 in float16 and x/d as whole
+# numbers of eight bits, and multiplies those; for weights of the K or IQ kinds it takes
+# blocks of 256 and d in float32; for float16 weights it rounds to float16. The
+# dequantised weights are the same, so the difference is rounding alone.
 #
-# The same rounding does not give the same numbers. It does before the first attention; then a
-# difference in the last bit moves some numbers across a half, each by a whole step, and after a few
-# layers the two computations differ nearly as if they had rounded independently. llama.cpp differs
-# from itself by as much, with and without flash attention. So this measures how exact such a
-# server's answers can be, and texts are verified within that (`recover/files/contents.py`).
+# The same rounding does not give the same numbers. It does before the first attention;
+# then a difference in the last bit moves some numbers across a half, each by a whole
+# step, and after a few layers the two computations differ nearly as if they had rounded
+# independently. llama.cpp differs from itself by as much, with and without flash
+# attention. So this measures how exact such a server's answers can be, and texts are
+# verified within that (`recover/files/contents.py`).
 #
 # Other servers, such as vLLM, compute in bfloat16.
 
-_BLOCK, _LARGE_BLOCK = 32, 256
+_BLOCK = 32
+_LARGE_BLOCK = 256
 _STEPS = 127  # of eight bits with a sign
 
 
@@ -290,7 +339,9 @@ def as_multiplied(numbers: Tensor, stored: str) -> Tensor:
     if stored == "F32":
         return numbers
     if stored in ("F16", "BF16"):
-        return numbers.to(torch.float16 if stored == "F16" else torch.bfloat16).to(numbers)
+        return numbers.to(torch.float16 if stored == "F16" else torch.bfloat16).to(
+            numbers
+        )
     large = stored.endswith("_K") or (stored.startswith("IQ") and stored != "IQ4_NL")
     return in_blocks(numbers, _LARGE_BLOCK if large else _BLOCK)
 
@@ -311,17 +362,23 @@ def eight_bit_activations(model: nn.Module) -> Generator[None]:
 def bfloat16_arithmetic(model: nn.Module) -> Generator[None]:
     """Compute every linear map in bfloat16, and round the output of every module to it."""
 
-    def rounded(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor | None:
+    def rounded(
+        module: nn.Module, inputs: tuple[Any, ...], output: Any
+    ) -> Tensor | None:
         if not isinstance(output, Tensor):
             return None
         dtype = output.dtype
         if isinstance(module, nn.Linear):
             bias = cast("Tensor | None", module.bias)
             bias = None if bias is None else bias.bfloat16()
-            output = nn.functional.linear(inputs[0].bfloat16(), module.weight.bfloat16(), bias)
+            output = nn.functional.linear(
+                inputs[0].bfloat16(), module.weight.bfloat16(), bias
+            )
         return output.bfloat16().to(dtype)
 
-    with hooks(*((module.register_forward_hook, rounded) for module in model.modules())):
+    with hooks(
+        *((module.register_forward_hook, rounded) for module in model.modules())
+    ):
         yield
 
 

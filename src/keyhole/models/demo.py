@@ -24,8 +24,8 @@ TEXTS = (
 NOTES = ("a secret of mine", "please tell nobody .", "meet me at noon .")
 
 
-# Mixed reviews that the classifier gets right, to show the attack. Many are near its boundary, so
-# the share that flips says little about other texts.
+# Mixed reviews that the classifier gets right, to show the attack. Many are near its
+# boundary, so the share that flips says little about other texts.
 _POSITIVE = (
     "a warm and funny film that never outstays its welcome , and one of the best of the year .",
     "it takes a while to find its feet , but the last hour is a delight and well worth the wait .",
@@ -51,7 +51,9 @@ EXAMPLES = tuple(
 )
 
 
-def load_demo(task: str = "base", device: str = "cpu", hardened: bool = False) -> Loaded:
+def load_demo(
+    task: str = "base", device: str = "cpu", hardened: bool = False
+) -> Loaded:
     """Load the classifier, with its head if the task is "classification".
 
     With `hardened`, load the one trained against the attack on attention.
@@ -66,11 +68,15 @@ def folder_of(model: str) -> str:
 
 
 def open_model(
-    model: str | Loaded, task: str | None = "base", device: str = "cpu", allow_pickle: bool = False
+    model: str | Loaded,
+    task: str | None = "base",
+    device: str = "cpu",
+    allow_pickle: bool = False,
 ) -> Loaded:
     """Open a MODEL of the command line: a folder, a .gguf file, a name on the hub, or `demo`.
 
-    Without a `task` it has the head of its checkpoint. A model that is loaded stays as it is.
+    Without a `task` it has the head of its checkpoint. A model that is loaded stays as
+    it is.
     """
     if isinstance(model, Loaded):
         return model

@@ -1,7 +1,7 @@
 """Find the parts of a model by running it: blocks, projections, norms, positions.
 
-No family is known by name. A few tokens are run through the model while hooks record the arguments
-and the output of every module, and the parts follow from that:
+No family is known by name. A few tokens are run through the model while hooks record
+the arguments and the output of every module, and the parts follow from that:
 
 | part | how it is recognised |
 |---|---|
@@ -14,11 +14,12 @@ and the output of every module, and the parts follow from that:
 | queries | the rows that change their own position alone |
 | rotary positions | a token's embedding is the same at all positions, and its keys are not |
 
-Layers are numbered as `output_hidden_states=True` numbers them: 0 is the embeddings, ℓ the output
-of block ℓ, and the last one of most causal models has passed the final norm. A model that runs one
-block many times (ALBERT) has that block many times in `blocks`. For a model of an encoder and a
-decoder, the parts are those of the encoder; the decoder is a model of its own (pairs.py). Parts
-that a model does not show are missing, `Anatomy.lacks` gives the reason, and the others are used.
+Layers are numbered as `output_hidden_states=True` numbers them: 0 is the embeddings, ℓ
+the output of block ℓ, and the last one of most causal models has passed the final norm.
+A model that runs one block many times (ALBERT) has that block many times in `blocks`.
+For a model of an encoder and a decoder, the parts are those of the encoder; the decoder
+is a model of its own (pairs.py). Parts that a model does not show are missing,
+`Anatomy.lacks` gives the reason, and the others are used.
 """
 
 from __future__ import annotations
@@ -35,14 +36,24 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.core.errors import InputError, first_line
-from keyhole.models.hooks import AttentionImplementation, Wanted, evaluating, hooks, unhooked
+from keyhole.models.hooks import (
+    AttentionImplementation,
+    Wanted,
+    evaluating,
+    hooks,
+    unhooked,
+)
 from keyhole.models.rotary import Rotation, turn_of, ways_to_undo
 
 _LENGTH = 6  # tokens of the texts that are run
 # Differences relative to a vector's length. Larger ones are no rounding errors:
 _STATE_TOLERANCE = 1e-5
-_KEY_TOLERANCE = 1e-3  # keys come out of a rotation, whose cosines and sines are rounded as well
-_NORM_TOLERANCE = 0.01  # between what a norm gives for an input and for a multiple of it
+_KEY_TOLERANCE = (
+    1e-3  # keys come out of a rotation, whose cosines and sines are rounded as well
+)
+_NORM_TOLERANCE = (
+    0.01  # between what a norm gives for an input and for a multiple of it
+)
 _SMALL = 0.1  # replaces the outputs of projections: so small that no softmax saturates
 
 
@@ -50,8 +61,8 @@ _SMALL = 0.1  # replaces the outputs of projections: so small that no softmax sa
 class AttentionPaths:
     """The paths, within a block, of its attention, of the output map, and of the norm before it.
 
-    `projections` has, for queries, keys and values, the path of a map, the number of its rows that
-    are theirs, and these rows where they are not all.
+    `projections` has, for queries, keys and values, the path of a map, the number of
+    its rows that are theirs, and these rows where they are not all.
     """
 
     module: str
@@ -78,9 +89,15 @@ class Structure:
     ordinary: int  # a token without a special meaning
     block_paths: tuple[str, ...]
     attention_paths: tuple[AttentionPaths | None, ...]
-    closing_paths: tuple[str, ...]  # for each layer the norm that its states come out of, or ""
-    position_table: tuple[str, int] | None  # its path, and the number of the first position
-    cached: Mapping[int, tuple[torch.Size, torch.Size]]  # keys and values, by block number from 1
+    closing_paths: tuple[
+        str, ...
+    ]  # for each layer the norm that its states come out of, or ""
+    position_table: (
+        tuple[str, int] | None
+    )  # its path, and the number of the first position
+    cached: Mapping[
+        int, tuple[torch.Size, torch.Size]
+    ]  # keys and values, by block number from 1
     mapped: frozenset[int]  # the numbers of the blocks that return maps
     rotations: tuple[Rotation | None, ...]
 
@@ -152,7 +169,8 @@ def _same(first: Tensor | None, second: Tensor | None) -> bool:
 def _differ(rows: Tensor, others: Tensor, tolerance: float) -> bool:
     """Return whether rows differ by more than the rounding of their precision."""
     tolerance = max(tolerance, torch.finfo(rows.dtype).eps / 8)
-    rows, others = rows.float(), others.float()
+    rows = rows.float()
+    others = others.float()
     return float((rows - others).norm()) > tolerance * float(rows.norm())
 
 
@@ -166,13 +184,19 @@ def _run(base: nn.Module, ids: Tensor, **options: Any) -> tuple[Any, list[_Call]
     for path, module in base.named_modules():
         if path:
 
-            def note(m: nn.Module, args: Any, kwargs: Any, output: Any, path: str = path) -> None:
+            def note(
+                m: nn.Module, args: Any, kwargs: Any, output: Any, path: str = path
+            ) -> None:
                 calls.append(_Call(path, m, args, kwargs, output))
 
-            wanted.append((partial(module.register_forward_hook, with_kwargs=True), note))
+            wanted.append(
+                (partial(module.register_forward_hook, with_kwargs=True), note)
+            )
     try:
         with hooks(*wanted):
-            output = base(input_ids=ids, output_hidden_states=True, return_dict=True, **options)
+            output = base(
+                input_ids=ids, output_hidden_states=True, return_dict=True, **options
+            )
     except Exception:  # a model without such arguments may raise anything
         if not options:
             raise
@@ -180,33 +204,44 @@ def _run(base: nn.Module, ids: Tensor, **options: Any) -> tuple[Any, list[_Call]
     return output, calls
 
 
-# The structure, from three runs: of a text, of another one, and of a token that is repeated
+# The structure, from three runs: of a text, of another one, and of a token that is
+# repeated
 
 
 def structure_of(base: nn.Module) -> Structure:
     """Find the structure of a model; raise InputError if it shows none.
 
-    Weights that are zero or no numbers tell no tokens apart. Then the structure is that of a copy
-    with random weights.
+    Weights that are zero or no numbers tell no tokens apart. Then the structure is that
+    of a copy with random weights.
     """
     found = _structure(base)
     if found is None:
-        stream, base = torch.Generator().manual_seed(0), copy.deepcopy(base)
+        stream = torch.Generator().manual_seed(0)
+        base = copy.deepcopy(base)
         for weight in base.parameters():
-            drawn = torch.randn(weight.shape, generator=stream) / weight.shape[-1] ** 0.5
-            weight.data = (drawn if weight.ndim > 1 else torch.ones(weight.shape)).to(weight)
+            drawn = (
+                torch.randn(weight.shape, generator=stream) / weight.shape[-1] ** 0.5
+            )
+            weight.data = (drawn if weight.ndim > 1 else torch.ones(weight.shape)).to(
+                weight
+            )
         found = _structure(base)
     if found is None:
-        raise InputError(f"hidden states of {type(base).__name__} do not depend on the text")
+        raise InputError(
+            f"hidden states of {type(base).__name__} do not depend on the text"
+        )
     return found
 
 
 def _structure(base: nn.Module) -> Structure | None:
     family = str(getattr(base.config, "model_type", type(base).__name__))
     with (
-        torch.inference_mode(False), torch.no_grad(), evaluating(base),
-        AttentionImplementation(base, "eager"), unhooked(base),
-    ):  # fmt: skip
+        torch.inference_mode(False),
+        torch.no_grad(),
+        evaluating(base),
+        AttentionImplementation(base, "eager"),
+        unhooked(base),
+    ):
         try:
             tokens = cast("Any", base).get_input_embeddings()
             text, other = _texts(base, tokens.weight)
@@ -215,7 +250,9 @@ def _structure(base: nn.Module) -> Structure | None:
             output, calls = _run(base, text, output_attentions=True, use_cache=False)
             states: list[Tensor] = list(output.hidden_states)
             changed = _run(base, other)[0].hidden_states[-1]
-        except Exception as error:  # a model that reads something else may raise anything
+        except (
+            Exception
+        ) as error:  # a model that reads something else may raise anything
             reads = str(getattr(base, "main_input_name", "input_ids"))
             reason = f"{family} gives no hidden states of token ids alone: {first_line(error)}"
             if reads != "input_ids":
@@ -229,7 +266,9 @@ def _structure(base: nn.Module) -> Structure | None:
             return None
         blocks = _blocks(calls, states)
         attentions = _attentions(blocks)
-        maps = [_maps(block, paths) for block, paths in zip(blocks, attentions, strict=True)]
+        maps = [
+            _maps(block, paths) for block, paths in zip(blocks, attentions, strict=True)
+        ]
         found = Structure(
             family=family,
             layers=len(states) - 1,
@@ -246,7 +285,9 @@ def _structure(base: nn.Module) -> Structure | None:
             closing_paths=tuple(_closing(calls, state) for state in states),
             position_table=_position_table(calls),
             cached={},
-            mapped=frozenset(number for number, each in enumerate(maps, 1) if each is not None),
+            mapped=frozenset(
+                number for number, each in enumerate(maps, 1) if each is not None
+            ),
             rotations=(None,) * len(blocks),
         )
         return _with_keys(base, found, text[:, :1].expand_as(text))
@@ -256,7 +297,9 @@ def _texts(base: nn.Module, table: Tensor) -> tuple[Tensor, Tensor]:
     """Return two texts (1, n) of ordinary tokens that differ in the last one."""
     settings = cast("dict[str, Any]", cast("Any", base.config).to_dict())
     special = [
-        value for name, value in settings.items() if name.endswith(("token_id", "token_index"))
+        value
+        for name, value in settings.items()
+        if name.endswith(("token_id", "token_index"))
     ]
     stream = torch.Generator().manual_seed(0)
     drawn = torch.randint(len(table), (64,), generator=stream).tolist()
@@ -295,8 +338,13 @@ def _blocks(calls: list[_Call], states: list[Tensor]) -> list[_Block]:
         while goal is not None and at is None:
             ends = [n for n in range(after, len(calls)) if _same(calls[n].result, goal)]
             at = next((n for n in ends if _same(calls[n].state, before)), None)
-            last = at is None and ends and state is states[-1]  # a final norm may follow
-            goal = calls[ends[0]].state if last and not _same(calls[ends[0]].state, goal) else None
+            last = (
+                at is None and ends and state is states[-1]
+            )  # a final norm may follow
+            if last and not _same(calls[ends[0]].state, goal):
+                goal = calls[ends[0]].state
+            else:
+                goal = None
         if at is None:
             return []
         path = calls[at].path
@@ -312,8 +360,15 @@ def _closing(calls: list[_Call], state: Tensor) -> str:
         given = call.state
         if given is None or given.dtype != state.dtype or _same(given, state):
             continue
-        if call.is_leaf and len(call.args) == 1 and not call.kwargs and _same(call.result, state):
-            first, second = (cast("Any", call.module)(scale * given) for scale in (10, 30))
+        if (
+            call.is_leaf
+            and len(call.args) == 1
+            and not call.kwargs
+            and _same(call.result, state)
+        ):
+            first, second = (
+                cast("Any", call.module)(scale * given) for scale in (10, 30)
+            )
             if not _differ(first, second, _NORM_TOLERANCE):
                 return call.path
     return ""
@@ -338,16 +393,21 @@ def _maps(block: _Block, paths: AttentionPaths | None) -> Tensor | None:
 
 
 def _heads(
-    base: nn.Module, blocks: list[_Block], attentions: list[AttentionPaths | None],
-    maps: list[Tensor | None], width: int,
-) -> dict[str, int]:  # fmt: skip
+    base: nn.Module,
+    blocks: list[_Block],
+    attentions: list[AttentionPaths | None],
+    maps: list[Tensor | None],
+    width: int,
+) -> dict[str, int]:
     """Return the numbers of query heads and key heads, and their size, by the first attention."""
     shown = next((each.shape[1] for each in maps if each is not None), None)
     heads = shown or getattr(base.config, "num_attention_heads", None)
     heads = key_heads = heads if isinstance(heads, int) else 1
     for block, paths in zip(blocks, attentions, strict=True):
         if paths is not None:
-            output = next(call for call in block.calls if block.within(call) == paths.output)
+            output = next(
+                call for call in block.calls if block.within(call) == paths.output
+            )
             width = output.args[0].shape[-1]
             if paths.projections is not None:
                 (_, queries, _), (_, keys, _), _ = paths.projections
@@ -379,7 +439,9 @@ def _attentions(blocks: list[_Block]) -> list[AttentionPaths | None]:
 
 
 def _attention(block: _Block) -> AttentionPaths | None:
-    maps = [call for call in block.calls if _is_linear(call, cast("Tensor", block.state))]
+    maps = [
+        call for call in block.calls if _is_linear(call, cast("Tensor", block.state))
+    ]
     stream = torch.Generator().manual_seed(0)
 
     def small(output: Tensor) -> Tensor:
@@ -388,19 +450,35 @@ def _attention(block: _Block) -> AttentionPaths | None:
     output, plain = _mixing(block, maps, small)
     if output is None:
         return None
-    values = {name: other for name, (_, other) in _mixing(block, maps, torch.zeros_like)[1].items()}
+    values = {
+        name: other
+        for name, (_, other) in _mixing(block, maps, torch.zeros_like)[1].items()
+    }
     keys = {name: other & ~values[name] for name, (_, other) in plain.items()}
-    queries = {name: own & ~keys[name] & ~values[name] for name, (own, _) in plain.items()}
-    if not any(bool(rows.any()) for rows in keys.values()):  # positions are mixed without a softmax
+    queries = {
+        name: own & ~keys[name] & ~values[name] for name, (own, _) in plain.items()
+    }
+    if not any(
+        bool(rows.any()) for rows in keys.values()
+    ):  # positions are mixed without a softmax
         return None
-    sources = [name for name, (own, other) in plain.items() if bool((own | other).any())]
+    sources = [
+        name for name, (own, other) in plain.items() if bool((own | other).any())
+    ]
     found = AttentionPaths(_parent(sources), output)
     three = (queries, keys, values)
-    names = [[name for name, rows in each.items() if bool(rows.any())] for each in three]
+    names = [
+        [name for name, rows in each.items() if bool(rows.any())] for each in three
+    ]
     if any(len(each) != 1 for each in names):
         return found
-    parts = [(name, each[name].nonzero()[:, 0]) for each, (name,) in zip(three, names, strict=True)]
-    inputs = [next(c for c in maps if block.within(c) == name).state for name, _ in parts]
+    parts = [
+        (name, each[name].nonzero()[:, 0])
+        for each, (name,) in zip(three, names, strict=True)
+    ]
+    inputs = [
+        next(c for c in maps if block.within(c) == name).state for name, _ in parts
+    ]
     norm = _path_between(block, inputs[0])
     (_, query_rows), (_, key_rows), (_, value_rows) = parts
     if norm is None or not all(_same(inputs[0], each) for each in inputs[1:]):
@@ -408,7 +486,8 @@ def _attention(block: _Block) -> AttentionPaths | None:
     if len(key_rows) != len(value_rows) or len(query_rows) % len(key_rows):
         return found
     projections = tuple(
-        (name, len(rows), None if len(rows) == len(values[name]) else rows) for name, rows in parts
+        (name, len(rows), None if len(rows) == len(values[name]) else rows)
+        for name, rows in parts
     )
     return replace(found, norm=norm, projections=projections)
 
@@ -422,13 +501,18 @@ def _parent(names: list[str]) -> str:
 
 def _is_linear(call: _Call, state: Tensor) -> bool:
     """Return whether a module maps each position's row by a matrix."""
-    weight, given, result = getattr(call.module, "weight", None), call.state, call.result
+    weight = getattr(call.module, "weight", None)
+    given = call.state
+    result = call.result
     if not call.is_leaf or not isinstance(weight, Tensor) or weight.ndim != 2:
         return False
     if given is None or result is None or not given.is_floating_point():
         return False
     count = state.shape[0] * state.shape[1]
-    return given.numel() == count * given.shape[-1] and result.numel() == count * result.shape[-1]
+    return (
+        given.numel() == count * given.shape[-1]
+        and result.numel() == count * result.shape[-1]
+    )
 
 
 def _mixing(
@@ -436,9 +520,9 @@ def _mixing(
 ) -> tuple[str | None, dict[str, tuple[Tensor, Tensor]]]:
     """Find the first map whose last input row depends on what maps before gave at other positions.
 
-    Returns its path and, for each map before it, which of its output's numbers that row depends on:
-    those at its own position, and those at others. `fill` replaces the output of each map, so that
-    only direct dependence is seen.
+    Returns its path and, for each map before it, which of its output's numbers that row
+    depends on: those at its own position, and those at others. `fill` replaces the
+    output of each map, so that only direct dependence is seen.
     """
     names = {call.module: block.within(call) for call in maps}
     outputs: dict[str, Tensor] = {}
@@ -451,9 +535,14 @@ def _mixing(
             return
         weights = torch.linspace(1, 2, len(row)).to(row)
         slopes = torch.autograd.grad(
-            (row * weights).sum(), list(outputs.values()), retain_graph=True, allow_unused=True
+            (row * weights).sum(),
+            list(outputs.values()),
+            retain_graph=True,
+            allow_unused=True,
         )
-        for name, slope in zip(outputs, cast("tuple[Tensor | None, ...]", slopes), strict=True):
+        for name, slope in zip(
+            outputs, cast("tuple[Tensor | None, ...]", slopes), strict=True
+        ):
             used = torch.zeros_like(outputs[name]) if slope is None else slope
             used = used.flatten(0, -2) != 0
             found[name] = (used[-1].cpu(), used[:-1].any(0).cpu())
@@ -465,7 +554,9 @@ def _mixing(
         outputs[names[module]] = fill(output.detach()).requires_grad_()
         return outputs[names[module]]
 
-    wanted: list[Wanted] = [(module.register_forward_pre_hook, before) for module in names]
+    wanted: list[Wanted] = [
+        (module.register_forward_pre_hook, before) for module in names
+    ]
     wanted += [(module.register_forward_hook, after) for module in names]
     with torch.enable_grad(), hooks(*wanted), suppress(_Mixed):
         block.module(*block.args, **block.kwargs)
@@ -476,7 +567,9 @@ def _path_between(block: _Block, state: Tensor | None) -> str | None:
     """Return the path of the module that maps the block's input to these states, "" for none."""
     if _same(state, block.state):
         return ""
-    ways = (c for c in block.calls if _same(c.state, block.state) and _same(c.result, state))
+    ways = (
+        c for c in block.calls if _same(c.state, block.state) and _same(c.result, state)
+    )
     return next(map(block.within, ways), None)
 
 
@@ -491,7 +584,8 @@ def _with_keys(base: nn.Module, found: Structure, repeated: Tensor) -> Structure
     turns = [
         turn
         for call in calls
-        if (turn := turn_of(call.path, call.args, call.kwargs, call.output, _LENGTH)) is not None
+        if (turn := turn_of(call.path, call.args, call.kwargs, call.output, _LENGTH))
+        is not None
     ]
     cached = _cached(found, output, calls)
     if not found.causal or not cached:
@@ -500,14 +594,18 @@ def _with_keys(base: nn.Module, found: Structure, repeated: Tensor) -> Structure
     known: Rotation | None = None
     for number, (keys, _) in cached.items():
         if same and _vary(keys):
-            # A model whose states differ for another reason rotates keys as in its first block.
+            # A model whose states differ for another reason rotates keys as in its
+            # first block.
             ways = ways_to_undo(keys, turns)
             known = next((way for way, undone in ways if not _vary(undone)), known)
             rotations[number - 1] = known
     first, _ = cached[min(cached)]
     return replace(
         found,
-        cached={number: (keys.shape, values.shape) for number, (keys, values) in cached.items()},
+        cached={
+            number: (keys.shape, values.shape)
+            for number, (keys, values) in cached.items()
+        },
         rotary=same and _vary(first),
         key_heads=first.shape[1],
         head_dim=first.shape[-1],
@@ -515,14 +613,25 @@ def _with_keys(base: nn.Module, found: Structure, repeated: Tensor) -> Structure
     )
 
 
-def _cached(found: Structure, output: Any, calls: list[_Call]) -> dict[int, tuple[Tensor, Tensor]]:
+def _cached(
+    found: Structure, output: Any, calls: list[_Call]
+) -> dict[int, tuple[Tensor, Tensor]]:
     """Return the cached keys and values of the blocks that were given the cache."""
-    given = {call.path for call in calls if cache_among(call.args, call.kwargs) is not None}
+    given = {
+        call.path for call in calls if cache_among(call.args, call.kwargs) is not None
+    }
     layers = getattr(_own_cache(getattr(output, "past_key_values", None)), "layers", ())
     cached: dict[int, tuple[Tensor, Tensor]] = {}
-    for number, (path, layer) in enumerate(zip(found.block_paths, layers, strict=False), 1):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or path not in given:
+    for number, (path, layer) in enumerate(
+        zip(found.block_paths, layers, strict=False), 1
+    ):
+        keys = getattr(layer, "keys", None)
+        values = getattr(layer, "values", None)
+        if (
+            not isinstance(keys, Tensor)
+            or not isinstance(values, Tensor)
+            or path not in given
+        ):
             continue
         if keys.ndim == values.ndim == 4 and keys.shape[2] == _LENGTH:
             cached[number] = keys, values

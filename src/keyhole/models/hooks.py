@@ -12,7 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 _HOOKS = "_forward_hooks"  # where torch keeps them
 _CAPTURING = "_output_capturing_hooks_installed"  # the mark of transformers
-Wanted = tuple[Callable[..., RemovableHandle], Callable[..., Any]]  # a register method and a hook
+Wanted = tuple[
+    Callable[..., RemovableHandle], Callable[..., Any]
+]  # a register method and a hook
 
 
 @contextmanager
@@ -58,7 +60,9 @@ class AttentionImplementation:
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self._name = name
-        self._before = [(config, config._attn_implementation) for config in _configs(model)]
+        self._before = [
+            (config, config._attn_implementation) for config in _configs(model)
+        ]
 
     def __enter__(self) -> None:
         for config, _ in self._before:

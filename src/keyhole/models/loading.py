@@ -1,18 +1,20 @@
 """Models from folders, from the hub and from GGUF files: safetensors only, never remote code.
 
-On a GPU a language model's weights keep the checkpoint's own precision: a service computes in it,
-and there may not be memory for twice as much. Other models, and all models on a CPU, are float32:
-encoders are small, classifiers may be trained, and half precision is slow on a CPU.
+On a GPU a language model's weights keep the checkpoint's own precision: a service
+computes in it, and there may not be memory for twice as much. Other models, and all
+models on a CPU, are float32: encoders are small, classifiers may be trained, and half
+precision is slow on a CPU.
 
-transformers chooses how attention is computed, mostly without ever holding a whole attention map,
-so that memory does not grow with the square of a text's length. `capture` asks for maps where they
-are needed.
+transformers chooses how attention is computed, mostly without ever holding a whole
+attention map, so that memory does not grow with the square of a text's length.
+`capture` asks for maps where they are needed.
 
 A pickled checkpoint can run any code when it is opened, so it is refused without
 `allow_pickle=True`. Code that a checkpoint brings along is never run.
 
-`identity` names a model by what it computes: its configuration and its weights (every name and
-shape, and a sample of the values), without the head. So a leak can name its model.
+`identity` names a model by what it computes: its configuration and its weights (every
+name and shape, and a sample of the values), without the head. So a leak can name its
+model.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ from keyhole.core.machine import available, expect_device, expect_memory
 from keyhole.models.hooks import evaluating
 
 T = TypeVar("T")
-STORED = "stored_as"  # attribute of a linear map: the type of its weights in a GGUF file
+STORED = (
+    "stored_as"  # attribute of a linear map: the type of its weights in a GGUF file
+)
 _log = logging.getLogger(__name__)
 _LARGE = 2**30  # bytes of weights from which the memory is logged
 _MAX_HEADER = 2**27  # bytes of the header of a file of weights
@@ -52,27 +56,47 @@ _FITS = "choose a smaller model, or a GPU with more memory (--device cuda)"
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
 _HUB_NAME = re.compile(r"\w[\w.-]{0,95}(/[\w.-]{1,96})?")
 _SAMPLES = 32  # values of each tensor that enter the identity
-_NO_EFFECT = frozenset({  # settings that do not change hidden states
-    "_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "id2label",
-    "label2id", "problem_type", "_attn_implementation", "output_attentions",
-    "output_hidden_states", "return_dict", "use_cache", "gradient_checkpointing",
-    "quantization_config", "chunk_size_feed_forward", "tie_word_embeddings",
-})  # fmt: skip
+_NO_EFFECT = frozenset(
+    {  # settings that do not change hidden states
+        "_name_or_path",
+        "architectures",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "_attn_implementation",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "use_cache",
+        "gradient_checkpointing",
+        "quantization_config",
+        "chunk_size_feed_forward",
+        "tie_word_embeddings",
+    }
+)
 
 
 # Tasks: what a model's head is for
 
 Task = Literal["base", "classification", "choice", "causal", "seq2seq"]
-GENERATES = ("causal", "seq2seq")  # these need no labels: what they generate is the right answer
+GENERATES = (
+    "causal",
+    "seq2seq",
+)  # these need no labels: what they generate is the right answer
 AUTO_CLASSES: dict[str, str] = {  # of transformers, with what their heads give
     "base": "AutoModel",  # hidden states
     "causal": "AutoModelForCausalLM",  # the next token
-    "classification": "AutoModelForSequenceClassification",  # a class of a text, or an image
+    # a class of a text, or an image
+    "classification": "AutoModelForSequenceClassification",
     "choice": "AutoModelForMultipleChoice",  # one of several texts
     "seq2seq": "AutoModelForSeq2SeqLM",  # the next token of a decoder, given a text
 }
 _ENDINGS: dict[str, Task] = {  # of the names of classes with a head
-    "ForTokenClassification": "base",  # a class for each token does not classify the text
+    # a class for each token does not classify the text
+    "ForTokenClassification": "base",
     "Classification": "classification",
     "Classifier": "classification",
     "ForMultipleChoice": "choice",
@@ -114,16 +138,20 @@ def transformers() -> Any:
     return optional("transformers", "transformers is not installed", "models")
 
 
-_lock = threading.RLock()  # a cluster's worker may have several threads, but memory for one model
-_kept: list[tuple[Any, Any, ExitStack]] = []  # key, value and what closes it: one entry or none
+_lock = (
+    threading.RLock()
+)  # a cluster's worker may have several threads, but memory for one model
+_kept: list[
+    tuple[Any, Any, ExitStack]
+] = []  # key, value and what closes it: one entry or none
 
 
 @contextmanager
 def kept_open(key: object, make: Callable[[ExitStack], T]) -> Generator[T]:
     """Open what `make` opens, and keep it for the next call with an equal key.
 
-    So a worker opens a model once. The process has this one cache. It holds one value, which is
-    closed before the next is opened.
+    So a worker opens a model once. The process has this one cache. It holds one value,
+    which is closed before the next is opened.
     """
     with _lock:
         if not _kept or _kept[0][0] != key:
@@ -154,13 +182,14 @@ def load_model(
 ) -> Loaded:
     """Load a model and its tokenizer from a folder, `folder/file.gguf`, or a name on the hub.
 
-    `task` adds a head: "base" (none), "causal", "classification", "choice" or "seq2seq". A head
-    that the checkpoint does not hold would be random, so it is refused; `new_head` asks for a new
-    head with that many classes, to be trained.
+    `task` adds a head: "base" (none), "causal", "classification", "choice" or
+    "seq2seq". A head that the checkpoint does not hold would be random, so it is
+    refused; `new_head` asks for a new head with that many classes, to be trained.
     """
     expect_among("the task", task, AUTO_CLASSES)
     where, options = _source(str(name), allow_pickle)
-    library, gguf = transformers(), options.get("gguf_file")
+    library = transformers()
+    gguf = options.get("gguf_file")
     expect_device(device)
     on_cpu = torch.device(device).type == "cpu"
     dtype = torch.float32 if on_cpu else _own_dtype(name)
@@ -176,7 +205,8 @@ def load_model(
         _expect_memory(name, where, gguf, dtype, device)
         with _quiet(f"the model {name}"):
             if nomic := _nomic(where, options):
-                model, missing = nomic.model(task, dtype, device), ()
+                model = nomic.model(task, dtype, device)
+                missing = ()
             else:
                 whole = task != "base" or not _is_encoder_alone(name)
                 loader = AUTO_CLASSES[task] if whole else "AutoModelForTextEncoding"
@@ -190,7 +220,9 @@ def load_model(
     inside = f"{model.base_model_prefix}."
     absent = [key for key in sorted(missing) if not str(key).startswith(inside)]
     if task in ("classification", "choice", "causal") and new_head is None and absent:
-        raise InputError(f"{name} has no trained head for {task}: {absent[0]} is missing")
+        raise InputError(
+            f"{name} has no trained head for {task}: {absent[0]} is missing"
+        )
     model = model.eval().requires_grad_(False)
     return Loaded(model, own_tokenizer, identity(model), str(name))
 
@@ -206,12 +238,19 @@ def _is_encoder_alone(name: str | Path) -> bool:
 
 def _own_dtype(name: str | Path) -> torch.dtype:
     """Return the precision in which a language model is stored; float32 for all other models."""
-    own = getattr(load_config(name), "dtype", None) if task_of(name) == "causal" else None
+    if task_of(name) == "causal":
+        own = getattr(load_config(name), "dtype", None)
+    else:
+        own = None
     return own if own in (torch.float16, torch.bfloat16) else torch.float32
 
 
 def _expect_memory(
-    name: str | Path, where: str, gguf: str | None, dtype: torch.dtype, device: str | torch.device
+    name: str | Path,
+    where: str,
+    gguf: str | None,
+    dtype: torch.dtype,
+    device: str | torch.device,
 ) -> None:
     """Refuse a model that does not fit into memory, before any weights are read; log its size."""
     if is_folder(name):
@@ -219,17 +258,27 @@ def _expect_memory(
         sizes = {size: getattr(config, size, 0) or 0 for size in _SIZES}
         for size, value in sizes.items():
             if not isinstance(value, int) or not 0 <= value < 2**63:
-                raise InputError(f"expected {size} as a whole number in {name}, got {value!r:.40}")
+                raise InputError(
+                    f"expected {size} as a whole number in {name}, got {value!r:.40}"
+                )
         vocabulary, width, layers, inner = sizes.values()
-        parameters = vocabulary * width + layers * (4 * width * width + 2 * width * inner)
-        expect_memory(dtype.itemsize * parameters, f"the configuration of {name}", device, _FITS)
+        parameters = vocabulary * width + layers * (
+            4 * width * width + 2 * width * inner
+        )
+        expect_memory(
+            dtype.itemsize * parameters, f"the configuration of {name}", device, _FITS
+        )
     needed = dtype.itemsize * _parameters(Path(where), gguf)
     expect_memory(needed, f"the model {name}", device, _FITS)
     if needed >= _LARGE:
         free = decimal(available(device))
-        _log.info("the weights of %s take %s of memory; %s free", name, decimal(needed), free)
+        _log.info(
+            "the weights of %s take %s of memory; %s free", name, decimal(needed), free
+        )
         if torch.device(device).type == "cpu" and torch.cuda.is_available():
-            _log.info("this machine has a GPU, which is many times faster: --device cuda")
+            _log.info(
+                "this machine has a GPU, which is many times faster: --device cuda"
+            )
 
 
 def _parameters(where: Path, gguf: str | None) -> int:
@@ -257,11 +306,15 @@ def _note_types(model: Any, path: Path) -> None:
     types = {tensor.name: tensor.tensor_type.name for tensor in reader.tensors}
     linear = [each for each in model.named_modules() if isinstance(each[1], nn.Linear)]
     if architecture == NOMIC:
-        tensors = {name: f"blk.{name.split('.')[1]}.ffn_up.weight" for name, _ in linear}
+        tensors = {
+            name: f"blk.{name.split('.')[1]}.ffn_up.weight" for name, _ in linear
+        }
     else:
         processor = reading.TENSOR_PROCESSORS.get(architecture, reading.TensorProcessor)
         names = reading.get_gguf_hf_weights_map(model, processor(config={}))
-        tensors = {name.removesuffix(".weight"): tensor for tensor, name in names.items()}
+        tensors = {
+            name.removesuffix(".weight"): tensor for tensor, name in names.items()
+        }
     for name, module in linear:
         if tensors.get(name) in types:
             setattr(module, STORED, types[tensors[name]])
@@ -274,10 +327,14 @@ def task_of(name: str | Path) -> Task:
     config = load_config(name)
     architectures: Any = config.architectures or ()
     if not isinstance(architectures, list | tuple):
-        raise InputError(f"expected a list of architectures in {name}, got {architectures!r:.40}")
+        raise InputError(
+            f"expected a list of architectures in {name}, got {architectures!r:.40}"
+        )
     for architecture in cast("Sequence[Any]", architectures):
         task = named_task(str(architecture))
-        if task == "seq2seq":  # does its encoder read text, as far as the library knows?
+        if (
+            task == "seq2seq"
+        ):  # does its encoder read text, as far as the library knows?
             known = transformers().MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
             return task if type(config) in known else "base"
         if task != "base":
@@ -287,7 +344,9 @@ def task_of(name: str | Path) -> Task:
 
 def load_config(name: str | Path) -> Any:
     """Load a checkpoint's configuration alone."""
-    where, options = _source(str(name), allow_pickle=True)  # a configuration is no pickle
+    where, options = _source(
+        str(name), allow_pickle=True
+    )  # a configuration is no pickle
     with _quiet(f"the configuration of {name}"):
         if nomic := _nomic(where, options):
             return nomic.config
@@ -296,7 +355,10 @@ def load_config(name: str | Path) -> Any:
 
 def class_names(config: Any) -> list[str]:
     """Return the names of a classifier's classes, in order, by its configuration."""
-    return [str(name) for _, name in sorted((getattr(config, "id2label", None) or {}).items())]
+    return [
+        str(name)
+        for _, name in sorted((getattr(config, "id2label", None) or {}).items())
+    ]
 
 
 def expect_names(given: Sequence[str], config: Any) -> None:
@@ -317,7 +379,8 @@ def load_tokenizer(name: str | Path) -> Any:
         else:
             tokenizer = transformers().AutoTokenizer.from_pretrained(where, **options)
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        # The library makes an empty tokenizer where the files of a known family are missing.
+        # The library makes an empty tokenizer where the files of a known family are
+        # missing.
         raise InputError(f"{name} has no tokenizer with words")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -336,7 +399,8 @@ def save(loaded: Loaded, folder: str | Path) -> None:
 
 def _source(name: str, allow_pickle: bool) -> tuple[str, dict[str, Any]]:
     """Return where to load from and with which options; refuse what cannot be loaded."""
-    path, options = Path(name), {"trust_remote_code": False}
+    path = Path(name)
+    options = {"trust_remote_code": False}
     if not name.strip():
         raise InputError("name a model: a folder, a .gguf file, a hub name or demo")
     if path.suffix == ".gguf":
@@ -347,16 +411,23 @@ def _source(name: str, allow_pickle: bool) -> tuple[str, dict[str, Any]]:
     if not is_folder(path):
         if not _HUB_NAME.fullmatch(name):
             raise InputError(f"there is no model {name}: no such folder")
-        return name, options if _hub_answers() else {**options, "local_files_only": True}
+        return name, options if _hub_answers() else {
+            **options,
+            "local_files_only": True,
+        }
     if not (path / "config.json").is_file():
         raise InputError(f"{name} is not a model's folder: it has no config.json")
     for file in path.iterdir():  # the library would wait for ever at a pipe
         if not (file.is_file() or file.is_dir()):
-            raise InputError(f"{file.name} in {name} is neither a file nor a folder: remove it")
+            raise InputError(
+                f"{file.name} in {name} is neither a file nor a folder: remove it"
+            )
     pickled = any(path.glob("*.bin"))
     if not any(path.glob("*.safetensors")) and not (pickled and allow_pickle):
         rest = ", only pickled ones: --allow-pickle (allow_pickle=True) opens those you trust"
-        raise InputError(f"{name} has no weights as .safetensors{rest if pickled else ''}")
+        raise InputError(
+            f"{name} has no weights as .safetensors{rest if pickled else ''}"
+        )
     return str(path), {**options, "local_files_only": True}
 
 
@@ -364,8 +435,12 @@ def _hub_answers() -> bool:
     """Return whether the hub answers; the library would try six times, for half a minute."""
     hub = importlib.import_module("huggingface_hub")
     try:
-        hub.get_session().head(hub.constants.ENDPOINT, timeout=hub.constants.HF_HUB_ETAG_TIMEOUT)
-    except Exception:  # no network, no name, no route, or offline by choice: use the local cache
+        hub.get_session().head(
+            hub.constants.ENDPOINT, timeout=hub.constants.HF_HUB_ETAG_TIMEOUT
+        )
+    except (
+        Exception
+    ):  # no network, no name, no route, or offline by choice: use the local cache
         return False
     return True
 
@@ -374,15 +449,18 @@ def _hub_answers() -> bool:
 def _gguf_read_once() -> Generator[None]:
     """Parse a GGUF file once: the library does for configuration, weights and tokenizer.
 
-    The library also makes the same map of names for each module, and shows a progress bar that no
-    setting hides.
+    The library also makes the same map of names for each module, and shows a progress
+    bar that no setting hides.
     """
     gguf = importlib.import_module("gguf")
     reading = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
 
-    class Reader(gguf.GGUFReader):  # a slice of a memmap calls Python, one of an array does not
+    class Reader(
+        gguf.GGUFReader
+    ):  # a slice of a memmap calls Python, one of an array does not
         data = property(
-            lambda self: self.array, lambda self, file: setattr(self, "array", np.asarray(file))
+            lambda self: self.array,
+            lambda self, file: setattr(self, "array", np.asarray(file)),
         )
 
     with ExitStack() as stack:
@@ -400,11 +478,13 @@ def _gguf_read_once() -> Generator[None]:
 def _quiet(what: str) -> Generator[None]:
     """Hide the library's progress bars and warnings, and make its failures one line.
 
-    A broken folder may raise anything: OSError, ValueError, errors of JSON or safetensors.
+    A broken folder may raise anything: OSError, ValueError, errors of JSON or
+    safetensors.
     """
     bars_of = transformers().utils.logging
     loggers = [bars_of, importlib.import_module("huggingface_hub").utils.logging]
-    levels, bars = [logger.get_verbosity() for logger in loggers], bars_of.is_progress_bar_enabled()
+    levels = [logger.get_verbosity() for logger in loggers]
+    bars = bars_of.is_progress_bar_enabled()
     for logger in loggers:
         logger.set_verbosity_error()
     bars_of.disable_progress_bar()
@@ -455,18 +535,22 @@ def is_model(thing: object) -> bool:
 def lent(model: Any, tokenizer: Any, name: str | None = None) -> Generator[Loaded]:
     """Give the model as attacks need it: in eval mode, without gradients, on a CPU in float32.
 
-    Its modes, its gradients and the random state are restored. It is copied only to change the
-    precision.
+    Its modes, its gradients and the random state are restored. It is copied only to
+    change the precision.
     """
     if tokenizer is None:
         raise InputError("a model in memory needs tokenizer=…")
     if any(
-        weight.is_floating_point() and weight.dtype != torch.float32 and not weight.is_cuda
+        weight.is_floating_point()
+        and weight.dtype != torch.float32
+        and not weight.is_cuda
         for weight in model.parameters()
     ):
         model = copy.deepcopy(model).float()
     gradients = [(weight, weight.requires_grad) for weight in model.parameters()]
-    called = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
+    called = (
+        name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
+    )
     with evaluating(model):
         try:
             model.requires_grad_(False)
@@ -478,12 +562,14 @@ def lent(model: Any, tokenizer: Any, name: str | None = None) -> Generator[Loade
 
 # NomicBERT from a GGUF file, which transformers reads in other forms alone
 #
-# nomic-embed-text is the embedding model that several local servers come with. llama.cpp keeps the
-# projections of queries, keys and values as one matrix, and marks tokens that begin a word with `▁`
-# where BERT's vocabulary marks those that continue one with `##`.
+# nomic-embed-text is the embedding model that several local servers come with.
+# llama.cpp keeps the projections of queries, keys and values as one matrix, and marks
+# tokens that begin a word with `▁` where BERT's vocabulary marks those that continue
+# one with `##`.
 
 NOMIC = "nomic-bert"
-# The architecture as a file has it: the type of a value (a string), its length, the value.
+# The architecture as a file has it: the type of a value (a string), its length, the
+# value.
 _NAMED = b"general.architecture" + struct.pack("<IQ", 8, len(NOMIC)) + NOMIC.encode()
 _FIRST = 4096  # bytes, among which a file has its architecture
 _NAMES = {
@@ -528,7 +614,8 @@ class _NomicFile:
     @property
     def config(self) -> Any:
         tensors = {tensor.name: tensor.shape for tensor in self.reader.tensors}
-        width, heads = self._value("embedding_length"), self._value("attention.head_count")
+        width = self._value("embedding_length")
+        heads = self._value("attention.head_count")
         return transformers().NomicBertConfig(
             vocab_size=int(tensors["token_embd.weight"][1]),
             type_vocab_size=int(tensors["token_types.weight"][1]),
@@ -539,7 +626,10 @@ class _NomicFile:
             intermediate_size=self._value("feed_forward_length"),
             max_position_embeddings=self._value("context_length"),
             layer_norm_eps=self._value("attention.layer_norm_epsilon"),
-            rope_parameters={"rope_type": "default", "rope_theta": self._value("rope.freq_base")},
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": self._value("rope.freq_base"),
+            },
             architectures=["NomicBertModel"],
         )
 
@@ -548,7 +638,9 @@ class _NomicFile:
             raise InputError(f"a GGUF file of {NOMIC} has no head for {task}")
         with torch.random.fork_rng():
             model = transformers().NomicBertModel(self.config)
-        model.load_state_dict(self._weights())  # every weight, or an error that names those missing
+        model.load_state_dict(
+            self._weights()
+        )  # every weight, or an error that names those missing
         return model.to(device, dtype)
 
     def _weights(self) -> dict[str, Tensor]:
@@ -562,11 +654,15 @@ class _NomicFile:
             inside, stem = (f"layers.{block[1]}.", block[2]) if block else ("", stem)
             if stem == "attn_qkv":
                 for letter, part in zip("qkv", values.chunk(3), strict=True):
-                    found[f"{inside}self_attn.{letter}_proj.{ending}"] = part.contiguous()
+                    found[f"{inside}self_attn.{letter}_proj.{ending}"] = (
+                        part.contiguous()
+                    )
             elif stem in _NAMES:
                 found[f"{inside}{_NAMES[stem]}.{ending}"] = values
             else:
-                raise InputError(f"the GGUF file has {tensor.name}, which {NOMIC} does not have")
+                raise InputError(
+                    f"the GGUF file has {tensor.name}, which {NOMIC} does not have"
+                )
         return found
 
     @property

@@ -1,28 +1,30 @@
 """One attention function for every architecture, which cuts, scales and shows attention.
 
-*Unveiling Vulnerability of Self-Attention*, arXiv 2402.16470. A unit is an entry (layer, head,
-query, key) of
+*Unveiling Vulnerability of Self-Attention*, arXiv 2402.16470. A unit is an entry
+(layer, head, query, key) of
 
     A = softmax(QKᵀ·scale + bias + mask)    O = A V
 
-`cut` removes units before the softmax, so that the row renormalises. `gate` and `bump` multiply and
-add to `A` after it, with gradients. `seen` receives `A` after the cuts. `rewriting(model, rewrite)`
-registers this function with transformers' `AttentionInterface`, and the mask of its "eager"
-implementation with `AttentionMaskInterface`: without that, causal models get no mask at all and
-answer wrongly. Layers are identified by module name and count of calls: `layer_idx` is missing in
-some models, repeated in others, and ALBERT calls one module many times.
+`cut` removes units before the softmax, so that the row renormalises. `gate` and `bump`
+multiply and add to `A` after it, with gradients. `seen` receives `A` after the cuts.
+`rewriting(model, rewrite)` registers this function with transformers'
+`AttentionInterface`, and the mask of its "eager" implementation with
+`AttentionMaskInterface`: without that, causal models get no mask at all and answer
+wrongly. Layers are identified by module name and count of calls: `layer_idx` is missing
+in some models, repeated in others, and ALBERT calls one module many times.
 
 - A cut never opens what the model masks (padding, the future), and never empties a row: where it
-  would remove the last key that a query may attend to, that row is left as it was. A softmax over
-  nothing would be uniform over everything, including padding. If the rewrite sets `empties`, such a
-  row is zero instead.
+  would remove the last key that a query may attend to, that row is left as it was. A
+  softmax over nothing would be uniform over everything, including padding. If the
+  rewrite sets `empties`, such a row is zero instead.
 - The softmax is in float32 for half-precision scores and in the scores' own precision otherwise.
   Some eager functions round float64 to float32 there, or stay in half precision.
 - Models that compute attention on their own (DeBERTa, BLOOM, GPT-J) accept any implementation and
-  ignore it. Their first forward pass raises InputError, because no call reached this function.
+  ignore it. Their first forward pass raises InputError, because no call reached this
+  function.
 - A model has one rewrite at a time. Several models may be rewritten inside each other or in
-  threads; one model in two threads is refused. A copy of a model that is being rewritten is not
-  rewritten.
+  threads; one model in two threads is refused. A copy of a model that is being
+  rewritten is not rewritten.
 - Gradient checkpointing runs layers again in the backward pass; each call keeps its `Site`.
 """
 
@@ -43,8 +45,10 @@ from keyhole.core.errors import InputError
 from keyhole.models.hooks import AttentionImplementation, Wanted, hooks
 from keyhole.models.loading import transformers
 
-NAME = "keyhole"  # transformers looks for words in names, such as "flash" and "sdpa": none is here
-_CLOSED = 50.0  # a key masked this far below the row's largest is closed: e⁻⁵⁰ ≈ 0, Swin adds −100
+# transformers looks for words in names, such as "flash" and "sdpa": none is here
+NAME = "keyhole"
+# a key masked this far below the row's largest is closed: e⁻⁵⁰ ≈ 0, Swin adds −100
+_CLOSED = 50.0
 _CROSS = ("cross", "encoder_attn", "encdec")  # in names of cross-attention modules
 
 
@@ -64,9 +68,10 @@ class Site:
 class Untouched:
     """The base class of all rewrites, which changes nothing: override what you need.
 
-    `shape` is (batch, heads, queries, keys), and tensors broadcast to it. Vision models with
-    windows (Swin) have the windows in the batch axis. The order is masked, cut, softmax, seen,
-    gate, bump. With `empties`, a row that a cut empties becomes zero, instead of staying as it was.
+    `shape` is (batch, heads, queries, keys), and tensors broadcast to it. Vision models
+    with windows (Swin) have the windows in the batch axis. The order is masked, cut,
+    softmax, seen, gate, bump. With `empties`, a row that a cut empties becomes zero,
+    instead of staying as it was.
     """
 
     empties: bool = False
@@ -103,7 +108,9 @@ class Untouched:
 class Sites:
     """The attention calls of the last forward pass, and how many passes there were."""
 
-    calls: list[tuple[Site, torch.Size]] = field(default_factory=list[tuple[Site, torch.Size]])
+    calls: list[tuple[Site, torch.Size]] = field(
+        default_factory=list[tuple[Site, torch.Size]]
+    )
     forwards: int = 0
 
 
@@ -136,8 +143,8 @@ def rewriting(model: nn.Module, rewrite: Untouched) -> Generator[Sites]:
 class _Watch:
     """One model under one rewrite; it numbers the attention calls of each forward pass.
 
-    A pass starts and ends with whichever of the model, its base model or its encoder is called
-    first: all of them have hooks.
+    A pass starts and ends with whichever of the model, its base model or its encoder is
+    called first: all of them have hooks.
     """
 
     def __init__(self, model: nn.Module, rewrite: Untouched) -> None:
@@ -148,7 +155,9 @@ class _Watch:
         self.names = {module: name for name, module in model.named_modules()}
         self._counts: dict[nn.Module, int] = {}  # calls of each module in this pass
         self._latest: dict[nn.Module, Site] = {}
-        self._depth = 0  # how many calls of hooked modules are going on, inside each other
+        self._depth = (
+            0  # how many calls of hooked modules are going on, inside each other
+        )
         self._skipped = False  # the rewrite leaves this pass alone
         self._thread = 0
 
@@ -156,21 +165,33 @@ class _Watch:
         library = transformers()
         for module in self.names:
             if module is self.model or isinstance(module, library.PreTrainedModel):
-                yield partial(module.register_forward_pre_hook, with_kwargs=True), self._enter
-                yield partial(module.register_forward_hook, always_call=True), self._leave
+                yield (
+                    partial(module.register_forward_pre_hook, with_kwargs=True),
+                    self._enter,
+                )
+                yield (
+                    partial(module.register_forward_hook, always_call=True),
+                    self._leave,
+                )
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self._depth += 1  # before anything can raise: `_leave` is called in any case
         if self._depth > 1:
             if self._thread != threading.get_ident():
-                raise InputError("two threads use the model at once: give each its own copy")
+                raise InputError(
+                    "two threads use the model at once: give each its own copy"
+                )
             return
         self._thread = threading.get_ident()
-        self._counts, self._latest = {}, {}
+        self._counts = {}
+        self._latest = {}
         self.sites.calls = []
         self._skipped = self.rewrite.begin(_named(module, args, kwargs)) is False
         if self._skipped:
-            self.setting.__exit__()  # back to the model's own implementation, until `_leave`
+            # back to the model's own implementation, until `_leave`
+            self.setting.__exit__()
 
     def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self._depth -= 1
@@ -212,12 +233,16 @@ def _kind(name: str, module: nn.Module) -> str:
     return "cross" if any(mark in part for mark in _CROSS for part in path) else "self"
 
 
-def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _named(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """Return the arguments of a forward pass by name, also positional ones with known names."""
     return {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
 
 
-_ACTIVE: dict[nn.Module, _Watch] = {}  # modules of models whose attention is being rewritten
+_ACTIVE: dict[
+    nn.Module, _Watch
+] = {}  # modules of models whose attention is being rewritten
 _LOCK = threading.Lock()
 
 
@@ -260,14 +285,22 @@ def _attend(
 
 
 def _rewritten(
-    rewrite: Untouched, site: Site, scores: Tensor, mask: Tensor | None, sinks: Tensor | None
+    rewrite: Untouched,
+    site: Site,
+    scores: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Return the probabilities: softmax of the scores, changed as the rewrite says."""
-    shape, empty = scores.shape, scores.new_zeros(1, dtype=torch.bool)
+    shape = scores.shape
+    empty = scores.new_zeros(1, dtype=torch.bool)
     rewrite.masked(site, mask)
     cut = _expect("cut", rewrite.cut(site, shape), site, shape)
     if cut is not None:
-        closed = cut if mask is None else cut | (mask < mask.amax(-1, keepdim=True) - _CLOSED)
+        if mask is None:
+            closed = cut
+        else:
+            closed = cut | (mask < mask.amax(-1, keepdim=True) - _CLOSED)
         empty = closed.all(-1, keepdim=True)
         scores = scores.masked_fill(cut & ~empty, torch.finfo(scores.dtype).min)
     weights = _softmax(scores, sinks)
@@ -284,7 +317,8 @@ def _rewritten(
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
     """Return the softmax over keys.
 
-    A sink (`s_aux` of gpt-oss) is one more score of each head, whose probability is dropped.
+    A sink (`s_aux` of gpt-oss) is one more score of each head, whose probability is
+    dropped.
     """
     dtype = torch.promote_types(scores.dtype, torch.float32)
     if sinks is None:
@@ -298,10 +332,14 @@ def _as_float(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Convert a boolean mask, which is True where a key may be attended to."""
     if mask is None or mask.dtype != torch.bool:
         return mask
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(
+        ~mask, torch.finfo(dtype).min
+    )
 
 
-def _expect(what: str, given: Tensor | None, site: Site, shape: torch.Size) -> Tensor | None:
+def _expect(
+    what: str, given: Tensor | None, site: Site, shape: torch.Size
+) -> Tensor | None:
     """Return what a rewrite gave; raise InputError if it does not fit the scores."""
     if given is None:
         return None

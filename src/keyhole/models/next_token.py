@@ -1,7 +1,7 @@
 """The last state of a text in a causal model, and the logits of the next token.
 
-The logits are `W·h (+ b)`: h is the state at the text's last position, after the final norm, and W
-the unembedding, which many models share with their token table.
+The logits are `W·h (+ b)`: h is the state at the text's last position, after the final
+norm, and W the unembedding, which many models share with their token table.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """An encoder and a decoder: the decoder is a causal model, given the states of the encoder.
 
-A decoder attends to its own tokens and, in every block, to the encoder's states E (m, e). With E
-known it is a causal model like any other, and other code need not know of the pair:
+A decoder attends to its own tokens and, in every block, to the encoder's states E (m,
+e). With E known it is a causal model like any other, and other code need not know of
+the pair:
 
     with behind(decoder, E):
         capture(decoder, Exposure("hidden", 3), ids=ids)
 
-A hook passes E whenever the decoder is run. The keys and values that the blocks compute from E do
-not depend on the decoder's tokens: they are computed once and shared by all texts of a batch.
+A hook passes E whenever the decoder is run. The keys and values that the blocks compute
+from E do not depend on the decoder's tokens: they are computed once and shared by all
+texts of a batch.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ from keyhole.models.hooks import hooks
 def is_pair(model: nn.Module) -> bool:
     """Return whether this is an encoder with a decoder, and not one of them on its own."""
     config = getattr(model, "config", None)
-    return bool(getattr(config, "is_encoder_decoder", False)) and decoder_of(model) is not model
+    return (
+        bool(getattr(config, "is_encoder_decoder", False))
+        and decoder_of(model) is not model
+    )
 
 
 def encoder_of(model: nn.Module) -> nn.Module:
@@ -51,13 +56,19 @@ def behind(decoder: nn.Module, states: Tensor) -> Generator[None]:
         _m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         names = ("input_ids", "inputs_embeds")
-        texts = next(len(kwargs[name]) for name in names if kwargs.get(name) is not None)
+        texts = next(
+            len(kwargs[name]) for name in names if kwargs.get(name) is not None
+        )
         kwargs = {**kwargs, "encoder_hidden_states": states.expand(texts, -1, -1)}
         if kwargs.get("use_cache") is not False:
-            kwargs["past_key_values"] = _shared(cached, kwargs.get("past_key_values"), texts)
+            kwargs["past_key_values"] = _shared(
+                cached, kwargs.get("past_key_values"), texts
+            )
         return args, kwargs
 
-    with hooks((partial(decoder.register_forward_pre_hook, with_kwargs=True), pass_states)):
+    with hooks(
+        (partial(decoder.register_forward_pre_hook, with_kwargs=True), pass_states)
+    ):
         yield
 
 
@@ -65,7 +76,8 @@ def behind(decoder: nn.Module, states: Tensor) -> Generator[None]:
 def _cross_cache(decoder: nn.Module, states: Tensor) -> Any:
     """Return a cache with the keys and values that every block computes from the states.
 
-    The decoder has to run for that, on any token; `_shared` leaves out what it keeps of the token.
+    The decoder has to run for that, on any token; `_shared` leaves out what it keeps of
+    the token.
     """
     ids = torch.zeros(1, 1, dtype=torch.long, device=states.device)
     try:
@@ -85,7 +97,8 @@ def _shared(cached: Any, own: Any, texts: int) -> Any:
 
     They stand next to the batch's `own` cache of its tokens, if it has one.
     """
-    pair, cross = copy.copy(cached), copy.copy(cached.cross_attention_cache)
+    pair = copy.copy(cached)
+    cross = copy.copy(cached.cross_attention_cache)
     cross.layers = [copy.copy(layer) for layer in cross.layers]
     for layer in cross.layers:
         layer.keys, layer.values = (

@@ -1,8 +1,9 @@
 """The text of each token: what it adds to the text before it.
 
-A text is decoded without the tokenizer's special tokens, but with the unknown token, which shows
-that something was there. Tokenizers that work on bytes may split a character between tokens; it is
-written at the token that completes it, and bytes that never form a character as `\\xNN`.
+A text is decoded without the tokenizer's special tokens, but with the unknown token,
+which shows that something was there. Tokenizers that work on bytes may split a
+character between tokens; it is written at the token that completes it, and bytes that
+never form a character as `\\xNN`.
 """
 
 from __future__ import annotations
@@ -23,21 +24,26 @@ _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {
 def written(tokenizer: Any, ids: list[int]) -> list[str]:
     """Return one piece for each token; joined they are the text, and special tokens are empty."""
     pieces: list[str] = []
-    before, start = "", 0
+    before = ""
+    start = 0
     while start < len(ids):
-        end, text = start + 1, _decode(tokenizer, ids[: start + 1])
+        end = start + 1
+        text = _decode(tokenizer, ids[: start + 1])
         while text.endswith(_BROKEN) and end < min(start + _MAX_BYTES, len(ids)):
             end, text = end + 1, _decode(tokenizer, ids[: end + 1])
         added = text.removeprefix(before)
         if _BROKEN in added:
             pieces.append(_spelled(tokenizer, ids[start]))
-            end, text = start + 1, _decode(tokenizer, ids[: start + 1])
+            end = start + 1
+            text = _decode(tokenizer, ids[: start + 1])
         else:
             pieces += [""] * (end - start - 1)
-            # A comma may remove the space before it: then the piece is the token itself.
+            # A comma may remove the space before it: then the piece is the token
+            # itself.
             kept = text.startswith(before)
             pieces.append(added if kept else _decode(tokenizer, [ids[end - 1]]))
-        before, start = text, end
+        before = text
+        start = end
     return pieces
 
 
@@ -50,15 +56,22 @@ def decoded(tokenizer: Any, ids: list[int]) -> str:
 def labels(tokenizer: Any, ids: list[int]) -> list[str]:
     """Return a word to show for each token by itself: none is empty, and no bytes are broken.
 
-    The space before a word is left out. White space, special tokens and parts of a character are
-    shown by name: `\\n`, `[SEP]`, `\\xc3`. So is a part of a word that the tokenizer marks: `##s`.
+    The space before a word is left out. White space, special tokens and parts of a
+    character are shown by name: `\\n`, `[SEP]`, `\\xc3`. So is a part of a word that
+    the tokenizer marks: `##s`.
     """
     shown: list[str] = []
     for piece, id_ in zip(written(tokenizer, ids), ids, strict=True):
         name = str(tokenizer.convert_ids_to_tokens(id_))
-        blank = "".join("␣" if letter == " " else ascii(letter)[1:-1] for letter in piece)
+        blank = "".join(
+            "␣" if letter == " " else ascii(letter)[1:-1] for letter in piece
+        )
         marked = name == f"##{piece}"
-        shown.append(name if marked else piece.strip() or blank or _spelled(tokenizer, id_) or name)
+        shown.append(
+            name
+            if marked
+            else piece.strip() or blank or _spelled(tokenizer, id_) or name
+        )
     return shown
 
 
@@ -66,7 +79,9 @@ def unknown_token(tokenizer: Any) -> int | None:
     """Return the id for text that has no token, or None where it has another meaning as well."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     others = ("bos", "eos", "pad", "cls", "sep", "mask")  # GPT-2's is its end of text
-    shared = unknown in [getattr(tokenizer, f"{name}_token_id", None) for name in others]
+    shared = unknown in [
+        getattr(tokenizer, f"{name}_token_id", None) for name in others
+    ]
     return None if unknown is None or shared else int(unknown)
 
 
@@ -88,5 +103,7 @@ def _spelled(tokenizer: Any, id_: int) -> str:
     if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
         return f"\\x{byte[1].lower()}"
     if all(letter in _BYTES for letter in token):
-        return bytes(_BYTES[letter] for letter in token).decode("utf-8", "backslashreplace")
+        return bytes(_BYTES[letter] for letter in token).decode(
+            "utf-8", "backslashreplace"
+        )
     return text

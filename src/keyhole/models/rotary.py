@@ -4,13 +4,13 @@ RoFormer, arXiv 2104.09864: a model caches the key k of the token at position p 
 
     R_p k,    R_p a rotation by angles p·θ_i in each plane i of two coordinates,
 
-so `k = R_pᵀ (R_p k)`. Models that stretch their context multiply the rotation by a factor, which is
-divided out as well.
+so `k = R_pᵀ (R_p k)`. Models that stretch their context multiply the rotation by a
+factor, which is divided out as well.
 
-The angles come from one of the model's own modules, which maps positions to cosines and sines.
-Models differ in which coordinates make a plane (neighbours, or the two halves), and in whether the
-first numbers of a key are rotated or the last. All ways are tried on one repeated token: the right
-one gives equal keys at all positions.
+The angles come from one of the model's own modules, which maps positions to cosines and
+sines. Models differ in which coordinates make a plane (neighbours, or the two halves),
+and in whether the first numbers of a key are rotated or the last. All ways are tried on
+one repeated token: the right one gives equal keys at all positions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-# The arguments of a module that change from call to call are replaced by these in a `Rotation`.
-_POSITIONS, _STATES = "its positions", "its states"
+# The arguments of a module that change from call to call are replaced by these in a
+# `Rotation`.
+_POSITIONS = "its positions"
+_STATES = "its states"
 _UNEVEN = 0.01  # how much cos² + sin² may differ between angles, relative to the mean
 
 
@@ -31,9 +33,9 @@ _UNEVEN = 0.01  # how much cos² + sin² may differ between angles, relative to 
 class Rotation:
     """The module that gives the angles, its arguments by place or name, and the planes.
 
-    `angles` selects one angle for each plane from the module's output. The two coordinates of a
-    plane are `neighbours` or half of the rotated numbers apart, and these are the first numbers of
-    a key or the `last` ones.
+    `angles` selects one angle for each plane from the module's output. The two
+    coordinates of a plane are `neighbours` or half of the rotated numbers apart, and
+    these are the first numbers of a key or the `last` ones.
     """
 
     module: str
@@ -54,7 +56,9 @@ class Rotation:
         factor = cos.square() + sin.square()  # squared
         return self._rotated(keys, cos / factor, -sin / factor)
 
-    def _cos_sin(self, base: nn.Module, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _cos_sin(
+        self, base: nn.Module, keys: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines (b, 1, n, planes) that the model rotates keys by."""
         current = {_POSITIONS: positions, _STATES: keys.new_zeros(1)}
         given = [(place, current.get(value, value)) for place, value in self.arguments]
@@ -65,7 +69,8 @@ class Rotation:
         return cos[..., self.angles].unsqueeze(1), sin[..., self.angles].unsqueeze(1)
 
     def _rotated(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        size, axis = 2 * cos.shape[-1], -1 if self.neighbours else -2
+        size = 2 * cos.shape[-1]
+        axis = -1 if self.neighbours else -2
         start = keys.shape[-1] - size if self.last else 0
         before, part, after = keys.tensor_split([start, start + size], -1)
         x, y = part.unflatten(-1, (-1, 2) if self.neighbours else (2, -1)).unbind(axis)
@@ -73,7 +78,9 @@ class Rotation:
         return torch.cat([before, rotated, after], -1)
 
 
-Turn = tuple[Rotation, Tensor, Tensor]  # with the cosines and sines (…, 1, n, planes) of one call
+Turn = tuple[
+    Rotation, Tensor, Tensor
+]  # with the cosines and sines (…, 1, n, planes) of one call
 
 
 def turn_of(
@@ -91,7 +98,9 @@ def turn_of(
         return None
     if float(lengths.max() - lengths.min()) > _UNEVEN * float(lengths.mean()):
         return None
-    half, angles = cos.shape[-1] // 2, slice(None)  # an angle for each plane, or each angle twice
+    # an angle for each plane, or each angle twice
+    half = cos.shape[-1] // 2
+    angles = slice(None)
     if torch.equal(cos[..., :half], cos[..., half:]):
         angles = slice(half)
     elif torch.equal(cos[..., ::2], cos[..., 1::2]):
@@ -100,12 +109,19 @@ def turn_of(
     return rotation, cos[..., angles].unsqueeze(-3), sin[..., angles].unsqueeze(-3)
 
 
-def ways_to_undo(keys: Tensor, turns: Sequence[Turn]) -> Iterator[tuple[Rotation, Tensor]]:
+def ways_to_undo(
+    keys: Tensor, turns: Sequence[Turn]
+) -> Iterator[tuple[Rotation, Tensor]]:
     """Yield every way in which keys (1, heads, n, k) may be rotated, with the unrotated keys."""
     for rotation, cos, sin in turns:
         if 2 * cos.shape[-1] > keys.shape[-1]:
             continue
-        for neighbours, last in ((False, False), (True, False), (False, True), (True, True)):
+        for neighbours, last in (
+            (False, False),
+            (True, False),
+            (False, True),
+            (True, True),
+        ):
             tried = replace(rotation, neighbours=neighbours, last=last)
             yield tried, tried.undone(keys, cos, sin)
 
