@@ -1,7 +1,8 @@
 """A small server on the loopback address that speaks the Open Inference Protocol.
 
-It answers with a function of the inputs of a request, states the metadata that it is given, and
-records the requests. Unlike MLServer, behind `keyhole lab serve`, it can state any tensors.
+It answers with a function of the inputs of a request, states the metadata that it is
+given, and records the requests. Unlike MLServer, behind `keyhole lab serve`, it can
+state any tensors.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ Answer = Callable[[Inputs], list[dict[str, Any]]]
 class Endpoint:
     """The metadata and the answers of the server, and the requests that it received."""
 
-    def __init__(self, inputs: list[dict[str, Any]], answer: Answer, **stated: Any) -> None:
+    def __init__(
+        self, inputs: list[dict[str, Any]], answer: Answer, **stated: Any
+    ) -> None:
         self.metadata = {"name": "m", "inputs": inputs, **stated}
         self.answer = answer
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.token: str | None = (
-            None  # without it requests are refused, by an error that quotes what was sent
+            # without it requests are refused, by an error that quotes what was sent
+            None
         )
         self.routes: dict[str, Any] = {}
         self.twice = False  # every answer is sent twice, without the id of its request
@@ -42,11 +46,15 @@ class Endpoint:
         return f"{self.url}/v2/models/m"
 
 
-def scores(target: Callable[[torch.Tensor], torch.Tensor], datatype: str = "FP64") -> Answer:
+def scores(
+    target: Callable[[torch.Tensor], torch.Tensor], datatype: str = "FP64"
+) -> Answer:
     """Answer with an oracle's answers to the first float input."""
 
     def answer(inputs: Inputs) -> list[dict[str, Any]]:
-        tensor = next(item for item in inputs.values() if item["datatype"].startswith("FP"))
+        tensor = next(
+            item for item in inputs.values() if item["datatype"].startswith("FP")
+        )
         X = torch.tensor(tensor["data"], dtype=torch.float64).reshape(tensor["shape"])
         y = target(X)
         data = y.float() if datatype == "FP32" else y
@@ -59,7 +67,9 @@ def output(name: str, datatype: str, shape: Any, data: list[Any]) -> dict[str, A
     return {"name": name, "datatype": datatype, "shape": list(shape), "data": data}
 
 
-def vectors(dim: int, datatype: str = "FP64", name: str = "sequences") -> dict[str, Any]:
+def vectors(
+    dim: int, datatype: str = "FP64", name: str = "sequences"
+) -> dict[str, Any]:
     return {"name": name, "datatype": datatype, "shape": [-1, -1, dim]}
 
 
@@ -67,7 +77,9 @@ def vectors(dim: int, datatype: str = "FP64", name: str = "sequences") -> dict[s
 def serving(endpoint: Endpoint, certificate: Path | None = None) -> Iterator[Endpoint]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        wbufsize = -1  # one packet for head and body: the second would wait for an acknowledgement
+        wbufsize = (
+            -1
+        )  # one packet for head and body: the second would wait for an acknowledgement
 
         def do_GET(self):
             if self._refused():
@@ -82,7 +94,9 @@ def serving(endpoint: Endpoint, certificate: Path | None = None) -> Iterator[End
                 return
             endpoint.requests.append(content)
             endpoint.headers.append(dict(self.headers))
-            outputs = endpoint.answer({tensor["name"]: tensor for tensor in content["inputs"]})
+            outputs = endpoint.answer(
+                {tensor["name"]: tensor for tensor in content["inputs"]}
+            )
             number = {} if endpoint.twice else {"id": content.get("id")}
             self._reply(200, {"model_name": "m", **number, "outputs": outputs})
             if endpoint.twice:
@@ -108,7 +122,9 @@ def serving(endpoint: Endpoint, certificate: Path | None = None) -> Iterator[End
     class Quiet(ThreadingHTTPServer):
         daemon_threads = True
 
-        def handle_error(self, request, client_address):  # of a client that closed its connection
+        def handle_error(
+            self, request, client_address
+        ):  # of a client that closed its connection
             pass
 
     server = Quiet(("127.0.0.1", 0), Handler)
@@ -131,12 +147,28 @@ def serving(endpoint: Endpoint, certificate: Path | None = None) -> Iterator[End
 
 def self_signed(folder: Path, address: str = "IP:127.0.0.1") -> Path:
     """Write a key and a self-signed certificate into one PEM file."""
-    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    key = folder / "key.pem"
+    certificate = folder / "certificate.pem"
     command = [
-        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-        "-nodes", "-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj",
-        "/CN=keyhole-test", "-addext", f"subjectAltName={address}",
-    ]  # fmt: skip
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-keyout",
+        str(key),
+        "-out",
+        str(certificate),
+        "-days",
+        "2",
+        "-subj",
+        "/CN=keyhole-test",
+        "-addext",
+        f"subjectAltName={address}",
+    ]
     subprocess.run(command, check=True, capture_output=True)
     both = folder / "both.pem"
     both.write_text(key.read_text() + certificate.read_text())

@@ -1,7 +1,8 @@
 """A server on the loopback address that answers correctly until it is told to be hostile.
 
-Large bodies are sent repeatedly from a small buffer. The server and its threads end with the `with`
-block, which fails if a thread does not end, or if a client connected to the neighbouring port.
+Large bodies are sent repeatedly from a small buffer. The server and its threads end
+with the `with` block, which fails if a thread does not end, or if a client connected to
+the neighbouring port.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from contextlib import suppress
 
 DIM = 4
 MODEL = "m"
-METADATA = {"name": MODEL, "inputs": [{"name": "x", "datatype": "FP64", "shape": [-1, -1, DIM]}]}
+METADATA = {
+    "name": MODEL,
+    "inputs": [{"name": "x", "datatype": "FP64", "shape": [-1, -1, DIM]}],
+}
 
 Behaviour = Callable[["Wire"], None]
 
@@ -51,7 +55,9 @@ class Wire:
         self._server.stopped.wait(60)
 
     def reset(self) -> None:
-        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )
         self._connection.close()
 
 
@@ -130,7 +136,9 @@ class Server:
                 if hostile:
                     self._behave(wire)
                     return
-                answer(json.dumps(METADATA if verb == b"GET" else _scores(question)))(wire)
+                answer(json.dumps(METADATA if verb == b"GET" else _scores(question)))(
+                    wire
+                )
 
 
 def _scores(question: bytes) -> dict[str, object]:
@@ -139,10 +147,14 @@ def _scores(question: bytes) -> dict[str, object]:
 
 
 def head(status: int = 200, *fields: str) -> bytes:
-    return "\r\n".join([f"HTTP/1.1 {status} Of Course", *fields, "", ""]).encode("latin-1")
+    return "\r\n".join([f"HTTP/1.1 {status} Of Course", *fields, "", ""]).encode(
+        "latin-1"
+    )
 
 
-def answer(body: str | bytes, status: int = 200, *fields: str, coding: str = "") -> Behaviour:
+def answer(
+    body: str | bytes, status: int = 200, *fields: str, coding: str = ""
+) -> Behaviour:
     """Return a well-formed HTTP answer with any body."""
     content = body.encode() if isinstance(body, str) else body
     if coding:
@@ -164,7 +176,9 @@ def packed(content: bytes, coding: str) -> bytes:
     return packer.compress(content) + packer.flush()
 
 
-def flood(status: int, framing: str, size: int = 2**62, opening: bytes = b'{"a": "') -> Behaviour:
+def flood(
+    status: int, framing: str, size: int = 2**62, opening: bytes = b'{"a": "'
+) -> Behaviour:
     """Send a body of `size` bytes, framed by its length, its end, chunks, or one-byte chunks."""
     piece = b"a" * 2**16
 
@@ -176,7 +190,9 @@ def flood(status: int, framing: str, size: int = 2**62, opening: bytes = b'{"a":
         else:
             wire.send(head(status, "Transfer-Encoding: chunked"))
         bytewise = b"1\r\na\r\n" * 2**12
-        chunk = {"chunks": b"10000\r\n" + piece + b"\r\n", "bytewise": bytewise}.get(framing, piece)
+        chunk = {"chunks": b"10000\r\n" + piece + b"\r\n", "bytewise": bytewise}.get(
+            framing, piece
+        )
         wire.flood(chunk, size // 2**16)
 
     return behave
@@ -186,12 +202,18 @@ def bomb(status: int, coding: str, megabytes: int, framing: str = "end") -> Beha
     """Send a body that decompresses to megabytes of spaces, from a block of about a kilobyte."""
     packer = zlib.compressobj(9, wbits=-15)
     block = packer.compress(b" " * 2**20) + packer.flush(zlib.Z_FULL_FLUSH)
-    start = {"gzip": b"\x1f\x8b\x08\0\0\0\0\0\0\xff", "deflate": b"\x78\xda", "bare": b""}[coding]
+    start = {
+        "gzip": b"\x1f\x8b\x08\0\0\0\0\0\0\xff",
+        "deflate": b"\x78\xda",
+        "bare": b"",
+    }[coding]
     name = "deflate" if coding == "bare" else coding
     chunked = framing == "chunks"
 
     def framed(data: bytes) -> bytes:
-        return f"{len(data):x}\r\n".encode() + data + b"\r\n" if chunked and data else data
+        if chunked and data:
+            return f"{len(data):x}\r\n".encode() + data + b"\r\n"
+        return data
 
     def behave(wire: Wire) -> None:
         how = "Transfer-Encoding: chunked" if chunked else "Connection: close"

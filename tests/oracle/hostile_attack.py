@@ -22,7 +22,9 @@ def resident(field: str) -> int:
 def attack(case: Case) -> tuple[Exception | None, float, int]:
     """Return the error, the seconds until it was raised, and the peak of memory above the start."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before, started, caught = resident("VmRSS"), time.monotonic(), None
+    before = resident("VmRSS")
+    started = time.monotonic()
+    caught = None
     with Server(case.behave, case.where, reads=case.reads) as server:
         try:
             _ask(server.url, case)

@@ -63,11 +63,16 @@ def _sizes() -> Iterator[Case]:
     endless_ones = (("length", 10**19), ("chunks", 2**62), ("end", 2**62))
     for where in WHERE:
         for status in (200, 404, 500, 503):
-            match = "more than 67,108,864 bytes" if status == 200 else f"status {status}"
+            if status == 200:
+                match = "more than 67,108,864 bytes"
+            else:
+                match = f"status {status}"
             for framing, size in framings + endless_ones:
                 name = f"{'5 GB' if size == GIGABYTES_5 else 'endless'} by {framing}, {status}"
                 yield Case(name, where, flood(status, framing, size), match)
-        yield Case("a byte a chunk", where, flood(200, "bytewise"), "within 2 s", timeout=2.0)
+        yield Case(
+            "a byte a chunk", where, flood(200, "bytewise"), "within 2 s", timeout=2.0
+        )
 
 
 def _bombs() -> Iterator[Case]:
@@ -75,26 +80,41 @@ def _bombs() -> Iterator[Case]:
         for coding in ("gzip", "deflate", "bare"):
             for framing in ("end", "chunks"):
                 for status in (200, 500):
-                    match = "bytes when unpacked" if status == 200 else "status 500: no text"
+                    if status == 200:
+                        match = "bytes when unpacked"
+                    else:
+                        match = "status 500: no text"
                     behave = bomb(status, coding, 5120, framing)
-                    yield Case(f"{coding} bomb by {framing}, {status}", where, behave, match)
+                    yield Case(
+                        f"{coding} bomb by {framing}, {status}", where, behave, match
+                    )
         for coding in ("gzip, gzip", "br", "zstd", "gzip, identity", "rot13\x1b[31m"):
             behave = answer(packed(b"{}", "gzip"), 200, f"Content-Encoding: {coding}")
             yield Case(
-                f"coding {coding[:14]!r}", where, behave, "expected a body in gzip, deflate|HTTP"
+                f"coding {coding[:14]!r}",
+                where,
+                behave,
+                "expected a body in gzip, deflate|HTTP",
             )
         for coding in ("gzip", "deflate"):
             whole = packed(json.dumps(METADATA).encode(), coding)
             field = f"Content-Encoding: {coding}"
-            yield Case(f"{coding} cut", where, answer(whole[:-6], 200, field), "ends too early")
+            yield Case(
+                f"{coding} cut", where, answer(whole[:-6], 200, field), "ends too early"
+            )
             bad = answer(whole[:12] + b"\xff" * 20, 200, field)
-            yield Case(f"{coding} damaged", where, bad, f"expected {coding}|ends too early")
+            yield Case(
+                f"{coding} damaged", where, bad, f"expected {coding}|ends too early"
+            )
         text = answer("{}", 200, "Content-Encoding: gzip")
         yield Case("text called gzip", where, text, "expected gzip")
         empty = endless(
-            b"\0\0\0\xff\xff" * 2**12, head(200, "Content-Encoding: deflate") + b"\x78\xda"
+            b"\0\0\0\xff\xff" * 2**12,
+            head(200, "Content-Encoding: deflate") + b"\x78\xda",
         )
-        yield Case("endless empty deflate blocks", where, empty, "more than 67,108,864 bytes")
+        yield Case(
+            "endless empty deflate blocks", where, empty, "more than 67,108,864 bytes"
+        )
 
 
 def _times() -> Iterator[Case]:
@@ -120,15 +140,26 @@ def _times() -> Iterator[Case]:
                 match += "|illegal chunk"
             yield Case(name, where, behave, match, timeout=1.0)
         if where != "metadata":  # whose request fits into the kernel's buffers
-            yield Case("a question unread", where, never, "within 1 s", timeout=1.0, reads=False)
+            yield Case(
+                "a question unread",
+                where,
+                never,
+                "within 1 s",
+                timeout=1.0,
+                reads=False,
+            )
         failing = slowly(head(500, "Connection: close"))
         yield Case("a dripping error", where, failing, "status 500: a+", timeout=1.0)
         silent = held(head(404, "Content-Length: 9"))
-        yield Case("an error without text", where, silent, "status 404: no text", timeout=1.0)
+        yield Case(
+            "an error without text", where, silent, "status 404: no text", timeout=1.0
+        )
 
 
 def _wires() -> Iterator[Case]:
-    failed = "no answer from .*: (RemoteProtocolError|ReadError|WriteError|ConnectError)"
+    failed = (
+        "no answer from .*: (RemoteProtocolError|ReadError|WriteError|ConnectError)"
+    )
     not_http = "expected HTTP from"
     behaviours: dict[str, tuple[Behaviour, str]] = {
         "HTTP/0.9": (raw(b"<html>hello</html>\n"), not_http),
@@ -150,28 +181,57 @@ def _wires() -> Iterator[Case]:
         "reset": (reset, failed),
         "close in the head": (raw(b"HTTP/1.1 200 OK\r\nA: b\r\n"), failed),
         "close in the body": (raw(head(200, "Content-Length: 99"), b"{"), failed),
-        "close in a chunk": (raw(head(200, "Transfer-Encoding: chunked"), b"9\r\n{"), failed),
+        "close in a chunk": (
+            raw(head(200, "Transfer-Encoding: chunked"), b"9\r\n{"),
+            failed,
+        ),
         "length too short": (
             raw(head(200, "Content-Length: 9"), b'{"name": "m"}'),
             "expected JSON",
         ),
         "length negative": (raw(head(200, "Content-Length: -1"), b"{}"), failed),
         "length a word": (raw(head(200, "Content-Length: two"), b"{}"), failed),
-        "length of 5,000 digits": (raw(head(200, "Content-Length: " + "9" * 5000)), failed),
-        "two lengths": (raw(head(200, "Content-Length: 2", "Content-Length: 3"), b"{}"), failed),
-        "chunk size a word": (raw(head(200, "Transfer-Encoding: chunked"), b"zz\r\n{}"), failed),
-        "chunk size negative": (raw(head(200, "Transfer-Encoding: chunked"), b"-2\r\n{}"), failed),
-        "chunk size huge": (raw(head(200, "Transfer-Encoding: chunked"), b"f" * 40), failed),
-        "coding of transfer unknown": (raw(head(200, "Transfer-Encoding: rot13"), b"{}"), failed),
+        "length of 5,000 digits": (
+            raw(head(200, "Content-Length: " + "9" * 5000)),
+            failed,
+        ),
+        "two lengths": (
+            raw(head(200, "Content-Length: 2", "Content-Length: 3"), b"{}"),
+            failed,
+        ),
+        "chunk size a word": (
+            raw(head(200, "Transfer-Encoding: chunked"), b"zz\r\n{}"),
+            failed,
+        ),
+        "chunk size negative": (
+            raw(head(200, "Transfer-Encoding: chunked"), b"-2\r\n{}"),
+            failed,
+        ),
+        "chunk size huge": (
+            raw(head(200, "Transfer-Encoding: chunked"), b"f" * 40),
+            failed,
+        ),
+        "coding of transfer unknown": (
+            raw(head(200, "Transfer-Encoding: rot13"), b"{}"),
+            failed,
+        ),
         "an endless header": (endless(b"a" * 2**16, b"HTTP/1.1 200 OK\r\nA: "), failed),
-        "endless headers": (endless(b"a: b\r\n" * 2**12, b"HTTP/1.1 200 OK\r\n"), failed),
+        "endless headers": (
+            endless(b"a: b\r\n" * 2**12, b"HTTP/1.1 200 OK\r\n"),
+            failed,
+        ),
         "endless trailers": (
-            endless(b"a: b\r\n" * 2**12, head(200, "Transfer-Encoding: chunked") + b"0\r\n"),
+            endless(
+                b"a: b\r\n" * 2**12, head(200, "Transfer-Encoding: chunked") + b"0\r\n"
+            ),
             failed,
         ),
         "NUL in a header": (raw(b"HTTP/1.1 200 OK\r\nA: \0\r\n\r\n{}"), failed),
         "no colon in a header": (raw(b"HTTP/1.1 200 OK\r\nA b\r\n\r\n{}"), failed),
-        "switching protocols": (held(head(101, "Upgrade: chat", "Connection: Upgrade")), failed),
+        "switching protocols": (
+            held(head(101, "Upgrade: chat", "Connection: Upgrade")),
+            failed,
+        ),
     }
     for where in WHERE:
         for name, (behave, match) in behaviours.items():
@@ -194,18 +254,26 @@ def _answers() -> Iterator[Case]:
             status = (301, 302, 303, 307, 308)[number % 5]
             match = rf"redirects to .* \(status {status}\).*not followed|: RemoteProtocolError"
             yield Case(f"redirect to {name}", where, redirect(status, target), match)
-        yield Case("redirect to nowhere", where, answer("", 302), "redirects to nowhere")
+        yield Case(
+            "redirect to nowhere", where, answer("", 302), "redirects to nowhere"
+        )
         yield Case("300", where, answer("", 300), "redirects to .*status 300")
         yield Case("204", where, raw(head(204)), "expected JSON from .*, got nothing")
-        cookies = answer("{}", 404, *[f"Set-Cookie: a{i}={'b' * 900}" for i in range(90)])
+        cookies = answer(
+            "{}", 404, *[f"Set-Cookie: a{i}={'b' * 900}" for i in range(90)]
+        )
         yield Case("cookies", where, cookies, "status 404")
         coded = answer("\x1b]0;owned\x07\x1b[2J\r\nsecond line\u2028third", 403)
-        yield Case("terminal codes in an error", where, coded, "status 403: .*second line")
+        yield Case(
+            "terminal codes in an error", where, coded, "status 403: .*second line"
+        )
         for status in (429, 503):
             for wait in (str(YEAR), "9" * 4000, "Fri, 31 Dec 9999 23:59:59 GMT"):
                 behave = answer("later", status, f"Retry-After: {wait}")
                 match = rf"within 20 s \(status {status} with Retry-After"
-                yield Case(f"{status}, wait {wait[:9]}", where, behave, match, retries=4)
+                yield Case(
+                    f"{status}, wait {wait[:9]}", where, behave, match, retries=4
+                )
         for wait in (
             "-5",
             "soon",
@@ -216,7 +284,13 @@ def _answers() -> Iterator[Case]:
         ):
             field = f"Retry-After: {wait}".encode().decode("latin-1")
             behave = answer("later", 503, field)
-            yield Case(f"wait {wait}", where, behave, "no answer from .*: status 503", retries=1)
+            yield Case(
+                f"wait {wait}",
+                where,
+                behave,
+                "no answer from .*: status 503",
+                retries=1,
+            )
 
 
 def _texts() -> Iterator[Case]:
@@ -230,9 +304,15 @@ def _texts() -> Iterator[Case]:
         "UTF-16": (json.dumps(METADATA).encode("utf-16"), "expected JSON"),
         "100,000 lists deep": (b"[" * 10**5 + b"]" * 10**5, "nested too deeply"),
         "100,000 lists deep, open": (b"[" * 10**5, "nested too deeply"),
-        "100,000 objects deep": (b'{"a":' * 10**5 + b"1" + b"}" * 10**5, "nested too deeply"),
+        "100,000 objects deep": (
+            b'{"a":' * 10**5 + b"1" + b"}" * 10**5,
+            "nested too deeply",
+        ),
         "a key twice": (b'{"name": "m", "name": "n"}', "a key twice"),
-        "a key twice, deep": (b'{"inputs": [{"shape": [4], "shape": [5]}]}', "a key twice"),
+        "a key twice, deep": (
+            b'{"inputs": [{"shape": [4], "shape": [5]}]}',
+            "a key twice",
+        ),
         "a list": (b"[1, 2]", "expected a JSON object"),
         "a number": (b"1", "expected a JSON object"),
         "a string": (b'"m"', "expected a JSON object"),
@@ -276,11 +356,9 @@ def _crowds(where: str) -> Iterator[Case]:
 
 
 def _models() -> Iterator[Case]:
-    limit, shape, dim = (
-        "above the limit of 16,384",
-        "expected the shape of an input",
-        "has no dimension",
-    )
+    limit = "above the limit of 16,384"
+    shape = "expected the shape of an input"
+    dim = "has no dimension"
     shapes: dict[str, tuple[object, str]] = {
         "16,385": ([-1, -1, 16_385], limit),
         "20,000": ([-1, -1, 20_000], limit),
@@ -304,7 +382,8 @@ def _models() -> Iterator[Case]:
     for name, (value, match) in shapes.items():
         body = METADATA | {"inputs": [{"name": "x", "shape": value}]}
         yield Case(f"dimension {name}", "metadata", answer(json.dumps(body)), match)
-    wrong_input, wrong_name = "expected a list of inputs", "expected the name of an input"
+    wrong_input = "expected a list of inputs"
+    wrong_name = "expected the name of an input"
     inputs: dict[str, tuple[object, str]] = {
         "a string": ("x", wrong_input),
         "an object": ({"name": "x", "shape": [DIM]}, wrong_input),
@@ -332,11 +411,9 @@ def _models() -> Iterator[Case]:
 
 def _outputs() -> Iterator[Case]:
     # Each request asks 2 sequences of 3 tokens.
-    outputs, shape, numbers = (
-        "expected outputs with shape",
-        "expected answers of one shape",
-        "numbers",
-    )
+    outputs = "expected outputs with shape"
+    shape = "expected answers of one shape"
+    numbers = "numbers"
     replies: dict[str, tuple[object, str]] = {
         "none": ({}, outputs),
         "null": ({"outputs": None}, outputs),
@@ -345,9 +422,15 @@ def _outputs() -> Iterator[Case]:
         "strings": ({"outputs": ["0.5"]}, outputs),
         "no shape": ({"outputs": [{"data": [1, 2]}]}, outputs),
         "no data": ({"outputs": [{"shape": [2]}]}, outputs),
-        "a list for a datatype": ({"outputs": [{"datatype": [], "shape": [2]}]}, outputs),
+        "a list for a datatype": (
+            {"outputs": [{"datatype": [], "shape": [2]}]},
+            outputs,
+        ),
         "an error": ({"error": "no\x1b[31m"}, outputs),
-        "another model": ({"model_name": "n", "outputs": []}, f"answers for model .*, not {MODEL}"),
+        "another model": (
+            {"model_name": "n", "outputs": []},
+            f"answers for model .*, not {MODEL}",
+        ),
     }
     tensors: dict[str, tuple[object, object, str]] = {
         "one answer": ([1], [0.5], shape),
@@ -360,8 +443,16 @@ def _outputs() -> Iterator[Case]:
         "negative": ([-2], [0.5] * 2, shape),
         "width -1": ([2, -1], [0.5] * 2, shape),
         "10^18 answers": ([10**18], [0.5] * 2, shape),
-        "width 10^18": ([2, 10**18], [0.5] * 2, "numbers wide, above the limit of 16,384"),
-        "width 20,000": ([2, 20_000], [0.5] * 40_000, "numbers wide, above the limit of 16,384"),
+        "width 10^18": (
+            [2, 10**18],
+            [0.5] * 2,
+            "numbers wide, above the limit of 16,384",
+        ),
+        "width 20,000": (
+            [2, 20_000],
+            [0.5] * 40_000,
+            "numbers wide, above the limit of 16,384",
+        ),
         "a string": ("2", [0.5] * 2, shape),
         "of strings": (["2"], [0.5] * 2, shape),
         "of floats": ([2.0], [0.5] * 2, shape),
@@ -381,19 +472,37 @@ def _outputs() -> Iterator[Case]:
         "infinity": ([2], [float("inf"), 0.5], "NaN or infinity in"),
     }
     for name, (sizes, data, match) in tensors.items():
-        replies[f"shape {name}"] = ({"outputs": [{"shape": sizes, "data": data}]}, match)
+        replies[f"shape {name}"] = (
+            {"outputs": [{"shape": sizes, "data": data}]},
+            match,
+        )
     for where in ("infer", "later"):
         for name, (reply, match) in replies.items():
             yield Case(f"outputs: {name}", where, answer(json.dumps(reply)), match)
-        for name, item, count in (("1e999", b"1e999,", 2), ("deep data", b"[" * 900, 0)):
+        for name, item, count in (
+            ("1e999", b"1e999,", 2),
+            ("deep data", b"[" * 900, 0),
+        ):
             data = item * count + b"1" if count else item + b"1" + b"]" * 900
             body = b'{"outputs": [{"shape": [3], "data": [' + data + b"]}]}"
-            yield Case(f"outputs: {name}", where, answer(body), "expected answers of one shape")
-        deep = b'{"outputs": [{"shape": [2], "data": ' + b"[" * 900 + b"1" + b"]" * 900 + b"}]}"
+            yield Case(
+                f"outputs: {name}", where, answer(body), "expected answers of one shape"
+            )
+        deep = (
+            b'{"outputs": [{"shape": [2], "data": '
+            + b"[" * 900
+            + b"1"
+            + b"]" * 900
+            + b"}]}"
+        )
         yield Case("outputs: 900 lists deep", where, answer(deep), numbers)
-        items = repeated(b'{"outputs": [{"shape": [2], "data": [', b"0.25,", 3_999_000, b"1]}]}")
+        items = repeated(
+            b'{"outputs": [{"shape": [2], "data": [', b"0.25,", 3_999_000, b"1]}]}"
+        )
         yield Case("outputs: 4,000,000 numbers", where, items, numbers)
-        nested = repeated(b'{"outputs": [{"shape": [2], "data": [', b"[1],", 1_999_000, b"[1]]}]}")
+        nested = repeated(
+            b'{"outputs": [{"shape": [2], "data": [', b"[1],", 1_999_000, b"[1]]}]}"
+        )
         yield Case("outputs: 2,000,000 lists", where, nested, numbers)
     other = json.dumps({"outputs": [{"shape": [2, 3], "data": [0.5] * 6}]})
     yield Case("outputs: another shape than before", "later", answer(other), shape)

@@ -44,7 +44,14 @@ def test_this_machine_needs_no_authorization(host):
 
 
 @pytest.mark.parametrize(
-    "host", ["example.org", "10.0.0.1", "localhost.example.org", "u:localhost@10.0.0.1", "0.0.0.0"]
+    "host",
+    [
+        "example.org",
+        "10.0.0.1",
+        "localhost.example.org",
+        "u:localhost@10.0.0.1",
+        "0.0.0.0",
+    ],
 )
 def test_other_machines_need_authorization(host):
     with pytest.raises(InputError, match="is another machine: give --authorized"):

@@ -34,12 +34,19 @@ def url(tmp_path_factory):
 @pytest.fixture(scope="module")
 def plain(url):
     """The log-probabilities that a plain request returns, by token."""
-    content = {"prompt": PROMPT.tolist(), "n_predict": 1, "n_probs": 300, "cache_prompt": False,
-               "logit_bias": [[60, 100.0]]}  # fmt: skip
+    content = {
+        "prompt": PROMPT.tolist(),
+        "n_predict": 1,
+        "n_probs": 300,
+        "cache_prompt": False,
+        "logit_bias": [[60, 100.0]],
+    }
     answer = httpx.post(f"{url}/completion", json=content, timeout=60).json()
     entries = answer["completion_probabilities"][0]["top_logprobs"]
-    return torch.tensor([value for _, value in sorted((e["id"], e["logprob"]) for e in entries)],
-                        dtype=torch.float64)  # fmt: skip
+    return torch.tensor(
+        [value for _, value in sorted((e["id"], e["logprob"]) for e in entries)],
+        dtype=torch.float64,
+    )
 
 
 @pytest.fixture(params=["/completion", "/v1/completions"])
@@ -50,14 +57,21 @@ def server(request, url):
 
 def test_log_probabilities_of_all_one_and_several_tokens(server, plain):
     assert (server.dim, server.vocabulary, server.width) == (2, WORDS, tiny_gguf.WIDTH)
-    for number in range(8):  # after some prompts half a character follows, with no answer
+    for number in range(
+        8
+    ):  # after some prompts half a character follows, with no answer
         answer = ask(server, question(PROMPT + number))[0]
         assert answer.shape == (WORDS,)
-        assert bool((answer == ABSENT).all()) or abs(float(torch.logsumexp(answer, 0))) < 1e-4
+        assert (
+            bool((answer == ABSENT).all())
+            or abs(float(torch.logsumexp(answer, 0))) < 1e-4
+        )
     raised = torch.tensor([60, 61, 150, 3])
     biases = torch.tensor([40.0, 24.0, 24.0, 24.0])
     several = ask(server, question(PROMPT, raised, biases))[0]
-    assert torch.allclose(several - several[0], plain[raised] - plain[60], rtol=0, atol=2e-5)
+    assert torch.allclose(
+        several - several[0], plain[raised] - plain[60], rtol=0, atol=2e-5
+    )
     alone = ask(server, question(PROMPT, raised[1:2], biases[1:2]))[0]
     assert torch.allclose(alone, plain[raised[1:2]], rtol=0, atol=1e-4)
     half = ask(server, question(PROMPT, torch.tensor([150]), biases[:1]))[0]
@@ -68,23 +82,44 @@ def test_log_probabilities_of_all_one_and_several_tokens(server, plain):
 
 def test_answers_are_whole_once_a_suitable_token_is_known(url, plain):
     with closing(Completions.at(url)) as server:
-        answers = torch.cat([ask(server, question(PROMPT + number)) for number in range(12)])
+        answers = torch.cat(
+            [ask(server, question(PROMPT + number)) for number in range(12)]
+        )
         again = ask(server, question(PROMPT))[0]
-    known = [number for number, answer in enumerate(answers) if float(answer.min()) > ABSENT]
+    known = [
+        number for number, answer in enumerate(answers) if float(answer.min()) > ABSENT
+    ]
     assert known == list(range(known[0], 12))
     assert torch.allclose(again, plain, rtol=0, atol=1e-6)
 
 
 def written(values, text):
-    entries = [{"id": n, "token": text, "bytes": [1, 2], "logprob": v} for n, v in values]
-    first = {"id": 0, "token": text, "bytes": [], "logprob": -1.5, "top_logprobs": entries}
+    entries = [
+        {"id": n, "token": text, "bytes": [1, 2], "logprob": v} for n, v in values
+    ]
+    first = {
+        "id": 0,
+        "token": text,
+        "bytes": [],
+        "logprob": -1.5,
+        "top_logprobs": entries,
+    }
     answer = {"content": text, "completion_probabilities": [first], "prompt": text}
     return json.dumps(answer, separators=(",", ":")).encode()
 
 
-@pytest.mark.parametrize("text", [
-    "a", '"', "\\", '\\"', '{"id":7,"token":"x","bytes":[1],"logprob":-3.5}', "\u00e9\u2028", "{",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a",
+        '"',
+        "\\",
+        '\\"',
+        '{"id":7,"token":"x","bytes":[1],"logprob":-3.5}',
+        "\u00e9\u2028",
+        "{",
+    ],
+)
 def test_parse_entries_agrees_with_a_json_parser(text):
     """For any text of a token, since the server is not trusted."""
     draw = np.random.default_rng(0)
@@ -133,12 +168,18 @@ def test_no_more_is_asked_for_than_the_server_has(monkeypatch, route):
         return {}
 
     monkeypatch.setattr(Http, "ask", ask_for)
-    with closing(Completions("http://127.0.0.1:1", route=route, vocabulary=9, most=5)) as server:
+    with closing(
+        Completions("http://127.0.0.1:1", route=route, vocabulary=9, most=5)
+    ) as server:
         ask(server, question(PROMPT))
         assert asked == [5]
-        with pytest.raises(OracleError, match="at most 5 log-probabilities at a time, not 6: give"):
+        with pytest.raises(
+            OracleError, match="at most 5 log-probabilities at a time, not 6: give"
+        ):
             ask(server, question(PROMPT, torch.arange(6), torch.ones(6)))
-    with closing(Completions("http://127.0.0.1:1", route=route, vocabulary=9)) as server:
+    with closing(
+        Completions("http://127.0.0.1:1", route=route, vocabulary=9)
+    ) as server:
         ask(server, question(PROMPT))
     assert asked == [5, 9]
 
@@ -150,28 +191,44 @@ def test_a_refusal_of_whole_answers_says_what_to_do(monkeypatch):
     monkeypatch.setattr(Http, "ask", refuse)
     with (
         closing(Completions("http://127.0.0.1:1", route=OPENAI)) as server,
-        pytest.raises(OracleError, match=r"must not exceed 20: if it gives no whole .* -o top=N"),
+        pytest.raises(
+            OracleError, match=r"must not exceed 20: if it gives no whole .* -o top=N"
+        ),
     ):
         ask(server, question(PROMPT))
 
 
 def test_a_server_without_probabilities():
     raised = question(PROMPT, torch.tensor([5, 6]), torch.tensor([60.0, 61.0]))
-    for content in ('{"content": "x", "tokens": [6]}', '{"choices": [{"token_ids": [6]}]}'):
+    for content in (
+        '{"content": "x", "tokens": [6]}',
+        '{"choices": [{"token_ids": [6]}]}',
+    ):
         assert answered(content, raised) == [ABSENT, 0.0]
     assert answered('{"content": "x"}', raised) == [ABSENT, ABSENT]
 
 
 @pytest.mark.parametrize("route", ["/completion", OPENAI])
-@pytest.mark.parametrize("content", [
-    "[]", '"x"', "7", '{"choices": [7]}', '{"choices": 7}', '{"choices": [{"logprobs": {"a": 1}}]}',
-    '{"choices": [{"logprobs": [1]}]}', '{"completion_probabilities": [7]}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        '"x"',
+        "7",
+        '{"choices": [7]}',
+        '{"choices": 7}',
+        '{"choices": [{"logprobs": {"a": 1}}]}',
+        '{"choices": [{"logprobs": [1]}]}',
+        '{"completion_probabilities": [7]}',
+    ],
+)
 def test_an_answer_of_an_unknown_form_counts_as_absent(route, content):
     for count in (1, 2):
         raised = question(PROMPT, torch.arange(1, count + 1), torch.ones(count))
         assert answered(content, raised, route=route) == [ABSENT] * count
-    assert answered(content, question(PROMPT), route=route, vocabulary=2) == [ABSENT] * 2
+    assert (
+        answered(content, question(PROMPT), route=route, vocabulary=2) == [ABSENT] * 2
+    )
 
 
 def test_questions_are_prompts_and_raised_tokens():

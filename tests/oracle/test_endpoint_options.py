@@ -22,7 +22,9 @@ from keyhole.oracle.open_inference import TakesTexts
 DIM = 4
 TARGET = oracle.plant(dim=DIM, seed=3)
 MASK = {"name": "attention_mask", "datatype": "INT64", "shape": [-1, -1]}
-needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="openssl is not installed")
+needs_openssl = pytest.mark.skipif(
+    not shutil.which("openssl"), reason="openssl is not installed"
+)
 
 
 def draw(count: int, tokens: int = 2, seed: int = 0) -> torch.Tensor:
@@ -31,7 +33,9 @@ def draw(count: int, tokens: int = 2, seed: int = 0) -> torch.Tensor:
 
 
 def opened(endpoint: Endpoint, **options) -> closing:
-    return closing(OpenInference(endpoint.url, "m", options=EndpointOptions(**options), retries=0))
+    return closing(
+        OpenInference(endpoint.url, "m", options=EndpointOptions(**options), retries=0)
+    )
 
 
 def test_single_precision_is_sent_and_noted():
@@ -46,7 +50,10 @@ def test_single_precision_is_sent_and_noted():
     assert torch.tensor(sent["data"], dtype=torch.float64).equal(rounded.reshape(-1))
     assert torch.equal(answers, TARGET(rounded).float().double())
     assert result.status is Status.RECOVERED
-    assert "questions travel in FP32, each number within 6e-08 of its size" in result.reason
+    assert (
+        "questions travel in FP32, each number within 6e-08 of its size"
+        in result.reason
+    )
     assert float((result.model.W - TARGET.W).abs().max()) < 1e-4
 
 
@@ -77,15 +84,22 @@ def test_the_largest_batch_that_a_server_states_is_kept(stated, routes):
 
 def test_a_stated_batch_and_length_in_the_shape_are_kept():
     shape = {"name": "x", "datatype": "FP64", "shape": [8, 2, DIM]}
-    with serving(Endpoint([shape], scores(TARGET))) as endpoint, opened(endpoint) as remote:
+    with (
+        serving(Endpoint([shape], scores(TARGET))) as endpoint,
+        opened(endpoint) as remote,
+    ):
         assert torch.equal(remote(draw(20)), TARGET(draw(20)))
-        with pytest.raises(InputError, match=r"takes sequences of 2 tokens only, not of 3"):
+        with pytest.raises(
+            InputError, match=r"takes sequences of 2 tokens only, not of 3"
+        ):
             remote(draw(1, 3))
     assert max(r["inputs"][0]["shape"][0] for r in endpoint.requests) == 8
 
 
 def test_the_batch_option_lowers_a_stated_batch():
-    endpoint = Endpoint([vectors(DIM)], scores(TARGET), parameters={"max_batch_size": 8})
+    endpoint = Endpoint(
+        [vectors(DIM)], scores(TARGET), parameters={"max_batch_size": 8}
+    )
     with serving(endpoint), opened(endpoint, batch=3) as remote:
         remote(draw(6))
     assert [r["inputs"][0]["shape"][0] for r in endpoint.requests] == [3, 3]
@@ -97,8 +111,11 @@ def test_the_tensor_of_vectors_is_chosen_and_masks_are_filled():
         assert torch.equal(remote(draw(3)), TARGET(draw(3)))
     inputs = {tensor["name"]: tensor for tensor in endpoint.requests[0]["inputs"]}
     assert inputs["attention_mask"] == {
-        "name": "attention_mask", "datatype": "INT64", "shape": [3, 2], "data": [1] * 6,
-    }  # fmt: skip
+        "name": "attention_mask",
+        "datatype": "INT64",
+        "shape": [3, 2],
+        "data": [1] * 6,
+    }
     assert inputs["e"]["shape"] == [3, 2, DIM]
 
 
@@ -110,7 +127,8 @@ def test_tensors_are_chosen_by_name():
     both = [vectors(DIM, name="a"), vectors(DIM, name="b")]
     with serving(Endpoint(both, answer)) as endpoint:
         with pytest.raises(
-            InputError, match=r"several inputs of vectors \(a, b\): give --endpoint input"
+            InputError,
+            match=r"several inputs of vectors \(a, b\): give --endpoint input",
         ):
             opened(endpoint)
         with pytest.raises(InputError, match=r"has no tensor c: choose among a, b"):
@@ -134,7 +152,8 @@ def test_a_dimension_that_is_not_stated_is_given():
 
 
 @pytest.mark.parametrize(
-    ("labels", "positive"), [(("no", "YES"), None), (("cat", "dog"), "dog"), (("-1", "1"), None)]
+    ("labels", "positive"),
+    [(("no", "YES"), None), (("cat", "dog"), "dog"), (("-1", "1"), None)],
 )
 def test_labels_are_signs(labels, positive):
     def answer(inputs):
@@ -148,7 +167,8 @@ def test_labels_are_signs(labels, positive):
             with (
                 opened(endpoint) as remote,
                 pytest.raises(
-                    OracleError, match=r"got '(cat|dog)': give --endpoint positive=LABEL"
+                    OracleError,
+                    match=r"got '(cat|dog)': give --endpoint positive=LABEL",
                 ),
             ):
                 remote(draw(9))
@@ -157,12 +177,18 @@ def test_labels_are_signs(labels, positive):
 @pytest.mark.parametrize(
     ("tensor", "words"),
     [
-        ({"name": "text", "datatype": "BYTES", "shape": [-1]}, r"takes texts \(BYTES\)"),
+        (
+            {"name": "text", "datatype": "BYTES", "shape": [-1]},
+            r"takes texts \(BYTES\)",
+        ),
         (
             {"name": "input_ids", "datatype": "INT64", "shape": [-1, 128]},
             r"takes token ids \(INT64\)",
         ),
-        ({"name": "image", "datatype": "UINT8", "shape": [-1, 9]}, r"only .*image \(UINT8\)"),
+        (
+            {"name": "image", "datatype": "UINT8", "shape": [-1, 9]},
+            r"only .*image \(UINT8\)",
+        ),
     ],
 )
 def test_an_endpoint_that_takes_no_vectors_is_recognised(tensor, words):
@@ -187,7 +213,10 @@ def test_a_repeated_answer_is_not_taken_for_the_next():
     """The second copy stays on the connection, and it has no id that would give it away."""
     endpoint = Endpoint([vectors(DIM)], scores(TARGET))
     endpoint.twice = True
-    with serving(endpoint), closing(OpenInference(endpoint.url, "m", batch=1)) as remote:
+    with (
+        serving(endpoint),
+        closing(OpenInference(endpoint.url, "m", batch=1)) as remote,
+    ):
         for number in range(4):
             question = draw(3, seed=number)
             assert torch.equal(remote(question), TARGET(question))
@@ -206,7 +235,10 @@ def test_an_answer_with_another_id_is_not_taken():
         return outputs
 
     endpoint.answer = late
-    with serving(endpoint), closing(OpenInference(endpoint.url, "m", batch=1)) as remote:
+    with (
+        serving(endpoint),
+        closing(OpenInference(endpoint.url, "m", batch=1)) as remote,
+    ):
         for number in range(6):
             question = draw(1, seed=number)
             assert torch.equal(remote(question), TARGET(question))
@@ -226,7 +258,10 @@ def test_certificates(tmp_path):
             with opened(endpoint, **options) as remote:
                 assert torch.equal(remote(draw(3)), TARGET(draw(3)))
         (tmp_path / "no.pem").write_text("no certificate")
-        for file, words in (("no.pem", "PEM certificates"), ("missing.pem", "no such file|got")):
+        for file, words in (
+            ("no.pem", "PEM certificates"),
+            ("missing.pem", "no such file|got"),
+        ):
             with pytest.raises(InputError, match=words):
                 opened(endpoint, ca=tmp_path / file)
 

@@ -73,7 +73,9 @@ def test_checking_for_the_same_model_is_cheap_and_uncounted(endpoint, tmp_path):
     assert again.remembered == again.queries == first.queries == DIM**2 + DIM
     checks = asked(endpoint) - before
     assert 1 <= checks <= 8
-    assert f"{checks} remembered answers were asked for again, uncounted" in again.reason
+    assert (
+        f"{checks} remembered answers were asked for again, uncounted" in again.reason
+    )
 
 
 def test_rounding_and_stated_errors_are_not_another_model(endpoint, tmp_path):
@@ -103,7 +105,8 @@ def test_rounding_and_stated_errors_are_not_another_model(endpoint, tmp_path):
 def test_answers_of_another_shape_are_another_model(endpoint, tmp_path):
     vectors_now = oracle.plant("attention", dim=DIM, seed=1)
     for answer, count in ((scores(OLD), 0), (scores(vectors_now), 1)):
-        endpoint.answer, notices = answer, []
+        endpoint.answer = answer
+        notices = []
         remote = OpenInference(endpoint.url, "m")
         with Ledger(remote, tmp_path / "run.db", notice=notices.append) as ledger:
             ledger(draw(5))
@@ -121,15 +124,21 @@ def test_answers_of_another_shape_are_another_model(endpoint, tmp_path):
         ((0.0, ABSENT), (ABSENT, ABSENT), 0),
     ],
 )
-def test_numbers_that_a_server_left_out_are_not_compared(tmp_path, before, after, changes):
+def test_numbers_that_a_server_left_out_are_not_compared(
+    tmp_path, before, after, changes
+):
     class Server:
-        dim, identity, may_change, precision = DIM, "a server", True, 2.0**-24
+        dim = DIM
+        identity = "a server"
+        may_change = True
+        precision = 2.0**-24
         answer = torch.tensor(before, dtype=torch.float64)
 
         def __call__(self, sequences):
             return self.answer.expand(len(sequences), -1)
 
-    notices, server = [], Server()
+    notices = []
+    server = Server()
     for _ in range(2):
         with Ledger(server, tmp_path / "run.db", notice=notices.append) as ledger:
             ledger(draw(2))
@@ -143,7 +152,10 @@ def test_a_server_that_is_down_changes_nothing(endpoint, tmp_path):
         with Ledger(remote, path) as ledger:
             ledger(draw(9))
         endpoint.token = "closed"
-        with Ledger(remote, path) as ledger, pytest.raises(OracleError, match="status 401"):
+        with (
+            Ledger(remote, path) as ledger,
+            pytest.raises(OracleError, match="status 401"),
+        ):
             ledger(draw(9))
         assert answers_in(path) == 9
         endpoint.token = None
@@ -170,7 +182,8 @@ def test_ledgers_without_witnesses_are_accepted(endpoint, tmp_path):
 
 def test_an_endpoint_inside_a_wrapper_is_checked_too(endpoint, tmp_path):
     for answer, count in ((scores(OLD), 0), (scores(OLD), 0), (scores(NEW), 1)):
-        endpoint.answer, notices = answer, []
+        endpoint.answer = answer
+        notices = []
         with closing(OpenInference(endpoint.url, "m")) as remote:
             rounded = oracle.Rounded(remote, 3)
             with Ledger(rounded, tmp_path / "run.db", notice=notices.append) as ledger:

@@ -22,7 +22,9 @@ from keyhole.core.errors import InputError
 from keyhole.oracle import OpenInference, OracleError
 
 CASES = cases()
-SAMPLE = CASES if os.environ.get("KEYHOLE_FULL") else random.Random(17).sample(CASES, 12)
+SAMPLE = (
+    CASES if os.environ.get("KEYHOLE_FULL") else random.Random(17).sample(CASES, 12)
+)
 MEMORY = 500e6
 SECONDS = 30.0  # beyond the timeout, since other programs share the two cores
 
@@ -32,7 +34,9 @@ def test_the_table_is_long_and_names_each_case_once():
     assert len({str(case) for case in CASES}) == len(CASES)
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="memory is read from /proc"
+)
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_a_hostile_server_ends_in_a_one_line_error(case):
     threads = threading.active_count()
@@ -49,14 +53,20 @@ def test_a_hostile_server_ends_in_a_one_line_error(case):
 
 
 @pytest.mark.release
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="memory is read from /proc"
+)
 def test_several_large_answers_share_the_memory_bound():
-    numbers = repeated(b'{"outputs": [{"shape": [1], "data": [', b"0.25,", 3_999_000, b"1]}]}")
+    numbers = repeated(
+        b'{"outputs": [{"shape": [1], "data": [', b"0.25,", 3_999_000, b"1]}]}"
+    )
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
     with (
         Server(numbers, "infer") as server,
-        closing(OpenInference(server.url, "m", batch=1, retries=0, connections=4)) as remote,
+        closing(
+            OpenInference(server.url, "m", batch=1, retries=0, connections=4)
+        ) as remote,
         pytest.raises(OracleError, match="expected 1 numbers"),
     ):
         remote(torch.zeros(4, 3, DIM, dtype=torch.float64))

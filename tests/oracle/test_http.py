@@ -19,7 +19,9 @@ QUESTIONS = torch.zeros(4, 3, DIM, dtype=torch.float64)
 
 
 def _metadata(dim):
-    return answer(json.dumps(METADATA | {"inputs": [{"name": "x", "shape": [-1, -1, dim]}]}))
+    return answer(
+        json.dumps(METADATA | {"inputs": [{"name": "x", "shape": [-1, -1, dim]}]})
+    )
 
 
 def test_a_dimension_beyond_the_limit_can_be_requested():
@@ -34,7 +36,8 @@ def test_a_dimension_beyond_the_limit_can_be_requested():
 def test_limits_apply_to_a_target_given_by_its_address():
     with Server(_metadata(20), "metadata") as server:
         with pytest.raises(
-            OracleError, match=r"dimension 20, above the limit of 10: give --endpoint dim"
+            OracleError,
+            match=r"dimension 20, above the limit of 10: give --endpoint dim",
         ):
             open_endpoint(f"{server.url}/v2/models/m", Limits(dim=10))
         with closing(open_endpoint(f"{server.url}/v2/models/m/versions/1")) as remote:
@@ -53,7 +56,10 @@ def test_a_compressed_answer_is_decompressed(coding):
     body = packer.compress(json.dumps(METADATA).encode()) + packer.flush()
     name = "deflate" if coding == "bare" else coding
     behave = answer(body, 200, f"Content-Encoding: {name}")
-    with Server(behave, "metadata") as server, closing(OpenInference(server.url, "m")) as remote:
+    with (
+        Server(behave, "metadata") as server,
+        closing(OpenInference(server.url, "m")) as remote,
+    ):
         assert remote.dim == DIM
 
 
@@ -61,10 +67,14 @@ def test_a_compressed_answer_is_decompressed(coding):
 def test_connections_are_reused(connections):
     with (
         Server(raw(), "none") as server,
-        closing(OpenInference(server.url, "m", batch=1, connections=connections)) as remote,
+        closing(
+            OpenInference(server.url, "m", batch=1, connections=connections)
+        ) as remote,
     ):
         for _ in range(3):
-            assert torch.equal(remote(QUESTIONS), torch.full((4,), 0.5, dtype=torch.float64))
+            assert torch.equal(
+                remote(QUESTIONS), torch.full((4,), 0.5, dtype=torch.float64)
+            )
         assert server.inferences == 12
         assert server.connections <= connections
 
@@ -100,7 +110,9 @@ def test_answers_besides_a_failure_are_kept(connections):
 def test_a_transient_failure_is_retried():
     good = answer(json.dumps(METADATA))
     garbage = answer("<html>")
-    replies = iter([answer("", 503, "Retry-After: 1"), garbage, answer("", 500), good, good])
+    replies = iter(
+        [answer("", 503, "Retry-After: 1"), garbage, answer("", 500), good, good]
+    )
     with Server(lambda wire: next(replies)(wire), "metadata") as server:
         with closing(OpenInference(server.url, "m")) as remote:
             assert remote.dim == DIM
@@ -108,7 +120,8 @@ def test_a_transient_failure_is_retried():
 
 
 def test_waits_for_a_model_that_is_not_ready():
-    good, early = answer(json.dumps(METADATA)), answer("loading", 503)
+    good = answer(json.dumps(METADATA))
+    early = answer("loading", 503)
     replies = iter([good, early, early, answer("")])
     with (
         Server(lambda wire: next(replies)(wire), "metadata") as server,
@@ -146,10 +159,20 @@ def test_an_endless_handshake_ends_at_the_deadline():
 
 
 @pytest.mark.parametrize(
-    "url", ["http://", "http://[::1", "http://a..b", "http://a:99999", "http://a:-1", "ftp://a"]
+    "url",
+    [
+        "http://",
+        "http://[::1",
+        "http://a..b",
+        "http://a:99999",
+        "http://a:-1",
+        "ftp://a",
+    ],
 )
 def test_an_invalid_address_is_refused(url):
-    with pytest.raises(InputError, match="expected a URL such as http://localhost:8080, got"):
+    with pytest.raises(
+        InputError, match="expected a URL such as http://localhost:8080, got"
+    ):
         OpenInference(url, "m")
 
 
@@ -168,7 +191,8 @@ def test_headers_that_cannot_be_sent_are_refused_and_not_shown(secret):
 )
 def test_impossible_limits_are_refused(wrong):
     with pytest.raises(
-        InputError, match=r"(timeout must be above 0|(retries|batch) must be [01] or more), not"
+        InputError,
+        match=r"(timeout must be above 0|(retries|batch) must be [01] or more), not",
     ):
         OpenInference("http://localhost", "m", **wrong)
     with pytest.raises(InputError, match="a limit body must be above 0, not -1"):

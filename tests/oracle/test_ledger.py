@@ -53,7 +53,9 @@ def test_a_single_bit_makes_another_question(tmp_path):
         question = draw(1)
         ledger(question)
         ledger(torch.nextafter(question, question + 1))
-        ledger(question.reshape(2, 1, DIM))  # the same bytes as two sequences of one token
+        ledger(
+            question.reshape(2, 1, DIM)
+        )  # the same bytes as two sequences of one token
     assert counted.queries == 4
 
 
@@ -93,7 +95,9 @@ def test_good_answers_are_kept_and_nan_is_not(tmp_path):
     flaky = Flaky()
     counted = oracle.Counted(flaky)
     with oracle.Ledger(counted, tmp_path / "run.db") as ledger:
-        with pytest.raises(oracle.OracleError, match="NaN or infinity in 1 of 10 answers"):
+        with pytest.raises(
+            oracle.OracleError, match="NaN or infinity in 1 of 10 answers"
+        ):
             ledger(draw(10))
         assert len(ledger) == 9
         flaky.broken = False
@@ -140,19 +144,25 @@ def test_a_ledger_of_another_version_or_dtype_is_refused(tmp_path, name):
     db.execute("UPDATE meta SET value = 'other' WHERE name = ?", [name])
     db.commit()
     db.close()
-    with pytest.raises(InputError, match=f"this run has {name} .*, that of .* has {name} other"):
+    with pytest.raises(
+        InputError, match=f"this run has {name} .*, that of .* has {name} other"
+    ):
         oracle.Ledger(TARGET, tmp_path / "run.db")
 
 
 def test_other_files_are_refused_as_ledgers(tmp_path):
-    (tmp_path / "text.db").write_text("no database at all, but long enough to have a header" * 9)
+    (tmp_path / "text.db").write_text(
+        "no database at all, but long enough to have a header" * 9
+    )
     with pytest.raises(InputError, match=r"cannot read .*text\.db as a Keyhole ledger"):
         oracle.Ledger(TARGET, tmp_path / "text.db")
     db = sqlite3.connect(tmp_path / "other.db")
     db.execute("CREATE TABLE notes (body TEXT)")
     db.commit()
     db.close()
-    with pytest.raises(InputError, match="not a Keyhole ledger but another SQLite file"):
+    with pytest.raises(
+        InputError, match="not a Keyhole ledger but another SQLite file"
+    ):
         oracle.Ledger(TARGET, tmp_path / "other.db")
     with pytest.raises(InputError, match="cannot write the ledger"):
         oracle.Ledger(TARGET, tmp_path / "no" / "run.db")
@@ -185,11 +195,20 @@ with oracle.Ledger(Logged(), ledger) as memory:
     result = extract.SingleHead()(memory)
 print(result.status.value, result.queries, result.remembered)
 """
-QUESTIONS = 12 * 12 + 12 + 96  # of the attack and the judge; repeated questions count once
+QUESTIONS = (
+    12 * 12 + 12 + 96
+)  # of the attack and the judge; repeated questions count once
 
 
-def attacker(tmp_path: Path, die_at: int = 0, pause: float = 0.0) -> AbstractContextManager[Warm]:
-    arguments = (str(tmp_path / "run.db"), str(tmp_path / "log"), str(die_at), str(pause))
+def attacker(
+    tmp_path: Path, die_at: int = 0, pause: float = 0.0
+) -> AbstractContextManager[Warm]:
+    arguments = (
+        str(tmp_path / "run.db"),
+        str(tmp_path / "log"),
+        str(die_at),
+        str(pause),
+    )
     return warm_process.started(warm_process.code, ATTACKER, *arguments, cwd=tmp_path)
 
 
@@ -240,7 +259,10 @@ def test_an_attack_killed_at_any_moment_resumes(tmp_path):
 
 @pytest.mark.release
 def test_two_processes_share_a_file_and_ask_nothing_twice(tmp_path):
-    with attacker(tmp_path, pause=0.02) as first, attacker(tmp_path, pause=0.02) as other:
+    with (
+        attacker(tmp_path, pause=0.02) as first,
+        attacker(tmp_path, pause=0.02) as other,
+    ):
         results = [finish(first), finish(other)]
     assert [result[0] for result in results] == ["recovered", "recovered"]
     assert len(asked(tmp_path)) == len(set(asked(tmp_path))) == QUESTIONS

@@ -31,7 +31,9 @@ def test_answers_cross_the_network_in_full_precision(served):
     remote = OpenInference(url, "target", batch=7)
     assert remote.dim == 8
     sequences = torch.randn(20, 3, 8, dtype=torch.float64)
-    torch.testing.assert_close(remote(sequences), target(sequences), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(
+        remote(sequences), target(sequences), rtol=1e-14, atol=1e-14
+    )
     remote.close()
 
 
@@ -56,7 +58,9 @@ def test_a_refusal_of_the_server_is_a_one_line_error(served):
     with pytest.raises(InputError, match="expected a URL"):
         OpenInference("localhost", "target")
     remote = OpenInference(url, "target")
-    with pytest.raises(InputError, match=re.escape("expected sequences of shape (batch, n, 8)")):
+    with pytest.raises(
+        InputError, match=re.escape("expected sequences of shape (batch, n, 8)")
+    ):
         remote(torch.zeros(1, 2, 9, dtype=torch.float64))
     remote.close()
 

@@ -11,7 +11,9 @@ import reference
 from keyhole import oracle
 from keyhole.core.errors import InputError
 
-X = torch.randn(3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+X = torch.randn(
+    3, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+)
 
 CASES = {
     "head": {"kind": "head"},
@@ -30,7 +32,8 @@ def expected(target: oracle.Planted, tokens: np.ndarray) -> np.ndarray | float:
         case oracle.Head():
             return reference.head(tokens, target.W.numpy(), target.v.numpy())
         case oracle.MultiHead():
-            W, v = target.tensors()["W"].numpy(), target.tensors()["v"].numpy()
+            W = target.tensors()["W"].numpy()
+            v = target.tensors()["v"].numpy()
             return reference.multi_head(tokens, W, v)
         case oracle.OneLayer():
             witness = reference.one_layer
@@ -60,7 +63,8 @@ def test_a_stored_target_answers_the_same_bit_for_bit(case, tmp_path):
 
 
 def test_attention_must_fit_its_network():
-    W, A = torch.zeros(5, 5, dtype=torch.float64), torch.zeros(3, 5, dtype=torch.float64)
+    W = torch.zeros(5, 5, dtype=torch.float64)
+    A = torch.zeros(3, 5, dtype=torch.float64)
     w = torch.zeros(3, dtype=torch.float64)
     for bad_W, bad_A in ((W[None], A), (W, A[None]), (W[:4], A), (W, A[:2])):
         with pytest.raises(InputError, match=r"expected [AW] of shape"):
@@ -71,7 +75,9 @@ def test_attention_must_fit_its_network():
 
 def test_identity_tells_targets_apart():
     targets = [oracle.plant(dim=5, seed=seed) for seed in range(3)]
-    targets += [oracle.plant("attention", dim=5, every_token=flag) for flag in (True, False)]
+    targets += [
+        oracle.plant("attention", dim=5, every_token=flag) for flag in (True, False)
+    ]
     assert len({target.identity for target in targets}) == len(targets)
 
 
@@ -120,13 +126,21 @@ def eye(n: int) -> torch.Tensor:
     ("tensors", "metadata", "message"),
     [
         ({"W": eye(2)}, {"keyhole": "1", "kind": "head"}, "has no tensor 'v'"),
-        ({"W": eye(2), "v": eye(3)[0]}, {"keyhole": "1", "kind": "head"}, "expected W of shape"),
+        (
+            {"W": eye(2), "v": eye(3)[0]},
+            {"keyhole": "1", "kind": "head"},
+            "expected W of shape",
+        ),
         (
             {"W": eye(2) / 0, "v": eye(2)[0]},
             {"keyhole": "1", "kind": "head"},
             "W holds NaN or infinity",
         ),
-        ({"W": eye(2).float(), "v": eye(2)[0]}, {"keyhole": "1", "kind": "head"}, "W in float64"),
+        (
+            {"W": eye(2).float(), "v": eye(2)[0]},
+            {"keyhole": "1", "kind": "head"},
+            "W in float64",
+        ),
         ({"W": eye(2)}, None, "is not a target written by `keyhole lab plant`"),
         ({"W": eye(2)}, {"keyhole": "1", "kind": "tail"}, "is not a target written by"),
     ],
@@ -156,7 +170,9 @@ def test_defences_are_stored_with_the_target(tmp_path):
     assert again.identity == by_hand.identity
     assert oracle.load_plain(tmp_path / "t.safetensors")[1] == change
     oracle.save(target, tmp_path / "s.safetensors", oracle.Degradation(sign_only=True))
-    assert torch.equal(oracle.load(tmp_path / "s.safetensors")(X), (target(X) > 0).double())
+    assert torch.equal(
+        oracle.load(tmp_path / "s.safetensors")(X), (target(X) > 0).double()
+    )
     assert not oracle.Degradation(seed=3)
     assert str(change) == (
         "tokens of norm 1.5 at most, answers within ±0.1, answers rounded to 2 decimals"
@@ -184,12 +200,18 @@ def test_orthogonal_heads_live_in_their_subspaces():
     target, bases = oracle.plant_orthogonal(7, 3, seed=2)
     assert [basis.shape[1] for basis in bases] == [3, 2, 2]
     every = torch.cat(bases, 1)
-    assert torch.allclose(every.mT @ every, torch.eye(7, dtype=torch.float64), atol=1e-14)
+    assert torch.allclose(
+        every.mT @ every, torch.eye(7, dtype=torch.float64), atol=1e-14
+    )
     for W, v, basis in zip(target.W, target.v, bases, strict=True):
         inside = basis @ basis.mT
         assert torch.allclose(inside @ W @ inside, W, atol=1e-14)
         assert torch.allclose(inside @ v, v, atol=1e-14)
     same = oracle.plant("orthogonal-heads", dim=7, heads=3, seed=2)
-    assert torch.equal(same(torch.ones(1, 2, 7).double()), target(torch.ones(1, 2, 7).double()))
-    with pytest.raises(InputError, match="heads must not exceed dim = 2: there are 3 heads"):
+    assert torch.equal(
+        same(torch.ones(1, 2, 7).double()), target(torch.ones(1, 2, 7).double())
+    )
+    with pytest.raises(
+        InputError, match="heads must not exceed dim = 2: there are 3 heads"
+    ):
         oracle.plant_orthogonal(2, 3)

@@ -32,11 +32,17 @@ def test_lengths():
     limited = oracle.LengthLimited(TARGET, 3, 5)
     for n in (3, 4, 5):
         assert torch.equal(limited(draw(2, n)), TARGET(draw(2, n)))
-    for n, reason in ((1, "3 tokens or more, not 1"), (2, "not 2"), (6, "at most 5 tokens, not 6")):
+    for n, reason in (
+        (1, "3 tokens or more, not 1"),
+        (2, "not 2"),
+        (6, "at most 5 tokens, not 6"),
+    ):
         with pytest.raises(Refused, match=reason) as refused:
             limited(draw(2, n))
         assert refused.value.status == 422
-    assert torch.equal(oracle.LengthLimited(TARGET, max_tokens=2)(draw(1, 1)), TARGET(draw(1, 1)))
+    assert torch.equal(
+        oracle.LengthLimited(TARGET, max_tokens=2)(draw(1, 1)), TARGET(draw(1, 1))
+    )
     with pytest.raises(InputError, match="min_tokens must not exceed max_tokens"):
         oracle.LengthLimited(TARGET, 5, 3)
 
@@ -65,7 +71,10 @@ def test_fresh_noise_differs_each_time_and_averages_out():
     X = draw(4).repeat(1000, 1, 1)
     errors = noisy(X) - TARGET(X)
     assert 0.09 < float(errors.abs().max()) <= 0.1
-    assert float(errors.view(1000, 4).mean(0).abs().max()) < 0.1 / math.sqrt(3) * 5 / 1000**0.5
+    assert (
+        float(errors.view(1000, 4).mean(0).abs().max())
+        < 0.1 / math.sqrt(3) * 5 / 1000**0.5
+    )
 
 
 def test_a_degradation_round_trips_through_flags():

@@ -32,9 +32,25 @@ def served(folder, *options):
 
 
 def test_served_defences_equal_the_wrappers(tmp_path):
-    options = ["-o", "noise=0.1", "-o", "decimals=2", "-o", "max_norm=1.5", "--seed", "4",
-               "-o", "min_tokens=3", "-o", "max_tokens=5", "-o", "usual_norm=2"]  # fmt: skip
-    wrapped = Degradation(1.5, 0.1, 2, seed=4, min_tokens=3, max_tokens=5, usual_norm=2.0)
+    options = [
+        "-o",
+        "noise=0.1",
+        "-o",
+        "decimals=2",
+        "-o",
+        "max_norm=1.5",
+        "--seed",
+        "4",
+        "-o",
+        "min_tokens=3",
+        "-o",
+        "max_tokens=5",
+        "-o",
+        "usual_norm=2",
+    ]
+    wrapped = Degradation(
+        1.5, 0.1, 2, seed=4, min_tokens=3, max_tokens=5, usual_norm=2.0
+    )
     with served(tmp_path, *options) as remote:
         unusual = oracle.UsualOnly(TARGET, 2.0).unusual
         X = torch.stack([x for x in draw(40) if not unusual(x[None])])

@@ -31,9 +31,12 @@ def test_answers_follow_the_formula(case, tmp_path):
     # The last token sees every key, masked or not.
     for tokens, answer in zip(X, target(X), strict=True):
         expected = sub_layer(
-            tokens.numpy(), **tensors, epsilon=target.epsilon, residual=target.residual,
+            tokens.numpy(),
+            **tensors,
+            epsilon=target.epsilon,
+            residual=target.residual,
             causal=target.causal,
-        )  # fmt: skip
+        )
         expected = expected if target.every_token else expected[-1]
         np.testing.assert_allclose(answer, expected, atol=1e-13)
     oracle.save(target, tmp_path / "t.safetensors")
@@ -45,15 +48,27 @@ def test_answers_follow_the_formula(case, tmp_path):
 def test_symmetries_change_nothing_and_are_not_counted():
     """Any matrix between V and O, and one complex number for each plane between Q and K."""
     target = planted(**LLAMA)
-    T = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    a, b = 0.7, -1.3  # every plane by a + bi; its inverse transposed on the other side
+    T = torch.randn(
+        4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    # every plane by a + bi; its inverse transposed on the other side
+    a = 0.7
+    b = -1.3
     eye = torch.eye(2, dtype=torch.float64)
-    turn = torch.cat([torch.cat([a * eye, b * eye], 1), torch.cat([-b * eye, a * eye], 1)])
+    turn = torch.cat(
+        [torch.cat([a * eye, b * eye], 1), torch.cat([-b * eye, a * eye], 1)]
+    )
     same = replace(
-        target, V=target.V @ T, O=torch.linalg.inv(T) @ target.O, K=target.K @ turn,
-        Q=target.Q @ torch.linalg.inv(turn).mT, q=target.q @ torch.linalg.inv(turn).mT,
-    )  # fmt: skip
-    X = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        target,
+        V=target.V @ T,
+        O=torch.linalg.inv(T) @ target.O,
+        K=target.K @ turn,
+        Q=target.Q @ torch.linalg.inv(turn).mT,
+        q=target.q @ torch.linalg.inv(turn).mT,
+    )
+    X = torch.randn(
+        2, 6, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     assert torch.allclose(same(X), target(X), rtol=0, atol=1e-12)
     parameters = sum(part.numel() for part in target.tensors().values())
     assert target.unknowns == parameters - 2 * (4 + 4 * 4) + 1
@@ -65,7 +80,10 @@ def test_symmetries_change_nothing_and_are_not_counted():
     [
         ({"K": torch.zeros(2, 12, 4, dtype=torch.float64)}, "expected V of shape"),
         ({"q": torch.zeros(3, 5, dtype=torch.float64)}, "expected q of shape"),
-        ({"frequencies": torch.zeros(3, 1, dtype=torch.float64)}, "expected 2 frequencies or none"),
+        (
+            {"frequencies": torch.zeros(3, 1, dtype=torch.float64)},
+            "expected 2 frequencies or none",
+        ),
         ({"epsilon": 0.0}, "an epsilon must be above 0"),
         ({"b": torch.zeros(12)}, "expected b in float64"),
     ],

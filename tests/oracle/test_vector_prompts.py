@@ -19,10 +19,15 @@ def test_vectors_are_for_servers_that_take_them():
 
 
 @pytest.mark.parametrize("kind", ["vLLM", "SGLang"])
-@pytest.mark.parametrize("content", [
-    "[]", "{}", '{"choices": [{"logprobs": {"top_logprobs": [[]]}}]}',
-    '{"meta_info": {"output_top_logprobs": [[1]]}}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "{}",
+        '{"choices": [{"logprobs": {"top_logprobs": [[]]}}]}',
+        '{"meta_info": {"output_top_logprobs": [[1]]}}',
+    ],
+)
 def test_an_answer_of_an_unknown_form_is_an_error(kind, content):
     with (
         hostile.Server(hostile.answer(content), "infer") as server,

@@ -64,7 +64,9 @@ def test_noise_is_bounded_repeatable_and_seeded():
     assert 0.09 < error.abs().max() <= 0.1
     assert abs(error.mean()) < 0.02
     assert torch.equal(noisy(draw(200).flip(0)).flip(0), noisy(draw(200)))
-    assert not torch.equal(oracle.Noisy(TARGET, 0.1, seed=4)(draw(200)), noisy(draw(200)))
+    assert not torch.equal(
+        oracle.Noisy(TARGET, 0.1, seed=4)(draw(200)), noisy(draw(200))
+    )
 
 
 def test_noise_on_vector_answers():
@@ -75,7 +77,9 @@ def test_noise_on_vector_answers():
 
 
 def test_sign_only():
-    assert torch.equal(oracle.SignOnly(TARGET)(draw(50)), (TARGET(draw(50)) > 0).double())
+    assert torch.equal(
+        oracle.SignOnly(TARGET)(draw(50)), (TARGET(draw(50)) > 0).double()
+    )
 
 
 def test_clipped_shortens_long_tokens_and_leaves_short_ones():
@@ -96,9 +100,14 @@ def test_an_oracle_that_goes_down():
 
 def test_identities_name_the_defences():
     wrapped = [
-        TARGET, oracle.Rounded(TARGET, 2), oracle.Rounded(TARGET, 3), oracle.Noisy(TARGET, 0.1),
-        oracle.Noisy(TARGET, 0.1, 1), oracle.SignOnly(TARGET), oracle.Clipped(TARGET, 1.0),
-    ]  # fmt: skip
+        TARGET,
+        oracle.Rounded(TARGET, 2),
+        oracle.Rounded(TARGET, 3),
+        oracle.Noisy(TARGET, 0.1),
+        oracle.Noisy(TARGET, 0.1, 1),
+        oracle.SignOnly(TARGET),
+        oracle.Clipped(TARGET, 1.0),
+    ]
     assert len({oracle.identity_of(first) for first in wrapped}) == len(wrapped)
     assert oracle.identity_of(oracle.Counted(TARGET)) == TARGET.identity
 
@@ -123,7 +132,9 @@ def test_identity_of_another_oracle_depends_on_its_tensors():
         return answer
 
     for make in (Stranger, closure):
-        first, same, other = make(torch.ones(4, 4)), make(torch.ones(4, 4)), make(torch.zeros(4, 4))
+        first = make(torch.ones(4, 4))
+        same = make(torch.ones(4, 4))
+        other = make(torch.zeros(4, 4))
         first(draw(1).float())
         assert oracle.identity_of(first) == oracle.identity_of(same)
         assert oracle.identity_of(first) != oracle.identity_of(other)
@@ -143,11 +154,17 @@ def answering(answer):
     ("answer", "message"),
     [
         (lambda _: None, "expected a tensor of 3 answers, got NoneType"),
-        (lambda s: s[:2, 0, 0], r"expected 3 answers \(one per sequence\), got shape \(2,\)"),
+        (
+            lambda s: s[:2, 0, 0],
+            r"expected 3 answers \(one per sequence\), got shape \(2,\)",
+        ),
         (lambda s: torch.tensor(1.0), r"expected 3 answers .*, got shape \(\)"),
         (lambda s: s[:, 0, 0] / 0, "NaN or infinity in 3 of 3 answers"),
         (lambda s: s[:, 0, 0].long(), "expected real answers, got torch.int64"),
-        (lambda s: s @ torch.ones(9), "the oracle failed on 3 questions .*: RuntimeError"),
+        (
+            lambda s: s @ torch.ones(9),
+            "the oracle failed on 3 questions .*: RuntimeError",
+        ),
     ],
 )
 def test_invalid_answers_are_one_line_errors(answer, message):

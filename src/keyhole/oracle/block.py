@@ -1,21 +1,21 @@
 """A block of a Transformer: attention and a feed-forward layer, with residual connections.
 
-For tokens x_1 … x_n, with an answer for the last one or for every one, and N a norm or the
-identity,
+For tokens x_1 … x_n, with an answer for the last one or for every one, and N a norm or
+the identity,
 
     h_i = x_i + Attention(N(x_1), …, N(x_n))_i          (oracle/sub_layer.py)
     y_i = h_i + C·f(N(h_i)) + c
     f_k(u) = φ(A_k·u + a_k)                             (ReLU, GELU, …)
     f_k(u) = φ(A_k·u + a_k)·(G_k·u + g_k)               (gated, as SwiGLU: G is not empty)
 
-The norms are RMS norms or LayerNorms, each with its ε; their gains and biases are part of the
-matrices and biases behind them. With LayerNorms behind the sums (BERT),
+The norms are RMS norms or LayerNorms, each with its ε; their gains and biases are part
+of the matrices and biases behind them. With LayerNorms behind the sums (BERT),
 
     h_i = N(x_i + Attention(x_1, …, x_n)_i)
     y_i = E·N(D·h_i + C·f(h_i) + c) + e                 (D and E diagonal)
 
-D is the gain of the first norm, whose bias is part of a and c; E and e are the gain and bias of the
-second.
+D is the gain of the first norm, whose bias is part of a and c; E and e are the gain and
+bias of the second.
 
 For scores `w·y_n` of the last token, C and c have one row: w·h_n + C·f(N(h_n)) + c.
 """
@@ -54,12 +54,12 @@ NORMS = ("none", "rms", "layer", "behind")
 
 @dataclass(frozen=True, eq=False)
 class Block(Parametric):
-    """`A` and `G` (width, d), `a` and `g` (width), `C` (d, width), `c` (d); attention as in
-    SubLayer.
+    """`A` and `G` (width, d), `a` and `g` (width), `C` (d, width), `c` (d); attention
+    as in SubLayer.
 
-    `D`, `E` and `e` (d) belong to norms behind the sums, and are empty otherwise. `epsilon` is that
-    of the first norm, `epsilon_behind` that of the second. `w` (d) is empty if answers are vectors;
-    scores need norms in front, or none.
+    `D`, `E` and `e` (d) belong to norms behind the sums, and are empty otherwise.
+    `epsilon` is that of the first norm, `epsilon_behind` that of the second. `w` (d) is
+    empty if answers are vectors; scores need norms in front, or none.
     """
 
     Q: Tensor
@@ -87,14 +87,27 @@ class Block(Parametric):
     every_token: bool = False
     causal: bool = False
     kind = "block"
-    NAMES: ClassVar = (*SubLayer.NAMES, "A", "a", "G", "g", "C", "c", "D", "E", "e", "w")
+    NAMES: ClassVar = (
+        *SubLayer.NAMES,
+        "A",
+        "a",
+        "G",
+        "g",
+        "C",
+        "c",
+        "D",
+        "E",
+        "e",
+        "w",
+    )
     SHAPES = (("Q", "h d k"), ("A", "u d"), ("a", "u"), ("C", "m u"), ("c", "m"))
 
     def __post_init__(self) -> None:
         expect_among("activation", self.activation, tuple(ACTIVATIONS))
         expect_among("norm", self.norm, NORMS)
         super().__post_init__()
-        d, width = self.dim, len(self.A)
+        d = self.dim
+        width = len(self.A)
         self._require("G", self.G, width if len(self.G) else 0, d)
         self._require("g", self.g, len(self.G))
         self._require("w", self.w, d if self.scores else 0)
@@ -102,9 +115,13 @@ class Block(Parametric):
         for name in ("D", "E", "e"):
             self._require(name, getattr(self, name), d if self.norm == "behind" else 0)
         if self.scores and (self.norm == "behind" or self.every_token):
-            raise InputError("a score is of the last token, without norms behind the sums")
+            raise InputError(
+                "a score is of the last token, without norms behind the sums"
+            )
         if self.sub_layer.outputs != d:
-            raise InputError(f"expected {d} outputs of attention, got {self.sub_layer.outputs}")
+            raise InputError(
+                f"expected {d} outputs of attention, got {self.sub_layer.outputs}"
+            )
 
     @property
     def scores(self) -> bool:
@@ -124,18 +141,26 @@ class Block(Parametric):
     def unknowns(self) -> int:
         """The degrees of freedom of the function: parameters, less those of its symmetries.
 
-        A ReLU unit, and likewise a gate, may be multiplied and its column of C divided; without a
-        norm, b moves into a and c. Behind a LayerNorm the mean of a token does not matter; with
-        norms behind the sums, neither does that of the sums, nor the length of the second sum.
+        A ReLU unit, and likewise a gate, may be multiplied and its column of C divided;
+        without a norm, b moves into a and c. Behind a LayerNorm the mean of a token
+        does not matter; with norms behind the sums, neither does that of the sums, nor
+        the length of the second sum.
         """
         free = len(self.A) * (self.activation == "relu") + len(self.G)
         free += self.dim if self.norm == "none" else -2
         if self.norm == "layer":
             groups, _, k = self.K.shape
-            free += len(self.Q) * k + groups * (k + self.V.shape[2]) + len(self.A) + len(self.G)
+            free += (
+                len(self.Q) * k
+                + groups * (k + self.V.shape[2])
+                + len(self.A)
+                + len(self.G)
+            )
         elif self.norm == "behind":
             free += len(self.Q) * self.V.shape[2] + 2 * len(self.A) + len(self.G) + 3
-        network = sum(getattr(self, name).numel() for name in self.NAMES[len(SubLayer.NAMES) :])
+        network = sum(
+            getattr(self, name).numel() for name in self.NAMES[len(SubLayer.NAMES) :]
+        )
         return self.sub_layer.unknowns + network - free
 
     def normed(self, tokens: Tensor, epsilon: float | Tensor) -> Tensor:
@@ -157,7 +182,9 @@ class Block(Parametric):
         y = self.D * h + self.feed_forward(h)
         return self.E * self.normed(y, self.epsilon_behind) + self.e
 
-    def added(self, tokens: Tensor, epsilon: float | Tensor, behind: float | Tensor) -> Tensor:
+    def added(
+        self, tokens: Tensor, epsilon: float | Tensor, behind: float | Tensor
+    ) -> Tensor:
         """Return the answers of a block without norms behind the sums, for any two ε."""
         asking = tokens if self.every_token else tokens[:, -1]
         h = asking + self.sub_layer.answers(self.normed(tokens, epsilon))
@@ -169,9 +196,9 @@ class Block(Parametric):
 class Blocks(Parametric):
     """Stacked blocks of one kind, with norms in front of their parts, without positions.
 
-    The heads and the units of all blocks are concatenated; `heads` (H,) and `units` (width,) hold
-    the number of the block of each, in order. `b` and `c` are (blocks, d), `epsilon` is (blocks,
-    2).
+    The heads and the units of all blocks are concatenated; `heads` (H,) and `units`
+    (width,) hold the number of the block of each, in order. `b` and `c` are (blocks,
+    d), `epsilon` is (blocks, 2).
     """
 
     Q: Tensor
@@ -195,10 +222,29 @@ class Blocks(Parametric):
     causal: bool = False
     kind = "blocks"
     SHAPES = (
-        ("A", "u d"), ("Q", "h d k"), ("epsilon", "l e"), ("b", "l d"), ("c", "l d"),
-        ("heads", "h"), ("units", "u"),
-    )  # fmt: skip
-    NUMBERS: ClassVar = ("Q", "q", "K", "V", "O", "A", "a", "G", "g", "C", "b", "c", "epsilon")
+        ("A", "u d"),
+        ("Q", "h d k"),
+        ("epsilon", "l e"),
+        ("b", "l d"),
+        ("c", "l d"),
+        ("heads", "h"),
+        ("units", "u"),
+    )
+    NUMBERS: ClassVar = (
+        "Q",
+        "q",
+        "K",
+        "V",
+        "O",
+        "A",
+        "a",
+        "G",
+        "g",
+        "C",
+        "b",
+        "c",
+        "epsilon",
+    )
 
     def __post_init__(self) -> None:
         expect_among("norm", self.norm, ("rms", "layer"))
@@ -207,14 +253,19 @@ class Blocks(Parametric):
         for name in ("heads", "units"):
             places = getattr(self, name)
             if places.unique_consecutive().tolist() != list(range(len(self.epsilon))):
-                raise InputError(f"{name} must be 0, 1, … in order, with some in every block")
+                raise InputError(
+                    f"{name} must be 0, 1, … in order, with some in every block"
+                )
         _ = self.blocks
 
     @classmethod
     def of(cls, blocks: Sequence[Block]) -> Blocks:
         """Stack blocks; the last one says which tokens have an answer."""
         last = blocks[-1]
-        if any((each.norm, each.activation) != (last.norm, last.activation) for each in blocks):
+        if any(
+            (each.norm, each.activation) != (last.norm, last.activation)
+            for each in blocks
+        ):
             raise InputError("stacked blocks must have the same norm and activation")
         if any(
             each.sub_layer.rotary or len(each.places) or len(each.K) < len(each.Q)
@@ -227,16 +278,24 @@ class Blocks(Parametric):
 
         def places(name: str) -> Tensor:
             counts = torch.tensor([len(getattr(each, name)) for each in blocks])
-            return torch.arange(len(blocks), dtype=torch.float64).repeat_interleave(counts)
+            return torch.arange(len(blocks), dtype=torch.float64).repeat_interleave(
+                counts
+            )
 
         epsilon = [(each.epsilon, each.epsilon_behind) for each in blocks]
         return cls(
-            **{name: joined(name) for name in cls.NUMBERS[:9]}, C=joined("C", 1),
-            b=torch.stack([each.b for each in blocks]), c=torch.stack([each.c for each in blocks]),
+            **{name: joined(name) for name in cls.NUMBERS[:9]},
+            C=joined("C", 1),
+            b=torch.stack([each.b for each in blocks]),
+            c=torch.stack([each.c for each in blocks]),
             epsilon=torch.tensor(epsilon, dtype=torch.float64),
-            heads=places("Q"), units=places("A"), activation=last.activation, norm=last.norm,
-            every_token=last.every_token, causal=last.causal,
-        )  # fmt: skip
+            heads=places("Q"),
+            units=places("A"),
+            activation=last.activation,
+            norm=last.norm,
+            every_token=last.every_token,
+            causal=last.causal,
+        )
 
     @property
     def unknowns(self) -> int:
@@ -248,16 +307,32 @@ class Blocks(Parametric):
     def blocks(self) -> tuple[Block, ...]:
         found: list[Block] = []
         for place, (first, second) in enumerate(self.epsilon.tolist()):
-            h, k = self.heads == place, self.units == place
+            h = self.heads == place
+            k = self.units == place
             top = place == len(self.epsilon) - 1
-            found.append(Block(
-                self.Q[h], self.q[h], self.K[h], self.V[h], self.O[h], self.b[place],
-                torch.zeros(int(h.sum()), 0, dtype=torch.float64), self.A[k], self.a[k],
-                self.G[k] if len(self.G) else self.G, self.g[k] if len(self.G) else self.g,
-                self.C[:, k], self.c[place], activation=self.activation, norm=self.norm,
-                epsilon=first, epsilon_behind=second,
-                every_token=self.every_token or not top, causal=self.causal,
-            ))  # fmt: skip
+            found.append(
+                Block(
+                    self.Q[h],
+                    self.q[h],
+                    self.K[h],
+                    self.V[h],
+                    self.O[h],
+                    self.b[place],
+                    torch.zeros(int(h.sum()), 0, dtype=torch.float64),
+                    self.A[k],
+                    self.a[k],
+                    self.G[k] if len(self.G) else self.G,
+                    self.g[k] if len(self.G) else self.g,
+                    self.C[:, k],
+                    self.c[place],
+                    activation=self.activation,
+                    norm=self.norm,
+                    epsilon=first,
+                    epsilon_behind=second,
+                    every_token=self.every_token or not top,
+                    causal=self.causal,
+                )
+            )
         return tuple(found)
 
     def answers(self, tokens: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 """Log-probabilities of next tokens from a server's completions, asked for by token ids.
 
-`Completions.at(address)` is an oracle of such answers, for attacks on a language model's last
-layer.
+`Completions.at(address)` is an oracle of such answers, for attacks on a language
+model's last layer.
 
     POST /completion       llama.cpp's own form: `n_probs` sets how many, without a cap
     POST /v1/completions   OpenAI's form, as llama.cpp and vLLM speak it: `logprobs` sets how many
 
-A question is a sequence of rows (token, bias), as token_questions.py encodes it: (token, 0) for
-each token of the prompt, and (token, b) at the end for each token that a `logit_bias` of b raises.
-So if a server returns only the best k tokens, chosen ones are brought among them:
+A question is a sequence of rows (token, bias), as token_questions.py encodes it:
+(token, 0) for each token of the prompt, and (token, b) at the end for each token that a
+`logit_bias` of b raises. So if a server returns only the best k tokens, chosen ones are
+brought among them:
 
     tokens raised   method       answer
     none            _whole       the log-probability of every token
@@ -16,13 +17,15 @@ So if a server returns only the best k tokens, chosen ones are brought among the
     several         _raised      their log-probabilities less the biases, up to a constant
                     _greedy      0 for the one that is sampled, if the server gives no probabilities
 
-A number that the server did not return is ABSENT. Tests with llama.cpp show that log-probabilities
-are those before the bias unless `post_sampling_probs` asks for those after it; `_raised` does, and
-the answer consists of exactly the raised tokens. vLLM needs no bias: it returns the
-log-probabilities of any 128 tokens that `logprob_token_ids` names, whatever its cap on `logprobs`.
+A number that the server did not return is ABSENT. Tests with llama.cpp show that
+log-probabilities are those before the bias unless `post_sampling_probs` asks for those
+after it; `_raised` does, and the answer consists of exactly the raised tokens. vLLM
+needs no bias: it returns the log-probabilities of any 128 tokens that
+`logprob_token_ids` names, whatever its cap on `logprobs`.
 
-The answer for a vocabulary of 50,000 tokens is 5 MB of JSON. A regular expression finds its entries
-in a third of the time that a parser takes. An answer whose fields have another order is parsed.
+The answer for a vocabulary of 50,000 tokens is 5 MB of JSON. A regular expression finds
+its entries in a third of the time that a parser takes. An answer whose fields have
+another order is parsed.
 """
 
 from __future__ import annotations
@@ -40,16 +43,29 @@ from torch import Tensor
 from keyhole.core.endpoint import EndpointOptions, without_password
 from keyhole.core.errors import InputError, expect_among
 from keyhole.oracle.http import Http, Refused
-from keyhole.oracle.probe import LIMITS, MANY, SAFE, TOKEN_ID, WRONG_FORM, Server, logprobs_of
+from keyhole.oracle.probe import (
+    LIMITS,
+    MANY,
+    SAFE,
+    TOKEN_ID,
+    WRONG_FORM,
+    Server,
+    logprobs_of,
+)
 from keyhole.oracle.protocol import OracleError, check_sequences
 from keyhole.oracle.token_questions import ABSENT, DIM, parts_of
 
-COMPLETION, OPENAI = "/completion", "/v1/completions"
+COMPLETION = "/completion"
+OPENAI = "/v1/completions"
 ROUTES = (COMPLETION, OPENAI)
 _BAD_REQUEST = 400
-_TOO_MANY = (_BAD_REQUEST, 422)  # refusals of a number of log-probabilities, among other things
+_TOO_MANY = (
+    _BAD_REQUEST,
+    422,
+)  # refusals of a number of log-probabilities, among other things
 _FORCED = 1000.0  # a bias that exceeds every logit, so that the token is sampled
-# Quotes inside a token's text are escaped, so no text can look like the beginning of an entry.
+# Quotes inside a token's text are escaped, so no text can look like the beginning of an
+# entry.
 _ENTRY = re.compile(
     rb'\{"id":(\d+),"token":"(?:[^"\\]|\\.)*","bytes":\[[\d,]*\],"logprob":(-?[\d.eE+-]+)\}'
 )
@@ -58,9 +74,10 @@ _ENTRY = re.compile(
 class Completions:
     """The next token's log-probabilities on a server; token_questions.py encodes the questions.
 
-    `vocabulary` is the number of tokens as the server states it, as vLLM's refusals show it, or as
-    the first whole answer shows it. `width` is what llama.cpp states; no attack relies on it. More
-    log-probabilities than `most` are not asked for at a time, since more would crash some servers.
+    `vocabulary` is the number of tokens as the server states it, as vLLM's refusals
+    show it, or as the first whole answer shows it. `width` is what llama.cpp states; no
+    attack relies on it. More log-probabilities than `most` are not asked for at a time,
+    since more would crash some servers.
     """
 
     dim = DIM
@@ -68,10 +85,15 @@ class Completions:
     precision = 2.0**-24  # relative; servers compute in float32
 
     def __init__(
-        self, url: str, model: str = "default", route: str = COMPLETION,
-        vocabulary: int | None = None, width: int | None = None,
-        options: EndpointOptions | None = None, most: int = MANY,
-    ) -> None:  # fmt: skip
+        self,
+        url: str,
+        model: str = "default",
+        route: str = COMPLETION,
+        vocabulary: int | None = None,
+        width: int | None = None,
+        options: EndpointOptions | None = None,
+        most: int = MANY,
+    ) -> None:
         expect_among("route", route, ROUTES)
         self.url = without_password(url.rstrip("/"))
         self.model = model
@@ -80,7 +102,9 @@ class Completions:
         self.width = width
         self.most = most
         self._whole_token: int | None = None  # if it is sampled, answers are whole
-        self._http = Http(url.rstrip("/"), options or EndpointOptions(), limits=LIMITS, retries=1)
+        self._http = Http(
+            url.rstrip("/"), options or EndpointOptions(), limits=LIMITS, retries=1
+        )
 
     @classmethod
     def at(cls, address: str, options: EndpointOptions | None = None) -> Completions:
@@ -98,7 +122,8 @@ class Completions:
         most = MANY if native or server.kind == "vLLM" else SAFE
         with closing(server.http(key=True)) as http:
             if server.kind == "vLLM":
-                vocabulary, width = _vocabulary(http, server), None
+                vocabulary = _vocabulary(http, server)
+                width = None
             else:
                 vocabulary, width = _stated_sizes(http, server.url)
         return cls(url, server.model, route, vocabulary, width, server.options, most)
@@ -126,8 +151,9 @@ class Completions:
     def _whole(self, prompt: list[int]) -> Tensor:
         """Return the log-probability of every token; ABSENT for all if llama.cpp returns none.
 
-        It returns none if the token that it samples is part of a character or ends the text. So a
-        bias makes it sample a token that worked before, which does not change log-probabilities.
+        It returns none if the token that it samples is part of a character or ends the
+        text. So a bias makes it sample a token that worked before, which does not
+        change log-probabilities.
         """
         request = {**self._request(prompt, self.most), "temperature": 0}
         if self.route == COMPLETION and self._whole_token is not None:
@@ -170,15 +196,26 @@ class Completions:
                 f"{self.url}{self.route} is asked for at most {self.most:,} log-probabilities at a "
                 f"time, not {len(pairs):,}: give a smaller -o top=N"
             )
-        answer = self._ask({
-            **self._request(prompt, len(pairs)), **self._bias(pairs), "post_sampling_probs": True,
-            "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "samplers": [],
-            "logprob_token_ids": [token for token, _ in pairs],
-        })  # fmt: skip
+        answer = self._ask(
+            {
+                **self._request(prompt, len(pairs)),
+                **self._bias(pairs),
+                "post_sampling_probs": True,
+                "temperature": 1.0,
+                "top_k": 0,
+                "top_p": 1.0,
+                "min_p": 0.0,
+                "samplers": [],
+                "logprob_token_ids": [token for token, _ in pairs],
+            }
+        )
         given: dict[int, float] = {}
-        # An answer of an unknown form counts as ABSENT: the question was asked and is paid for.
+        # An answer of an unknown form counts as ABSENT: the question was asked and is
+        # paid for.
         with suppress(*WRONG_FORM):
-            if _openai_logprobs(answer) is not None:  # vLLM returns those before the bias
+            if (
+                _openai_logprobs(answer) is not None
+            ):  # vLLM returns those before the bias
                 known = logprobs_of(answer)
                 numbers = [max(known.get(token, ABSENT), ABSENT) for token, _ in pairs]
                 return torch.tensor(numbers, dtype=torch.float64)
@@ -197,19 +234,33 @@ class Completions:
         answer = self._ask(request | {"return_tokens": True, "return_token_ids": True})
         sampled: object = None
         with suppress(*WRONG_FORM):
-            ids = answer["tokens"] if "tokens" in answer else answer["choices"][0]["token_ids"]
+            if "tokens" in answer:
+                ids = answer["tokens"]
+            else:
+                ids = answer["choices"][0]["token_ids"]
             sampled = ids[0]
-        return torch.tensor([0.0 if token == sampled else ABSENT for token, _ in pairs]).double()
+        return torch.tensor(
+            [0.0 if token == sampled else ABSENT for token, _ in pairs]
+        ).double()
 
     def _request(self, prompt: list[int], count: int) -> dict[str, Any]:
         count = count if self.vocabulary is None else min(count, self.vocabulary)
         # The cache is off, so that an answer does not depend on what was asked before.
         if self.route == COMPLETION:
-            return {"prompt": prompt, "n_predict": 1, "n_probs": count, "cache_prompt": False}
+            return {
+                "prompt": prompt,
+                "n_predict": 1,
+                "n_probs": count,
+                "cache_prompt": False,
+            }
         return {
-            "model": self.model, "prompt": prompt, "max_tokens": 1, "logprobs": count,
-            "cache_prompt": False, "return_tokens_as_token_ids": True,
-        }  # fmt: skip
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": 1,
+            "logprobs": count,
+            "cache_prompt": False,
+            "return_tokens_as_token_ids": True,
+        }
 
     def _bias(self, pairs: list[tuple[int, float]]) -> dict[str, Any]:
         if self.route == COMPLETION:
@@ -217,7 +268,9 @@ class Completions:
         return {"logit_bias": {str(token): bias for token, bias in pairs}}
 
     def _ask(self, request: dict[str, Any]) -> Any:
-        return self._http.ask("POST", f"{self.url}{self.route}", request, fast_parse=parse_entries)
+        return self._http.ask(
+            "POST", f"{self.url}{self.route}", request, fast_parse=parse_entries
+        )
 
 
 Entries = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]  # ids, log-probabilities
@@ -246,7 +299,8 @@ def _entries(answer: Any) -> Entries:
 def _openai_logprobs(answer: Any) -> Any:
     """Return the log-probabilities of an answer in OpenAI's own form, as vLLM gives it.
 
-    Return None for llama.cpp, which has another form, or null if it sampled half a character.
+    Return None for llama.cpp, which has another form, or null if it sampled half a
+    character.
     """
     given = (answer.get("choices") or [{}])[0].get("logprobs") or {}
     return given if given and "content" not in given else None
@@ -273,7 +327,8 @@ def _stated_sizes(http: Http, url: str) -> tuple[int | None, int | None]:
     with suppress(Refused, *WRONG_FORM):
         models: Any = http.ask("GET", f"{url}/v1/models")
         about = models["data"][0]["meta"]
-        vocabulary, width = int(about["n_vocab"]), int(about["n_embd"])
+        vocabulary = int(about["n_vocab"])
+        width = int(about["n_embd"])
         if 0 < vocabulary <= LIMITS.parts and 0 < width <= LIMITS.dim:
             return vocabulary, width
     return None, None
@@ -288,7 +343,9 @@ def _vocabulary(http: Http, server: Server) -> int | None:
     def refused(token: int) -> bool:
         asked = {"model": server.model, "prompt": [0], "max_tokens": 1, "logprobs": 1}
         try:
-            http.ask("POST", f"{server.url}{OPENAI}", {**asked, "logprob_token_ids": [token]})
+            http.ask(
+                "POST", f"{server.url}{OPENAI}", {**asked, "logprob_token_ids": [token]}
+            )
         except Refused as error:
             if error.status != _BAD_REQUEST:
                 raise

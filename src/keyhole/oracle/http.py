@@ -1,14 +1,17 @@
 """A client for JSON over HTTP that does not trust the server.
 
-`Http.ask` takes an address and a JSON body, and returns what the server answers, parsed.
+`Http.ask` takes an address and a JSON body, and returns what the server answers,
+parsed.
 
-Whatever a server sends (gigabytes, zip bombs, garbage, nothing, one byte a minute), a request ends
-in an answer or in a one-line error, within the memory and time that `Limits` states. Redirects are
-not followed. Secrets that were sent are removed from all that the server sends.
+Whatever a server sends (gigabytes, zip bombs, garbage, nothing, one byte a minute), a
+request ends in an answer or in a one-line error, within the memory and time that
+`Limits` states. Redirects are not followed. Secrets that were sent are removed from all
+that the server sends.
 
-The client uses httpcore, the transport of httpx, directly. httpx would limit the time between two
-bytes and not the time of a request (here `_Stream` does), would read and decompress bodies without
-a limit (here `_body`), and its retries know neither a deadline nor Retry-After (here `Http.ask`).
+The client uses httpcore, the transport of httpx, directly. httpx would limit the time
+between two bytes and not the time of a request (here `_Stream` does), would read and
+decompress bodies without a limit (here `_body`), and its retries know neither a
+deadline nor Retry-After (here `Http.ask`).
 """
 
 from __future__ import annotations
@@ -42,12 +45,18 @@ from keyhole.oracle.protocol import OracleError
 
 _BUSY_STATUSES = frozenset({429, 502, 503, 504})
 _NO_SUCH_ROUTE = (404, 405, 501)
-_FIRST_PAUSE, _MAX_PAUSE = 0.1, 2.0  # seconds between attempts; each pause doubles the last one
-_RESTART_PAUSE = 1.0  # seconds between attempts to connect to a server that answered before
+# seconds between attempts; each pause doubles the last one
+_FIRST_PAUSE = 0.1
+_MAX_PAUSE = 2.0
+_RESTART_PAUSE = (
+    1.0  # seconds between attempts to connect to a server that answered before
+)
 _MAX_INTERNAL_ERRORS = 3  # statuses 500 in a row that are retried
 _LARGE = 2**20  # bytes; of the answers that are larger, only one at a time is in memory
 _DECOMPRESSED_BYTES = 2**14  # per step of decompression
-_WRITTEN_BYTES = 2**16  # per write, so that the deadline also ends a request that is read slowly
+_WRITTEN_BYTES = (
+    2**16
+)  # per write, so that the deadline also ends a request that is read slowly
 _MIN_SECRET = 8  # characters; a shorter word may occur in any answer
 _FAILURES = (httpcore.NetworkError, httpcore.ProtocolError)
 FastParse = Callable[[bytearray], object | None]
@@ -62,7 +71,8 @@ class Limits:
     - `seconds`: one request, from connecting to the last byte, with its retries and their pauses.
     - `body`: bytes of one answer, both as sent and as decompressed.
     - `parts`: opening brackets, quotes and commas in one answer. Python needs up to 60 bytes for
-      what each of them stands for, so the default keeps an answer below 500 MB of memory.
+      what each of them stands for, so the default keeps an answer below 500 MB of
+      memory.
     - `dim`: the dimension that a server may state by itself, and the width of its answers.
     """
 
@@ -81,7 +91,8 @@ class Refused(OracleError):
 
     def __init__(self, message: str, status: int, text: str = "") -> None:
         super().__init__(message)
-        self.status, self.text = status, text
+        self.status = status
+        self.text = text
 
 
 class Garbled(OracleError):
@@ -91,24 +102,28 @@ class Garbled(OracleError):
 class _Transient(Exception):
     """An attempt failed, and another one may succeed.
 
-    `wait` is the number of seconds that the server asked for. `restarting` says that nothing
-    listens at the address of a server that answered before.
+    `wait` is the number of seconds that the server asked for. `restarting` says that
+    nothing listens at the address of a server that answered before.
     """
 
-    def __init__(self, why: str, wait: float | None = None, restarting: bool = False) -> None:
+    def __init__(
+        self, why: str, wait: float | None = None, restarting: bool = False
+    ) -> None:
         super().__init__(why)
-        self.wait, self.restarting = wait, restarting
+        self.wait = wait
+        self.restarting = restarting
 
 
 class Http:
     """Sends requests to one server and reads JSON answers. Keeps its connections until closed.
 
-    A user and a password in `url` are sent as a header. So are the secrets of `options`, such as
-    KEYHOLE_API_KEY, unless `key` is False. `headers` are sent too, and take precedence.
+    A user and a password in `url` are sent as a header. So are the secrets of
+    `options`, such as KEYHOLE_API_KEY, unless `key` is False. `headers` are sent too,
+    and take precedence.
 
-    Transient failures (no connection, the statuses 429, 500 and 502 to 504, garbled answers) are
-    retried `retries` times, with growing pauses. A server that answered before and then stopped
-    listening is retried until the time of the request is over.
+    Transient failures (no connection, the statuses 429, 500 and 502 to 504, garbled
+    answers) are retried `retries` times, with growing pauses. A server that answered
+    before and then stopped listening is retried until the time of the request is over.
     """
 
     def __init__(
@@ -138,14 +153,20 @@ class Http:
         if authorizes(sent):
             secrets.pop("Authorization", None)
         sent = secrets | sent
-        # The values of headers and the words in them (as after `Bearer`), longest first.
+        # The values of headers and the words in them (as after `Bearer`), longest
+        # first.
         words = [word for value in sent.values() for word in (value, *value.split())]
-        secret = {word.encode("utf-8", "replace") for word in words if len(word) >= _MIN_SECRET}
+        secret = {
+            word.encode("utf-8", "replace")
+            for word in words
+            if len(word) >= _MIN_SECRET
+        }
         self._secrets = sorted(secret, key=len, reverse=True)
         usual = {
-            "Accept-Encoding": "gzip, deflate", "Content-Type": "application/json",
+            "Accept-Encoding": "gzip, deflate",
+            "Content-Type": "application/json",
             "User-Agent": "keyhole",
-        }  # fmt: skip
+        }
         self._pool = _connection_pool(_address(public), options)
         try:
             self._headers = httpx.Headers(usual | sent)
@@ -157,7 +178,9 @@ class Http:
         self._closed = True
         self._pool.close()
 
-    def request(self, verb: str, url: str, content: dict[str, Any] | None = None) -> dict[str, Any]:
+    def request(
+        self, verb: str, url: str, content: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Return the JSON object that `url` answers with."""
         return self.ask(verb, url, content, lambda data: as_object(data, url))
 
@@ -171,13 +194,19 @@ class Http:
     ) -> T:
         """Return what `read` makes of the JSON that `url` answers with.
 
-        If `read` raises Garbled, the request is sent again on another connection. `fast_parse` may
-        take what it needs out of the body; if it returns None, the body is parsed as JSON.
+        If `read` raises Garbled, the request is sent again on another connection.
+        `fast_parse` may take what it needs out of the body; if it returns None, the
+        body is parsed as JSON.
         """
-        body = None if content is None else json.dumps(content, allow_nan=False).encode()
+        if content is None:
+            body = None
+        else:
+            body = json.dumps(content, allow_nan=False).encode()
         self._rate_limit.wait()
         deadline = time.monotonic() + self.limits.seconds
-        handle = partial(self._read, url=url, deadline=deadline, read=read, fast_parse=fast_parse)
+        handle = partial(
+            self._read, url=url, deadline=deadline, read=read, fast_parse=fast_parse
+        )
         internal_errors = 0
         for attempt in itertools.count():
             if self._closed:
@@ -188,23 +217,33 @@ class Http:
             except Garbled as error:
                 if is_last:
                     raise
-                trouble, internal_errors = _Transient(str(error)), 0
+                trouble = _Transient(str(error))
+                internal_errors = 0
             except Refused as error:
                 internal_errors += 1
-                if error.status != 500 or is_last or internal_errors > _MAX_INTERNAL_ERRORS:
+                if (
+                    error.status != 500
+                    or is_last
+                    or internal_errors > _MAX_INTERNAL_ERRORS
+                ):
                     raise
                 trouble = _Transient("status 500")
             except _Transient as failure:
                 if is_last and not failure.restarting:
                     raise OracleError(f"no answer from {url}: {failure}") from None
-                trouble, internal_errors = failure, 0
+                trouble = failure
+                internal_errors = 0
             self._wait_to_retry(url, trouble, attempt, deadline)
         raise OracleError(f"no answer from {url}: the connection was closed")
 
-    def _wait_to_retry(self, url: str, trouble: _Transient, attempt: int, deadline: float) -> None:
+    def _wait_to_retry(
+        self, url: str, trouble: _Transient, attempt: int, deadline: float
+    ) -> None:
         """Sleep until the next attempt; raise if that would be after the deadline."""
         pause = min(_FIRST_PAUSE * 2 ** min(attempt, 10), _MAX_PAUSE)
-        pause = max(_RESTART_PAUSE if trouble.restarting else pause, trouble.wait or 0.0)
+        pause = max(
+            _RESTART_PAUSE if trouble.restarting else pause, trouble.wait or 0.0
+        )
         if time.monotonic() + pause > deadline:
             raise self._too_slow(url, str(trouble))
         if trouble.wait is not None:  # the server asks all its clients to wait
@@ -221,26 +260,37 @@ class Http:
                 raise
 
     def _attempt(
-        self, verb: str, url: str, body: bytes | None, deadline: float,
+        self,
+        verb: str,
+        url: str,
+        body: bytes | None,
+        deadline: float,
         handle: Callable[[httpcore.Response], T],
-    ) -> T:  # fmt: skip
+    ) -> T:
         """Send the request once, and return what `handle` makes of the response.
 
-        Raise Garbled, _Transient, or Refused with status 500, if another attempt may succeed.
+        Raise Garbled, _Transient, or Refused with status 500, if another attempt may
+        succeed.
         """
-        timeouts = dict.fromkeys(("connect", "read", "write"), deadline)  # see `_Stream`
+        timeouts = dict.fromkeys(
+            ("connect", "read", "write"), deadline
+        )  # see `_Stream`
         try:
             with self._pool.stream(
-                verb, str(httpx.URL(url)), headers=self._headers.raw, content=body,
+                verb,
+                str(httpx.URL(url)),
+                headers=self._headers.raw,
+                content=body,
                 extensions={"timeout": timeouts},
-            ) as reply:  # fmt: skip
+            ) as reply:
                 _expect_after_request(reply)
                 if reply.status in _BUSY_STATUSES:
                     raise self._busy(reply)
                 try:
                     result = handle(reply)
                 except Garbled:
-                    # A second copy of this answer would be read as the answer to the next request.
+                    # A second copy of this answer would be read as the answer to the
+                    # next request.
                     with suppress(*_FAILURES, OSError):
                         reply.extensions["network_stream"].close()
                     raise
@@ -251,7 +301,9 @@ class Http:
         except httpcore.LocalProtocolError:  # its message may quote a secret
             raise InputError("HTTP does not allow these headers") from None
         except _NotHttp as error:
-            raise OracleError(f"expected HTTP from {url}, got {self._excerpt(error)}") from None
+            raise OracleError(
+                f"expected HTTP from {url}, got {self._excerpt(error)}"
+            ) from None
         except _FAILURES as error:
             connecting = isinstance(error, httpcore.ConnectError)
             if connecting:
@@ -263,7 +315,10 @@ class Http:
     def _busy(self, reply: httpcore.Response) -> _Transient:
         header = _header(reply, "retry-after").strip()
         wait = _retry_after(header)
-        asked = "" if wait is None else f" with Retry-After: {self._excerpt(header, 40)}"
+        if wait is None:
+            asked = ""
+        else:
+            asked = f" with Retry-After: {self._excerpt(header, 40)}"
         return _Transient(f"status {reply.status}{asked}", wait)
 
     def _too_slow(self, url: str, trouble: str = "") -> OracleError:
@@ -273,9 +328,13 @@ class Http:
         )
 
     def _read(
-        self, reply: httpcore.Response, url: str, deadline: float, read: Callable[[object], T],
+        self,
+        reply: httpcore.Response,
+        url: str,
+        deadline: float,
+        read: Callable[[object], T],
         fast_parse: FastParse | None,
-    ) -> T:  # fmt: skip
+    ) -> T:
         """Return what `read` makes of a response, whose memory and time are bounded."""
         if not 200 <= reply.status < 300:
             raise self._refusal(reply, url)
@@ -349,7 +408,8 @@ def split_password(url: str) -> tuple[str, dict[str, str]]:
     if public == url:
         return url, {}
     try:
-        user, password = urlsplit(url).username or "", urlsplit(url).password or ""
+        user = urlsplit(url).username or ""
+        password = urlsplit(url).password or ""
     except ValueError:
         return public, {}
     pair = f"{unquote(user)}:{unquote(password)}".encode()
@@ -358,7 +418,9 @@ def split_password(url: str) -> tuple[str, dict[str, str]]:
 
 def _expect_trusted(error: BaseException, url: str) -> None:
     """Raise if TLS failed: another attempt would fail in the same way."""
-    cause = error.__cause__ or error.__context__  # the pool raises it again without its cause
+    cause = (
+        error.__cause__ or error.__context__
+    )  # the pool raises it again without its cause
     if isinstance(cause, ssl.SSLCertVerificationError):
         why = shown(cause.verify_message, 100)
         raise OracleError(
@@ -366,7 +428,9 @@ def _expect_trusted(error: BaseException, url: str) -> None:
             "or --insecure"
         ) from None
     if isinstance(cause, ssl.SSLError):
-        raise OracleError(f"expected TLS from {url}, got {shown(cause.reason or cause, 100)}")
+        raise OracleError(
+            f"expected TLS from {url}, got {shown(cause.reason or cause, 100)}"
+        )
 
 
 def _address(url: str) -> httpx.URL:
@@ -377,7 +441,9 @@ def _address(url: str) -> httpx.URL:
         has_space = any(letter.isspace() for letter in url)
         if address.host and not has_space and 0 < (address.port or 80) < 2**16:
             return address
-    raise InputError(f"expected a URL such as http://localhost:8080, got {shown(url, 200)}")
+    raise InputError(
+        f"expected a URL such as http://localhost:8080, got {shown(url, 200)}"
+    )
 
 
 def _retry_after(header: str) -> float | None:
@@ -411,7 +477,8 @@ class _RateLimit:
             self._next = max(self._next, time.monotonic() + seconds)
 
 
-# Bodies, read in the memory that `Limits` states: bounded, decompressed in small pieces, parsed.
+# Bodies, read in the memory that `Limits` states: bounded, decompressed in small
+# pieces, parsed.
 
 
 def _body(reply: httpcore.Response, url: str, limit: int) -> Iterator[bytes]:
@@ -430,14 +497,18 @@ def _body(reply: httpcore.Response, url: str, limit: int) -> Iterator[bytes]:
             f"the answer of {url} has more than {limit:,} bytes{how}: raise Limits(body=)"
         )
 
-    announced = int(_header(reply, "content-length") or 0)  # httpcore checks that it is a number
+    announced = int(
+        _header(reply, "content-length") or 0
+    )  # httpcore checks that it is a number
     if announced > limit:
         raise too_long(f" (Content-Length {announced:,})")
     sent = bounded(reply.iter_stream(), "")
     return bounded(_decompressed(sent, reply, url), " when unpacked")
 
 
-def _decompressed(pieces: Iterable[bytes], reply: httpcore.Response, url: str) -> Iterator[bytes]:
+def _decompressed(
+    pieces: Iterable[bytes], reply: httpcore.Response, url: str
+) -> Iterator[bytes]:
     """Yield the body before gzip or deflate, in pieces that are small even for a zip bomb."""
     coding = _header(reply, "content-encoding").strip().lower()
     if coding in ("", "identity"):
@@ -451,9 +522,12 @@ def _decompressed(pieces: Iterable[bytes], reply: httpcore.Response, url: str) -
     try:
         for piece in pieces:
             if unpack is None:
-                # Some servers send deflate without the header of zlib, whose low four bits are 8.
+                # Some servers send deflate without the header of zlib, whose low four
+                # bits are 8.
                 bare = coding == "deflate" and piece[:1] and piece[0] & 15 != 8
-                unpack = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32)
+                unpack = zlib.decompressobj(
+                    -zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32
+                )
             while piece and not unpack.eof:
                 yield unpack.decompress(piece, _DECOMPRESSED_BYTES)
                 piece = unpack.unconsumed_tail
@@ -471,7 +545,8 @@ def _parsed(body: bytearray, url: str, limits: Limits) -> object:
             f"the answer of {url} has {parts:,} brackets, quotes and commas, more than "
             f"{limits.parts:,}: raise Limits(parts=)"
         )
-    # One character beyond ASCII may make Python store the whole text at four bytes a character.
+    # One character beyond ASCII may make Python store the whole text at four bytes a
+    # character.
     if len(body) > limits.body // 4 and not body.isascii():
         raise OracleError(
             f"an answer of over {limits.body // 4:,} bytes from {url} must be ASCII: "
@@ -491,16 +566,19 @@ def _parsed(body: bytearray, url: str, limits: Limits) -> object:
         raise Garbled(f"expected JSON from {url}, got {opening} ({why})") from None
 
 
-# Connections whose requests end at a deadline. httpcore applies a timeout to each read and write,
-# so that it would begin again with every byte. Here the timeout is the deadline itself, a moment of
-# time.monotonic(), and `_Stream` computes what is left until then.
+# Connections whose requests end at a deadline. httpcore applies a timeout to each read
+# and write, so that it would begin again with every byte. Here the timeout is the
+# deadline itself, a moment of time.monotonic(), and `_Stream` computes what is left
+# until then.
 
 
 class _NotHttp(httpcore.RemoteProtocolError):
     """The answer does not begin as HTTP does; another attempt will not help."""
 
 
-def _connection_pool(address: httpx.URL, options: EndpointOptions) -> httpcore.ConnectionPool:
+def _connection_pool(
+    address: httpx.URL, options: EndpointOptions
+) -> httpcore.ConnectionPool:
     """Return a pool of such connections, through the environment's proxy if there is one."""
     secure = address.scheme == "https" or options.ca is not None
     settings: dict[str, Any] = {
@@ -524,7 +602,8 @@ def _ssl_context(options: EndpointOptions) -> ssl.SSLContext:
     """Return the context that decides which certificates are trusted."""
     if options.insecure:
         context = ssl.create_default_context()
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
         return context
     if options.ca is None:
         return httpx.create_ssl_context()
@@ -532,19 +611,23 @@ def _ssl_context(options: EndpointOptions) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=options.ca)
     except (ssl.SSLError, OSError, ValueError) as error:
-        raise InputError(f"cannot read PEM certificates from {options.ca}: {error}") from error
+        raise InputError(
+            f"cannot read PEM certificates from {options.ca}: {error}"
+        ) from error
 
 
 def _expect_after_request(reply: httpcore.Response) -> None:
     """Refuse an answer that was sent before its request.
 
-    A server that sends an answer twice leaves the copy on the connection. It would be read as the
-    answer to the next request.
+    A server that sends an answer twice leaves the copy on the connection. It would be
+    read as the answer to the next request.
     """
     connection = reply.extensions.get("network_stream")
     if isinstance(connection, _Stream) and not connection.was_read:
         connection.close()
-        raise httpcore.RemoteProtocolError("an answer that was there before its question")
+        raise httpcore.RemoteProtocolError(
+            "an answer that was there before its question"
+        )
 
 
 def _header(reply: httpcore.Response, name: str) -> str:
@@ -570,7 +653,9 @@ class _Network(httpcore.NetworkBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
         connect = httpcore.SyncBackend().connect_tcp
-        return _Stream(connect(host, port, _seconds_left(timeout), local_address, socket_options))
+        return _Stream(
+            connect(host, port, _seconds_left(timeout), local_address, socket_options)
+        )
 
 
 class _Stream(httpcore.NetworkStream):
@@ -580,14 +665,17 @@ class _Stream(httpcore.NetworkStream):
 
     def __init__(self, inner: httpcore.NetworkStream) -> None:
         self._inner = inner
-        self._opening: bytes | None = None  # the first bytes of an answer, until they are checked
+        self._opening: bytes | None = (
+            None  # the first bytes of an answer, until they are checked
+        )
         self.was_read = False  # since the last write
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         data = self._inner.read(max_bytes, _seconds_left(timeout))
         self.was_read = True
         if self._opening is not None:
-            # HTTP/0.9 has no head: the parser would wait forever for the end of a first line.
+            # HTTP/0.9 has no head: the parser would wait forever for the end of a first
+            # line.
             self._opening += data[:80]
             if not self._opening.startswith(self._OPENING[: len(self._opening)]):
                 raise _NotHttp(self._opening.decode(errors="replace"))
@@ -597,8 +685,11 @@ class _Stream(httpcore.NetworkStream):
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         for start in range(0, len(buffer), _WRITTEN_BYTES):
-            self._inner.write(buffer[start : start + _WRITTEN_BYTES], _seconds_left(timeout))
-        self._opening, self.was_read = b"", False
+            self._inner.write(
+                buffer[start : start + _WRITTEN_BYTES], _seconds_left(timeout)
+            )
+        self._opening = b""
+        self.was_read = False
 
     def close(self) -> None:
         # Shut down first: that wakes a thread that waits for an answer.
@@ -612,7 +703,9 @@ class _Stream(httpcore.NetworkStream):
         server_hostname: str | None = None,
         timeout: float | None = None,
     ) -> httpcore.NetworkStream:
-        return _Stream(self._inner.start_tls(ssl_context, server_hostname, _seconds_left(timeout)))
+        return _Stream(
+            self._inner.start_tls(ssl_context, server_hostname, _seconds_left(timeout))
+        )
 
     def get_extra_info(self, info: str) -> Any:
         return self._inner.get_extra_info(info)

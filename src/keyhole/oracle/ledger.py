@@ -1,13 +1,15 @@
 """A memory of answers: every answer that was paid for is on disk before it is used.
 
-A ledger is a SQLite file that belongs to one target. Its keys are digests of the exact bytes of the
-questions. A run that is killed at any point resumes without asking a question twice. Processes that
-share a file take turns at the oracle, so each finds the answers of the others.
+A ledger is a SQLite file that belongs to one target. Its keys are digests of the exact
+bytes of the questions. A run that is killed at any point resumes without asking a
+question twice. Processes that share a file take turns at the oracle, so each finds the
+answers of the others.
 
-A server may load another model under the same address. So a ledger stores a few of its questions
-whole (the others only as digests): its witnesses. It asks them again before it uses its answers.
-If an answer differs by more than its precision explains, the ledger begins a new generation. The
-old one is kept in the file, as tables `answers_1`, `witnesses_1` and so on, and is not read.
+A server may load another model under the same address. So a ledger stores a few of its
+questions whole (the others only as digests): its witnesses. It asks them again before
+it uses its answers. If an answer differs by more than its precision explains, the
+ledger begins a new generation. The old one is kept in the file, as tables `answers_1`,
+`witnesses_1` and so on, and is not read.
 """
 
 from __future__ import annotations
@@ -25,7 +27,14 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError, KeyholeError
-from keyhole.core.files import exists, expect_file, is_folder, private, unreadable, unwritable
+from keyhole.core.files import (
+    exists,
+    expect_file,
+    is_folder,
+    private,
+    unreadable,
+    unwritable,
+)
 from keyhole.core.journal import expect_same_run
 from keyhole.oracle.protocol import (
     BudgetExhausted,
@@ -45,7 +54,9 @@ _WHAT = "a Keyhole ledger"
 _APPLICATION_ID = 0x4B45594C  # "KEYL": tells a ledger from other SQLite files
 _MAX_WAIT = 3600.0  # seconds to wait for another process to end its turn at the oracle
 _MAX_WITNESSES = 8
-_WITNESSES_PER_TURN = 2  # few, so that witnesses of several stages of an attack are stored
+_WITNESSES_PER_TURN = (
+    2  # few, so that witnesses of several stages of an attack are stored
+)
 _MAX_ROUNDINGS = 64  # rounding errors by which sums in another order may differ
 _MAX_VARIABLES = 900  # the oldest limit of SQLite on parameters in a statement is 999
 _TABLES = {
@@ -64,10 +75,10 @@ def ignored(line: str) -> None:
 class Ledger(Wrapper):
     """Remembers the answers of `inner` in the file `path`.
 
-    `asked` counts the answers that `inner` gave, `remembered` the questions that needed none.
-    `asked_again` counts witnesses: they are asked past `Counted`, so that they cost a resumed run
-    no budget. `answer_error` is how far an answer may be off each time it is asked. `notice` is
-    called if another model answers.
+    `asked` counts the answers that `inner` gave, `remembered` the questions that needed
+    none. `asked_again` counts witnesses: they are asked past `Counted`, so that they
+    cost a resumed run no budget. `answer_error` is how far an answer may be off each
+    time it is asked. `notice` is called if another model answers.
     """
 
     def __init__(
@@ -83,9 +94,14 @@ class Ledger(Wrapper):
         self.asked = 0
         self.remembered = 0
         self.asked_again = 0
-        self._answer_error, self._notice = answer_error, notice
-        self._is_checked = not any(getattr(layer, "may_change", False) for layer in layers(inner))
-        self._batch = 64  # questions per commit; grows until a commit covers about a second
+        self._answer_error = answer_error
+        self._notice = notice
+        self._is_checked = not any(
+            getattr(layer, "may_change", False) for layer in layers(inner)
+        )
+        self._batch = (
+            64  # questions per commit; grows until a commit covers about a second
+        )
         self._db = _open(self.path)
         try:
             self._claim()
@@ -119,9 +135,12 @@ class Ledger(Wrapper):
         missing = list(rows.items())
         try:
             while missing:
-                turn, missing = missing[: self._batch], missing[self._batch :]
+                turn = missing[: self._batch]
+                missing = missing[self._batch :]
                 known |= self._take_turn(turn, sequences)
-        except BudgetExhausted as end:  # attacks go on with fewer answers: pass these on
+        except (
+            BudgetExhausted
+        ) as end:  # attacks go on with fewer answers: pass these on
             known = self._recall(keys)
             answered = list(itertools.takewhile(known.__contains__, keys))
             raise BudgetExhausted(
@@ -135,14 +154,17 @@ class Ledger(Wrapper):
         while isinstance(inner, Counted):
             inner = inner.inner
         with self._transaction():
-            witnesses = self._db.execute("SELECT question, tokens, data FROM witnesses").fetchall()
+            witnesses = self._db.execute(
+                "SELECT question, tokens, data FROM witnesses"
+            ).fetchall()
             known = self._recall([key for key, _, _ in witnesses])
             for key, tokens, data in witnesses:
                 again = ask(inner, _tensor(data, 1, tokens, -1))
                 self.asked_again += 1
                 difference = _difference(_unpack(known, [key]), again)
                 if difference > self._tolerance(again):
-                    count, table = len(self), self._set_aside()
+                    count = len(self)
+                    table = self._set_aside()
                     self._notice(
                         f"another model answers at {self.identity} than {self.path} remembers: "
                         f"asked again, an answer is {difference:.1e} off; the {count:,} old answers"
@@ -155,7 +177,9 @@ class Ledger(Wrapper):
         """Return how far two answers of one model may differ, by rounding and by stated errors."""
         exact = torch.finfo(torch.float64).eps / 2
         precision = float(stated(self.inner, "precision") or exact)
-        rounding = 2 * precision * float(answer.abs().where(answer != ABSENT, 0.0).max())
+        rounding = (
+            2 * precision * float(answer.abs().where(answer != ABSENT, 0.0).max())
+        )
         return _MAX_ROUNDINGS * rounding + 2 * self._answer_error
 
     def _set_aside(self) -> str:
@@ -171,13 +195,17 @@ class Ledger(Wrapper):
 
     def _create_tables(self) -> None:
         for table, columns in _TABLES.items():
-            self._db.execute(f"CREATE TABLE IF NOT EXISTS {table} ({columns}) WITHOUT ROWID")
+            self._db.execute(
+                f"CREATE TABLE IF NOT EXISTS {table} ({columns}) WITHOUT ROWID"
+            )
 
     def _take_turn(self, turn: list[tuple[bytes, int]], sequences: Tensor) -> Memory:
         """Ask the questions that no process has asked yet, and store their answers."""
         failure: KeyholeError | None = None
         with self._transaction():
-            known = self._recall([key for key, _ in turn])  # another process may have asked since
+            known = self._recall(
+                [key for key, _ in turn]
+            )  # another process may have asked since
             self.remembered += len(known)
             new = [(key, row) for key, row in turn if key not in known]
             if new:
@@ -185,11 +213,14 @@ class Ledger(Wrapper):
                 try:
                     answers = ask(self.inner, sequences[[row for _, row in new]])
                 except (BudgetExhausted, OracleError) as error:
-                    failure, answers = error, error.answers
+                    failure = error
+                    answers = error.answers
                 self._adjust_batch(time.monotonic() - started)
                 if answers is not None:
                     stored = self._store([key for key, _ in new], answers)
-                    self._store_witnesses([(k, sequences[row]) for k, row in new if k in stored])
+                    self._store_witnesses(
+                        [(k, sequences[row]) for k, row in new if k in stored]
+                    )
                     known |= stored
         if failure is not None:
             raise failure
@@ -203,7 +234,9 @@ class Ledger(Wrapper):
         data = answers.cpu().contiguous().numpy()
         stored = {
             key: (shape, data[row].tobytes())
-            for row, (key, fine) in enumerate(zip(keys, is_finite, strict=False))  # a failure cuts
+            for row, (key, fine) in enumerate(
+                zip(keys, is_finite, strict=False)
+            )  # a failure cuts
             if fine
         }
         rows = [(key, shape, answer) for key, (shape, answer) in stored.items()]
@@ -227,7 +260,9 @@ class Ledger(Wrapper):
         for start in range(0, len(keys), _MAX_VARIABLES):
             part = keys[start : start + _MAX_VARIABLES]
             marks = ",".join("?" * len(part))
-            rows = self._db.execute(f"SELECT * FROM answers WHERE question IN ({marks})", part)
+            rows = self._db.execute(
+                f"SELECT * FROM answers WHERE question IN ({marks})", part
+            )
             known.update((key, (shape, answer)) for key, shape, answer in rows)
         return known
 
@@ -241,7 +276,9 @@ class Ledger(Wrapper):
         """Write the target into a new file; refuse the file of another target."""
         mine = {
             "version": VERSION,
-            "dtype": str(getattr(self.inner, "dtype", torch.float64)).removeprefix("torch."),
+            "dtype": str(getattr(self.inner, "dtype", torch.float64)).removeprefix(
+                "torch."
+            ),
             "dim": str(self.dim),
             "target": self.identity,
         }
@@ -249,12 +286,16 @@ class Ledger(Wrapper):
             with self._transaction():
                 if not self._db.execute("SELECT * FROM sqlite_master").fetchall():
                     self._db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-                    self._db.execute("CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT)")
+                    self._db.execute(
+                        "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT)"
+                    )
                     self._db.executemany("INSERT INTO meta VALUES (?, ?)", mine.items())
                 self._create_tables()
             theirs = dict(self._db.execute("SELECT name, value FROM meta").fetchall())
             # Fails if the table is none of ours.
-            self._db.execute("SELECT question, shape, answer FROM answers LIMIT 1").fetchall()
+            self._db.execute(
+                "SELECT question, shape, answer FROM answers LIMIT 1"
+            ).fetchall()
         except sqlite3.DatabaseError as error:
             raise unreadable(_WHAT, self.path, error) from error
         expect_same_run(self.path, mine, theirs)
@@ -292,7 +333,9 @@ def _open(path: Path) -> sqlite3.Connection:
     except (sqlite3.OperationalError, OSError, ValueError) as error:
         raise unwritable(path, error) from error
     try:
-        db.execute("PRAGMA journal_mode = WAL")  # readers need not wait for the turn to end
+        db.execute(
+            "PRAGMA journal_mode = WAL"
+        )  # readers need not wait for the turn to end
         db.execute("PRAGMA synchronous = FULL")  # a commit survives a power cut
     except sqlite3.DatabaseError as error:
         db.close()
@@ -307,7 +350,8 @@ def _expect_ledger(path: Path) -> None:
     expect_file(path, _WHAT)
     try:
         with closing(_read_only(path)) as db:
-            # In this order: another process may be creating the ledger, tables and id at once.
+            # In this order: another process may be creating the ledger, tables and id
+            # at once.
             tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
             application = db.execute("PRAGMA application_id").fetchone()[0]
     except sqlite3.DatabaseError as error:
@@ -340,16 +384,17 @@ def _unpack(known: Memory, keys: Sequence[bytes]) -> Tensor:
 
 
 def _tensor(data: bytes, *sizes: int) -> Tensor:
-    # A clone is aligned as every tensor is: the same numbers at another alignment may be summed
-    # in another order, and the next question would differ in its last bit.
+    # A clone is aligned as every tensor is: the same numbers at another alignment may
+    # be summed in another order, and the next question would differ in its last bit.
     return torch.frombuffer(bytearray(data), dtype=torch.float64).reshape(sizes).clone()
 
 
 def _difference(stored: Tensor, again: Tensor) -> float:
     """Return how far two answers to one question differ; infinity if their shapes do.
 
-    What a server of a language model left out of either answer is not compared. If both answers
-    hold numbers, but of no common token, other tokens were sampled: that is infinity, too.
+    What a server of a language model left out of either answer is not compared. If both
+    answers hold numbers, but of no common token, other tokens were sampled: that is
+    infinity, too.
     """
     if stored.shape != again.shape:
         return float("inf")
@@ -376,9 +421,9 @@ def session(
 ) -> Generator[dict[str, Oracle]]:
     """Count the queries of each part of a target, and remember its answers if `ledger` is given.
 
-    A ledger belongs to one part: the second part gets a file of its own next to the first, and so
-    on. `answer_error` and `notice` are those of Ledger. Connections and ledgers are closed at the
-    end of the block.
+    A ledger belongs to one part: the second part gets a file of its own next to the
+    first, and so on. `answer_error` and `notice` are those of Ledger. Connections and
+    ledgers are closed at the end of the block.
     """
     ready: dict[str, Oracle] = {}
     with ExitStack() as stack:

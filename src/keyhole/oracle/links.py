@@ -5,9 +5,9 @@ With s the score (or scores) and b an offset, the answer is
     identity   s + b            sigmoid   1 / (1 + e^−(s+b))
     tanh       tanh(s + b)      softmax   e^(s_i + b_i) / Σ_j e^(s_j + b_j)
 
-The logit inverts a sigmoid and atanh a tanh. Logarithms invert a softmax, up to their mean, which
-is subtracted; a softmax of two classes is that of one score, s = log p_1/p_0. A factor on the score
-is part of v.
+The logit inverts a sigmoid and atanh a tanh. Logarithms invert a softmax, up to their
+mean, which is subtracted; a softmax of two classes is that of one score, s = log
+p_1/p_0. A factor on the score is part of v.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from keyhole.core.errors import InputError, expect_among
 from keyhole.oracle.protocol import Oracle, Wrapper, ask
 
 NAMES = ("identity", "sigmoid", "tanh", "softmax")
-_SATURATED = (
-    1e-8  # closer to the end of a range, an answer shows fewer than eight digits of a score
-)
+# closer to the end of a range, an answer shows fewer than eight digits of a score
+_SATURATED = 1e-8
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +36,13 @@ class Link:
     def __post_init__(self) -> None:
         expect_among("a link", self.name, NAMES)
         if self.offset.ndim > 1 or not bool(self.offset.isfinite().all()):
-            got = f"shape {tuple(self.offset.shape)}" if self.offset.ndim > 1 else "NaN or infinity"
-            raise InputError(f"expected an offset of one number or one for each score, got {got}")
+            if self.offset.ndim > 1:
+                got = f"shape {tuple(self.offset.shape)}"
+            else:
+                got = "NaN or infinity"
+            raise InputError(
+                f"expected an offset of one number or one for each score, got {got}"
+            )
 
     def __str__(self) -> str:
         shift = "" if not bool(self.offset.any()) else "an offset"
@@ -89,9 +93,13 @@ def uncertain(name: str, answers: Tensor, error: Tensor) -> Tensor:
     """
     if name != "softmax":
         scores = undone(name, answers)
-        moved = [(undone(name, answers + sign * error) - scores).abs() for sign in (1, -1)]
+        moved = [
+            (undone(name, answers + sign * error) - scores).abs() for sign in (1, -1)
+        ]
         return torch.stack(moved).amax(0).nan_to_num(nan=torch.inf)
-    parts = (answers / _inside(answers - error, 0.0, 1.0)).log().nan_to_num(nan=torch.inf)
+    parts = (
+        (answers / _inside(answers - error, 0.0, 1.0)).log().nan_to_num(nan=torch.inf)
+    )
     if answers.shape[-1] == 2:
         return parts.sum(-1)
     return parts + parts.mean(-1, keepdim=True)
@@ -106,15 +114,21 @@ def _inside(answers: Tensor, low: float, high: float) -> Tensor:
 class Undone(Wrapper):
     """An oracle whose link is inverted: it answers with the scores.
 
-    `precision` is the relative error of the inner oracle's answers, and `absolute` an absolute
-    error on top of it, such as that of rounding to decimals.
+    `precision` is the relative error of the inner oracle's answers, and `absolute` an
+    absolute error on top of it, such as that of rounding to decimals.
     """
 
     def __init__(
-        self, inner: Oracle, link: Link, precision: float | None = None, absolute: float = 0.0
+        self,
+        inner: Oracle,
+        link: Link,
+        precision: float | None = None,
+        absolute: float = 0.0,
     ) -> None:
         super().__init__(inner, f"undone:{link.name}")
-        self.link, self.precision, self.absolute = link, precision, absolute
+        self.link = link
+        self.precision = precision
+        self.absolute = absolute
 
     def __call__(self, sequences: Tensor) -> Tensor:
         return self.link.scores(ask(self.inner, sequences))
@@ -130,7 +144,8 @@ class Linked:
     """A model behind a link: it answers as the server does, and is otherwise the model."""
 
     def __init__(self, inner: Any, link: Link) -> None:
-        self.inner, self.link = inner, link
+        self.inner = inner
+        self.link = link
 
     @property
     def dim(self) -> int:
@@ -140,7 +155,10 @@ class Linked:
         return self.link.answer(self.inner(sequences))
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("inner", "link"):  # they do not exist yet while a copy is being made
+        if name in (
+            "inner",
+            "link",
+        ):  # they do not exist yet while a copy is being made
             raise AttributeError(name)
         return getattr(self.inner, name)
 

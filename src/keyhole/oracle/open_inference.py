@@ -1,17 +1,18 @@
 """Oracles, and endpoints of texts, on servers that speak the Open Inference Protocol v2.
 
 `OpenInference` takes the address of a server and the name of a model, and is an oracle
-(protocol.py): sequences of vectors in, answers out. `TextEndpoint` takes texts or token ids
-instead.
+(protocol.py): sequences of vectors in, answers out. `TextEndpoint` takes texts or token
+ids instead.
 
-MLServer, Triton, KServe and OpenVINO do. Questions are sent as JSON numbers, which hold a float64
-exactly; if the server states a shorter format, they are rounded to it. A long batch is split into
-requests, several of which are under way at a time, on connections that are kept open.
+MLServer, Triton, KServe and OpenVINO do. Questions are sent as JSON numbers, which hold
+a float64 exactly; if the server states a shorter format, they are rounded to it. A long
+batch is split into requests, several of which are under way at a time, on connections
+that are kept open.
 
-The server is not trusted. `Limits` bounds what it may cost (60 s and 64 MiB a request, dimensions
-up to 16,384), and an answer that does not fit its question is refused with a one-line error. Each
-request has an id, which servers repeat in the answer, so an answer that arrives twice or late is
-not taken for the answer to another request.
+The server is not trusted. `Limits` bounds what it may cost (60 s and 64 MiB a request,
+dimensions up to 16,384), and an answer that does not fit its question is refused with a
+one-line error. Each request has an id, which servers repeat in the answer, so an answer
+that arrives twice or late is not taken for the answer to another request.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ from keyhole.oracle.protocol import OracleError, check_sequences, expect_finite_
 _BATCH = 512  # sequences per request
 _MAX_DIGITS = 25  # bytes of one float64 in JSON
 _MAX_NUMBERS = 2**18  # per request, since several requests are under way at a time
-_NOT_TOKENS = ("type", "position", "segment")  # in the names of integer inputs other than token ids
+_NOT_TOKENS = (
+    "type",
+    "position",
+    "segment",
+)  # in the names of integer inputs other than token ids
 
 T = TypeVar("T")
 
@@ -46,7 +51,12 @@ class ServedModel(ABC):
     """The model `model` of the server at `url`: its inputs, and requests to it."""
 
     def __init__(
-        self, url: str, model: str, options: EndpointOptions, retries: int = 8, **connection: Any
+        self,
+        url: str,
+        model: str,
+        options: EndpointOptions,
+        retries: int = 8,
+        **connection: Any,
     ) -> None:
         address = f"{url.rstrip('/')}/v2/models/{model}"
         self.url = without_password(address)
@@ -71,7 +81,9 @@ class ServedModel(ABC):
         self._http.close()
 
     def _infer(
-        self, inputs: Sequence[dict[str, Any]], read: Callable[[list[dict[str, Any]]], T]
+        self,
+        inputs: Sequence[dict[str, Any]],
+        read: Callable[[list[dict[str, Any]]], T],
     ) -> T:
         """Return what `read` makes of the outputs: of all, or of the one that the options name."""
         request_id = uuid.uuid4().hex
@@ -100,15 +112,18 @@ class ServedModel(ABC):
 
     def _expect_name(self, name: object) -> None:
         if name is not None and name != self._name:
-            raise OracleError(f"{self.url} answers for model {_describe(name)}, not {self._name}")
+            raise OracleError(
+                f"{self.url} answers for model {_describe(name)}, not {self._name}"
+            )
 
 
 class OpenInference(ServedModel):
     """The model `model` at `url`; what `options` leaves open is read from the server.
 
-    `dim`, `batch` and `timeout` are shortcuts for the options of these names. `headers` are values,
-    not names of environment variables. `limits` bounds what the server may cost; a `dim` that is
-    given may exceed `limits.dim`. `connections` is the number of requests under way at a time.
+    `dim`, `batch` and `timeout` are shortcuts for the options of these names. `headers`
+    are values, not names of environment variables. `limits` bounds what the server may
+    cost; a `dim` that is given may exceed `limits.dim`. `connections` is the number of
+    requests under way at a time.
     """
 
     may_change = True  # the server may load another model under the same address
@@ -141,7 +156,8 @@ class OpenInference(ServedModel):
 
     def _choose_input(self, metadata: dict[str, Any]) -> TensorSpec:
         """Return the input that takes vectors, and read the dimension and the batch size."""
-        self._limits, options = self._http.limits, self.options
+        self._limits = self._http.limits
+        options = self.options
         outputs = tensor_specs(metadata, "outputs", self.url)
         chosen = _vector_input(self.inputs, options.input, self.url)
         if options.output is not None and outputs:
@@ -156,7 +172,9 @@ class OpenInference(ServedModel):
     def _configured_batch_size(self) -> int | None:
         """Return the largest batch that Triton's configuration of the model allows."""
         try:
-            configured = self._http.request("GET", f"{self.url}/config").get("max_batch_size")
+            configured = self._http.request("GET", f"{self.url}/config").get(
+                "max_batch_size"
+            )
         except OracleError:  # only Triton has this route
             return None
         return configured if isinstance(configured, int) and configured > 0 else None
@@ -217,7 +235,9 @@ class OpenInference(ServedModel):
             failure.answers = _with_gaps(answers, parts, known[0])
         raise failure
 
-    def _ask_all(self, parts: Sequence[Tensor]) -> tuple[list[Tensor | None], BaseException | None]:
+    def _ask_all(
+        self, parts: Sequence[Tensor]
+    ) -> tuple[list[Tensor | None], BaseException | None]:
         """Return the answers to each part and the first failure, which stops further requests."""
         if len(parts) == 1:
             return [self._answers(parts[0])], None
@@ -230,7 +250,9 @@ class OpenInference(ServedModel):
             raise
         finally:
             pool.shutdown(cancel_futures=True)
-        failures = [None if future.cancelled() else future.exception() for future in futures]
+        failures = [
+            None if future.cancelled() else future.exception() for future in futures
+        ]
         answers = [
             None if future.cancelled() or failure else future.result()
             for future, failure in zip(futures, failures, strict=True)
@@ -241,7 +263,8 @@ class OpenInference(ServedModel):
         try:
             return self._answers(part)
         except KeyholeError as error:
-            # The frames hold whole replies, and other threads have replies of their own.
+            # The frames hold whole replies, and other threads have replies of their
+            # own.
             error.__context__ = None
             raise error.with_traceback(None) from None
 
@@ -260,8 +283,13 @@ class OpenInference(ServedModel):
                 f"{float(sequences.abs().max()):.1e}"
             )
         ones = torch.ones(sequences.shape[:2], dtype=torch.int64)
-        masks = [tensor for tensor in self.inputs if tensor.is_mask and tensor != self.input]
-        inputs = [self.input.as_input(rounded), *(mask.as_input(ones) for mask in masks)]
+        masks = [
+            tensor for tensor in self.inputs if tensor.is_mask and tensor != self.input
+        ]
+        inputs = [
+            self.input.as_input(rounded),
+            *(mask.as_input(ones) for mask in masks),
+        ]
         return self._infer(inputs, lambda outputs: self._read(outputs, sequences))
 
     def _read(self, outputs: Sequence[dict[str, Any]], sequences: Tensor) -> Tensor:
@@ -272,7 +300,8 @@ class OpenInference(ServedModel):
             raise self._no_outputs(output)
         shape = self._shape(output["shape"], sequences)
         values = self._values(output, shape)
-        # Servers give one score per sequence as a column, so a vector of one number is a score.
+        # Servers give one score per sequence as a column, so a vector of one number is
+        # a score.
         return values.reshape(shape[:1] if shape[1:] == [1] else shape)
 
     def _values(self, output: dict[str, Any], shape: list[int]) -> Tensor:
@@ -282,11 +311,15 @@ class OpenInference(ServedModel):
             if labels is not None:
                 return _signs(labels, self.options.positive, self.url)
         values = _as_numbers(output["data"], shape, self.url)
-        # Numbers of a shorter format are rounded to it, since JSON shows fewer of their digits.
-        # Answers are also no more exact than the questions.
-        formats = [FLOATS[name] for name in (self.input.datatype, datatype) if name in FLOATS]
+        # Numbers of a shorter format are rounded to it, since JSON shows fewer of their
+        # digits. Answers are also no more exact than the questions.
+        formats = [
+            FLOATS[name] for name in (self.input.datatype, datatype) if name in FLOATS
+        ]
         coarsest = max(formats, key=lambda dtype: torch.finfo(dtype).eps)
-        return values if coarsest is torch.float64 else values.to(coarsest).to(torch.float64)
+        if coarsest is torch.float64:
+            return values
+        return values.to(coarsest).to(torch.float64)
 
     def _shape(self, shape: object, sequences: Tensor) -> list[int]:
         """Return the shape of the answers if an oracle may answer in it (see protocol.py)."""
@@ -316,22 +349,32 @@ class OpenInference(ServedModel):
         )
 
 
-def _with_gaps(answers: Sequence[Tensor | None], parts: Sequence[Tensor], like: Tensor) -> Tensor:
+def _with_gaps(
+    answers: Sequence[Tensor | None], parts: Sequence[Tensor], like: Tensor
+) -> Tensor:
     """Join the answers up to the last that arrived, with NaN for those that did not."""
     last = max(number for number, answer in enumerate(answers) if answer is not None)
-    return torch.cat([
-        torch.full((len(part), *like.shape[1:]), math.nan, dtype=torch.float64)
-        if answer is None else answer
-        for answer, part in zip(answers[: last + 1], parts, strict=False)
-    ])  # fmt: skip
+    return torch.cat(
+        [
+            torch.full((len(part), *like.shape[1:]), math.nan, dtype=torch.float64)
+            if answer is None
+            else answer
+            for answer, part in zip(answers[: last + 1], parts, strict=False)
+        ]
+    )
 
 
-# The tensors that a server's metadata states, and the choice of those that are sent and read.
+# The tensors that a server's metadata states, and the choice of those that are sent and
+# read.
 
 FLOATS = {
-    "FP64": torch.float64, "FP32": torch.float32, "FP16": torch.float16, "BF16": torch.bfloat16,
-}  # fmt: skip
-TEXTS, IDS = ("BYTES",), ("INT64", "INT32", "UINT64", "UINT32")
+    "FP64": torch.float64,
+    "FP32": torch.float32,
+    "FP16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+TEXTS = ("BYTES",)
+IDS = ("INT64", "INT32", "UINT64", "UINT32")
 _MAX_NAME = 1000
 _NEGATIVE = frozenset({"0", "-1", "no", "n", "false", "negative", "neg", "label_0"})
 _POSITIVE = frozenset({"1", "+1", "yes", "y", "true", "positive", "pos", "label_1"})
@@ -390,15 +433,20 @@ def tensor_specs(metadata: dict[str, Any], kind: str, url: str) -> list[TensorSp
     listed = metadata.get(kind) or []
     items = _as_objects(listed)
     if items is None:
-        raise OracleError(f"expected a list of {kind} from {url}, got {_describe(listed)}")
+        raise OracleError(
+            f"expected a list of {kind} from {url}, got {_describe(listed)}"
+        )
     return [_tensor_spec(item, kind.removesuffix("s"), url) for item in items]
 
 
 def _tensor_spec(item: dict[str, Any], kind: str, url: str) -> TensorSpec:
     def wrong(what: str, got: object) -> OracleError:
-        return OracleError(f"expected the {what} of an {kind} from {url}, got {_describe(got)}")
+        return OracleError(
+            f"expected the {what} of an {kind} from {url}, got {_describe(got)}"
+        )
 
-    name, datatype = item.get("name", TensorSpec.name), item.get("datatype", TensorSpec.datatype)
+    name = item.get("name", TensorSpec.name)
+    datatype = item.get("datatype", TensorSpec.datatype)
     if not isinstance(name, str) or not name.isprintable() or len(name) > _MAX_NAME:
         raise wrong("name", name)
     sizes = _as_sizes(item.get("shape", []))
@@ -409,13 +457,17 @@ def _tensor_spec(item: dict[str, Any], kind: str, url: str) -> TensorSpec:
     return TensorSpec(name, datatype.upper(), tuple(sizes))
 
 
-def _vector_input(inputs: Sequence[TensorSpec], name: str | None, url: str) -> TensorSpec:
+def _vector_input(
+    inputs: Sequence[TensorSpec], name: str | None, url: str
+) -> TensorSpec:
     """Return the tensor that takes vectors: the one of that name, or the only one."""
     if not inputs:
         return TensorSpec() if name is None else TensorSpec(name)
     if name is not None:
         inputs = [find_tensor(inputs, name, url)]
-    vectors = [tensor for tensor in inputs if tensor.datatype in FLOATS and not tensor.is_mask]
+    vectors = [
+        tensor for tensor in inputs if tensor.datatype in FLOATS and not tensor.is_mask
+    ]
     if not vectors:
         for tensor in inputs:
             if tensor.takes_text:
@@ -436,7 +488,9 @@ def find_tensor(tensors: Sequence[TensorSpec], name: str, url: str) -> TensorSpe
     for tensor in tensors:
         if tensor.name == name:
             return tensor
-    raise InputError(f"{url} has no tensor {shown(name)}: choose among {_names(tensors)}")
+    raise InputError(
+        f"{url} has no tensor {shown(name)}: choose among {_names(tensors)}"
+    )
 
 
 def _names(tensors: Sequence[TensorSpec]) -> str:
@@ -480,7 +534,9 @@ def _as_objects(items: object) -> list[dict[str, Any]] | None:
 
 def _as_sizes(shape: object) -> list[int] | None:
     """Return `shape` if it is a list of sizes, each −1 or more."""
-    if isinstance(shape, list) and all(type(size) is int and size >= -1 for size in shape):
+    if isinstance(shape, list) and all(
+        type(size) is int and size >= -1 for size in shape
+    ):
         return cast("list[int]", shape)
     return None
 
@@ -488,14 +544,18 @@ def _as_sizes(shape: object) -> list[int] | None:
 def _as_strings(data: object, count: int) -> list[str] | None:
     """Return `data` if it is a list of `count` strings."""
     strings = isinstance(data, list) and all(isinstance(item, str) for item in data)
-    return cast("list[str]", data) if strings and len(cast("list[str]", data)) == count else None
+    if strings and len(cast("list[str]", data)) == count:
+        return cast("list[str]", data)
+    return None
 
 
 def _as_numbers(data: object, shape: Sequence[int], url: str) -> Tensor:
     """Return the numbers of a list, flat or nested, if there are as many as the shape takes."""
     count = math.prod(shape)
     items = cast("list[object]", data) if isinstance(data, list) else None
-    if items is not None and (len(items) == count or (items and isinstance(items[0], list))):
+    if items is not None and (
+        len(items) == count or (items and isinstance(items[0], list))
+    ):
         with suppress(TypeError, ValueError, RuntimeError, OverflowError):
             values = torch.tensor(items, dtype=torch.float64).reshape(-1)
             if len(values) == count:
@@ -517,8 +577,8 @@ def _describe(value: object) -> str:
     return shown(repr(value[:80] if isinstance(value, str) else value))
 
 
-# Endpoints that take texts or token ids. They are no oracles, since an attacker cannot send them
-# vectors of their choice: all that an attacker gets is answers to texts.
+# Endpoints that take texts or token ids. They are no oracles, since an attacker cannot
+# send them vectors of their choice: all that an attacker gets is answers to texts.
 
 
 @dataclass(frozen=True, eq=False)
@@ -539,7 +599,9 @@ class TextEndpoint(ServedModel):
         if self.options.input is not None:
             return find_tensor(self.inputs, self.options.input, self.url)
         for tensor in self.inputs:
-            if tensor.takes_text and not any(word in tensor.name.lower() for word in _NOT_TOKENS):
+            if tensor.takes_text and not any(
+                word in tensor.name.lower() for word in _NOT_TOKENS
+            ):
                 return tensor
         raise InputError(f"{self.url} has no input of texts or tokens")
 
@@ -551,16 +613,25 @@ class TextEndpoint(ServedModel):
     def length(self) -> int | None:
         """The only number of tokens that it takes; None if it takes any."""
         sizes = self.input.shape
-        return sizes[-1] if not self.takes_texts and len(sizes) == 2 and sizes[-1] > 0 else None
+        if not self.takes_texts and len(sizes) == 2 and sizes[-1] > 0:
+            return sizes[-1]
+        return None
 
     def ask(self, text: str | Sequence[int]) -> list[Output]:
         """Return every output for one text, given as a string or as token ids."""
         inputs = [self._text(text)] if isinstance(text, str) else self._tokens(text)
-        return self._infer(inputs, lambda outputs: [self._output(item) for item in outputs])
+        return self._infer(
+            inputs, lambda outputs: [self._output(item) for item in outputs]
+        )
 
     def _text(self, text: str) -> dict[str, Any]:
         shape = [1] * max(1, len(self.input.shape))
-        return {"name": self.input.name, "shape": shape, "datatype": "BYTES", "data": [text]}
+        return {
+            "name": self.input.name,
+            "shape": shape,
+            "datatype": "BYTES",
+            "data": [text],
+        }
 
     def _tokens(self, ids: Sequence[int]) -> list[dict[str, Any]]:
         """Return the ids with the other inputs: attention masks, positions, token types.
@@ -569,7 +640,9 @@ class TextEndpoint(ServedModel):
         """
         length = self.length or len(ids)
         if len(ids) > length:
-            raise InputError(f"{self.url} takes at most {length} tokens, not {len(ids)}")
+            raise InputError(
+                f"{self.url} takes at most {length} tokens, not {len(ids)}"
+            )
         padded = torch.zeros(1, length, dtype=torch.int64)
         padded[0, : len(ids)] = torch.tensor(ids)
         positions = torch.arange(length).unsqueeze(0)
@@ -584,16 +657,22 @@ class TextEndpoint(ServedModel):
         return inputs
 
     def _output(self, output: dict[str, Any]) -> Output:
-        name, datatype = str(output.get("name", "")), str(output.get("datatype", ""))
+        name = str(output.get("name", ""))
+        datatype = str(output.get("datatype", ""))
         sizes = _as_sizes(output.get("shape"))
         if not sizes or min(sizes) < 0 or sizes[0] != 1:
             raise OracleError(
                 f"expected one answer for one text from {self.url}, got the shape "
                 f"{_describe(output.get('shape'))}"
             )
-        labels = _as_strings(output.get("data"), math.prod(sizes)) if datatype in TEXTS else None
+        if datatype in TEXTS:
+            labels = _as_strings(output.get("data"), math.prod(sizes))
+        else:
+            labels = None
         if labels is not None:
             return Output(name, datatype, None, tuple(labels))
         values = _as_numbers(output.get("data"), sizes, self.url)
         # A column of one number is a number.
-        return Output(name, datatype, values.reshape([] if sizes[1:] == [1] else sizes[1:]))
+        return Output(
+            name, datatype, values.reshape([] if sizes[1:] == [1] else sizes[1:])
+        )

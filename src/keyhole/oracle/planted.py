@@ -1,7 +1,7 @@
 """Targets of known weights, so that an extraction can be compared with the truth.
 
-Each is a frozen set of parameters that answers like an oracle. An extraction returns the same
-types. storage.py writes them as .safetensors.
+Each is a frozen set of parameters that answers like an oracle. An extraction returns
+the same types. storage.py writes them as .safetensors.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from keyhole.oracle.protocol import check_sequences
 class Parametric(ABC):
     """A target made of named parameters, which determine its answers and its identity.
 
-    `SHAPES` lists each tensor with the names of its sizes. A name that occurs twice is one size,
-    and `d` is the dimension of a token.
+    `SHAPES` lists each tensor with the names of its sizes. A name that occurs twice is
+    one size, and `d` is the dimension of a token.
     """
 
     kind: str
@@ -34,7 +34,8 @@ class Parametric(ABC):
     def __post_init__(self) -> None:
         sizes = {"1": 1}
         for name, shape in self.SHAPES:
-            tensor, names = getattr(self, name), shape.split()
+            tensor = getattr(self, name)
+            names = shape.split()
             if tensor.ndim == len(names):
                 sizes = dict(zip(names, tensor.shape, strict=True)) | sizes
             self._require(name, tensor, *map(sizes.get, names))
@@ -46,7 +47,9 @@ class Parametric(ABC):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the parameters by name, as they are stored."""
-        return {name: value for name, value in self._fields() if isinstance(value, Tensor)}
+        return {
+            name: value for name, value in self._fields() if isinstance(value, Tensor)
+        }
 
     @abstractmethod
     def answers(self, tokens: Tensor) -> Tensor:
@@ -58,10 +61,16 @@ class Parametric(ABC):
     def flags(self) -> dict[str, str]:
         """Return the settings besides the tensors that determine the answers."""
         settings = bool | int | float | str
-        return {name: str(value) for name, value in self._fields() if isinstance(value, settings)}
+        return {
+            name: str(value)
+            for name, value in self._fields()
+            if isinstance(value, settings)
+        }
 
     def _fields(self) -> list[tuple[str, Any]]:
-        return [(each.name, getattr(self, each.name)) for each in fields(cast("Any", self))]
+        return [
+            (each.name, getattr(self, each.name)) for each in fields(cast("Any", self))
+        ]
 
     @property
     def unknowns(self) -> int:
@@ -85,7 +94,9 @@ class Parametric(ABC):
             wanted = ", ".join("any" if size is None else str(size) for size in shape)
             raise InputError(f"expected {name} of shape ({wanted}), got {got}")
         if tensor.dtype != torch.float64:
-            raise InputError(f"expected {name} in float64, got {tensor.dtype}: use .double()")
+            raise InputError(
+                f"expected {name} in float64, got {tensor.dtype}: use .double()"
+            )
         if not bool(torch.isfinite(tensor).all()):
             raise InputError(f"{name} holds NaN or infinity")
 
@@ -100,7 +111,9 @@ class Head(Parametric):
     SHAPES = (("v", "d"), ("W", "d d"))
 
     def answers(self, tokens: Tensor) -> Tensor:
-        return attention.output(tokens, self.W.mT, self.v[:, None], last=True).squeeze(-1)
+        return attention.output(tokens, self.W.mT, self.v[:, None], last=True).squeeze(
+            -1
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +126,9 @@ class MultiHead(Parametric):
 
     def __post_init__(self) -> None:
         if len(self.W) != len(self.v) or not self.v:
-            raise InputError(f"each W needs its v, got {len(self.W)} W and {len(self.v)} v")
+            raise InputError(
+                f"each W needs its v, got {len(self.W)} W and {len(self.v)} v"
+            )
         self._require("v", self.v[0], None)
         for W, v in zip(self.W, self.v, strict=True):
             self._require("v", v, self.dim)
@@ -125,7 +140,9 @@ class MultiHead(Parametric):
 
     @cached_property
     def _stacked(self) -> tuple[Tensor, Tensor]:
-        return torch.stack([W.mT for W in self.W]), torch.stack(list(self.v)).unsqueeze(-1)
+        return torch.stack([W.mT for W in self.W]), torch.stack(list(self.v)).unsqueeze(
+            -1
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         return {"W": torch.stack(list(self.W)), "v": torch.stack(list(self.v))}
@@ -141,9 +158,10 @@ class BiasedHeads(Parametric):
 
         f(X) = b + Σ_h Σ_i softmax_i(n_iᵀ(W_h n_N + c_h)) · v_hᵀn_i,    n = x or norm(x)
 
-    Any heads with projections, biases and a LayerNorm (`centred`) or RMSNorm before them have this
-    form: a bias of the keys changes all scores of a query alike, and the gain of the norm is part
-    of W and v. `W` is (H, d, d), `v` and `c` are (H, d), `b` is (1,).
+    Any heads with projections, biases and a LayerNorm (`centred`) or RMSNorm before
+    them have this form: a bias of the keys changes all scores of a query alike, and the
+    gain of the norm is part of W and v. `W` is (H, d, d), `v` and `c` are (H, d), `b`
+    is (1,).
     """
 
     W: Tensor
@@ -160,7 +178,10 @@ class BiasedHeads(Parametric):
         if self.normed:
             tokens = attention.normed(tokens, self.epsilon, centred=self.centred)
         V = self.v.unsqueeze(-1)
-        return attention.output(tokens, self.W.mT, V, last=True, key_bias=self.c)[:, 0] + self.b
+        return (
+            attention.output(tokens, self.W.mT, V, last=True, key_bias=self.c)[:, 0]
+            + self.b
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,8 +216,8 @@ class ReluFfn(Parametric):
 class Attention(Parametric):
     """An attention layer that answers with vectors: the last token's, or every token's.
 
-    `W` is (H, d, d) and `V` (H, d, m), which includes the output projection. The query is the left
-    factor of the scores, `S = X W Xᵀ`, unlike in the scoring heads above.
+    `W` is (H, d, d) and `V` (H, d, m), which includes the output projection. The query
+    is the left factor of the scores, `S = X W Xᵀ`, unlike in the scoring heads above.
     """
 
     W: Tensor
@@ -218,7 +239,8 @@ class AttentionLayers(Parametric):
 
         X ↦ X + Σ_h softmax(X W_h Xᵀ) X V_h     over the heads h of one layer
 
-    `W` and `V` are (H, d, d); `layers` (H,) holds the layer of each head, 0, 1, …, in order.
+    `W` and `V` are (H, d, d); `layers` (H,) holds the layer of each head, 0, 1, …, in
+    order.
     """
 
     W: Tensor
@@ -231,9 +253,13 @@ class AttentionLayers(Parametric):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        numbers = [float(depth) for depth, count in enumerate(self.sizes) for _ in range(count)]
+        numbers = [
+            float(depth) for depth, count in enumerate(self.sizes) for _ in range(count)
+        ]
         if not numbers or self.layers.tolist() != numbers:
-            raise InputError("layers must be 0, 1, … in order, one number for each head")
+            raise InputError(
+                "layers must be 0, 1, … in order, one number for each head"
+            )
 
     @property
     def sizes(self) -> list[int]:
@@ -248,7 +274,9 @@ class AttentionLayers(Parametric):
         sizes = self.sizes
         *layers, (W, V) = zip(self.W.split(sizes), self.V.split(sizes), strict=True)
         for forms, values in layers:
-            tokens = tokens + attention.output(tokens, forms, values, causal=self.causal)
+            tokens = tokens + attention.output(
+                tokens, forms, values, causal=self.causal
+            )
         asking = tokens if self.every_token else tokens[:, -1]
         return asking + attention.output(
             tokens, W, V, causal=self.causal, last=not self.every_token
@@ -259,14 +287,16 @@ class AttentionLayers(Parametric):
 class OutputMatrix(Parametric):
     """The last layer of a language model: the logits `W h` of the last state h of a sequence.
 
-    Row i of W belongs to the token `tokens[i]`. An extraction determines W up to an invertible
-    matrix on its right (and, from log-probabilities, up to a row that is added to all rows), so the
-    columns of W are an orthonormal basis of the space that they span.
+    Row i of W belongs to the token `tokens[i]`. An extraction determines W up to an
+    invertible matrix on its right (and, from log-probabilities, up to a row that is
+    added to all rows), so the columns of W are an orthonormal basis of the space that
+    they span.
 
-    With `constant`, the last column is the direction of what all answers share beyond their
-    differences: an output bias or the bias of the final norm. `blocks` columns are due to the
-    server's arithmetic and not to the model (see `width`). With `rotated`, W is no basis but the
-    matrix itself with the gain of the final norm, up to a rotation.
+    With `constant`, the last column is the direction of what all answers share beyond
+    their differences: an output bias or the bias of the final norm. `blocks` columns
+    are due to the server's arithmetic and not to the model (see `width`). With
+    `rotated`, W is no basis but the matrix itself with the gain of the final norm, up
+    to a rotation.
     """
 
     W: Tensor
@@ -281,16 +311,16 @@ class OutputMatrix(Parametric):
     def width(self) -> int:
         """The width of the model: the even one of the two that explain answers of this rank.
 
-        States after an RMSNorm span as many dimensions as they have numbers, states after a
-        LayerNorm one fewer. What all answers share adds one. So the rank r is the width of an
-        RMSNorm without such a share, or of a LayerNorm with an output bias or a bias of its own.
-        Otherwise the width is r − 1 (RMSNorm) or r + 1 (LayerNorm). Both models of a pair give the
-        same answers, so no question tells them apart. But heads divide the width evenly, and no
-        model has an odd width.
+        States after an RMSNorm span as many dimensions as they have numbers, states
+        after a LayerNorm one fewer. What all answers share adds one. So the rank r is
+        the width of an RMSNorm without such a share, or of a LayerNorm with an output
+        bias or a bias of its own. Otherwise the width is r − 1 (RMSNorm) or r + 1
+        (LayerNorm). Both models of a pair give the same answers, so no question tells
+        them apart. But heads divide the width evenly, and no model has an odd width.
 
-        llama.cpp multiplies a matrix in Q4_1 or Q5_1 by states in blocks of 32 numbers. It
-        multiplies the minimum of a block of weights by the sum of the block of states, which it
-        stores in float16. That adds one direction for each block.
+        llama.cpp multiplies a matrix in Q4_1 or Q5_1 by states in blocks of 32 numbers.
+        It multiplies the minimum of a block of weights by the sum of the block of
+        states, which it stores in float16. That adds one direction for each block.
         """
         rank = self.dim - self.blocks
         if rank % 2 == 0:

@@ -1,7 +1,8 @@
 """Servers of language models: which routes answer, with a key and without, and what they return.
 
-`Server.at` recognises the program that runs at an address. `Server.try_route` asks one route about
-one text. Without a key nothing but the request is sent, so a route that answers is open to all.
+`Server.at` recognises the program that runs at an address. `Server.try_route` asks one
+route about one text. Without a key nothing but the request is sent, so a route that
+answers is open to all.
 """
 
 from __future__ import annotations
@@ -18,14 +19,20 @@ from keyhole.oracle.protocol import OracleError
 
 MANY = 1_000_000  # log-probabilities to ask for, to get all that the server gives
 SAFE = 1_000  # log-probabilities that every server has
-_FEWER = (-1, SAFE, 20, 5)  # log-probabilities to ask for if more are refused; -1 asks for all
-# Asked for more log-probabilities than they have tokens, these servers answer or refuse. SGLang
-# 0.5.23 crashes.
+_FEWER = (
+    -1,
+    SAFE,
+    20,
+    5,
+)  # log-probabilities to ask for if more are refused; -1 asks for all
+# Asked for more log-probabilities than they have tokens, these servers answer or
+# refuse. SGLang 0.5.23 crashes.
 _TAKES_MANY = ("llama.cpp", "vLLM")
 _KEY_REQUIRED = (401, 403)
 # Raised by reading an answer that has another form.
 WRONG_FORM = (KeyError, IndexError, TypeError, ValueError, AttributeError)
-# An answer may hold a log-probability for each of 256,000 tokens, with its text and its bytes.
+# An answer may hold a log-probability for each of 256,000 tokens, with its text and its
+# bytes.
 LIMITS = Limits(body=256 * 2**20, parts=16_000_000)
 
 
@@ -33,8 +40,8 @@ LIMITS = Limits(body=256 * 2**20, parts=16_000_000)
 class Answered:
     """An answer of a route: `content` as `Route.read` returns it, or None and the reason.
 
-    `chosen` says that log-probabilities are of tokens that the request named, and not of the
-    likeliest tokens.
+    `chosen` says that log-probabilities are of tokens that the request named, and not
+    of the likeliest tokens.
     """
 
     content: Any = None
@@ -61,14 +68,20 @@ class Server:
     kind: str
     model: str
     options: EndpointOptions = field(default_factory=EndpointOptions)
-    address: str = field(default="", repr=False)  # as the user gave it, maybe with a password
+    address: str = field(
+        default="", repr=False
+    )  # as the user gave it, maybe with a password
 
     @classmethod
     def at(cls, url: str, options: EndpointOptions | None = None) -> Server:
         """Return the server at an address, recognised by what it states about itself."""
         address = url.rstrip("/")
         server = cls(
-            without_password(address), "", "default", options or EndpointOptions(), address
+            without_password(address),
+            "",
+            "default",
+            options or EndpointOptions(),
+            address,
         )
         with closing(server.http(key=True)) as http:
             models: Any = _stated(http, f"{server.url}/v1/models")
@@ -109,7 +122,9 @@ class Server:
             answered = self._ask(http, route, route.asked(text, self.model, first))
             if route.gives == LOGPROBS and answered.status in (400, 422):
                 for count in _FEWER:
-                    answered = self._ask(http, route, route.asked(text, self.model, count))
+                    answered = self._ask(
+                        http, route, route.asked(text, self.model, count)
+                    )
                     if answered.open:
                         break
         return answered
@@ -119,13 +134,17 @@ class Server:
     ) -> Answered:
         """Ask for the log-probabilities of these tokens, `route.chosen` of them at a time."""
         content = route.asked(text, self.model, 1)
-        groups = [tokens[at : at + route.chosen] for at in range(0, len(tokens), route.chosen)]
+        groups = [
+            tokens[at : at + route.chosen] for at in range(0, len(tokens), route.chosen)
+        ]
         found: dict[int, float] = {}
         with closing(self.http(key=key)) as http:
             for group in groups:
                 answered = self._ask(http, route, {**content, route.naming: [*group]})
                 if not answered.open or not set(group) <= answered.content.keys():
-                    return Answered(None, answered.status, "chosen tokens are not given")
+                    return Answered(
+                        None, answered.status, "chosen tokens are not given"
+                    )
                 found |= answered.content
         return Answered(found, requests=len(groups), chosen=True)
 
@@ -135,14 +154,18 @@ class Server:
             answer = http.ask("POST", url, content)
         except Refused as error:
             read = error.status if error.status in route.enabled else None
-            return Answered(read, error.status, shown(f"{error.status}: {error.text}", 120))
+            return Answered(
+                read, error.status, shown(f"{error.status}: {error.text}", 120)
+            )
         except OracleError as error:
             return Answered(None, 0, shown(error, 200))
         try:
             read = route.read(answer)
         except WRONG_FORM:
             read = None
-        return Answered(read, reason="" if read is not None else f"no {route.gives} in the answer")
+        return Answered(
+            read, reason="" if read is not None else f"no {route.gives} in the answer"
+        )
 
 
 def _stated(http: Http, url: str) -> object:
@@ -155,11 +178,15 @@ def _stated(http: Http, url: str) -> object:
 
 # The routes of servers of language models, and the setting that closes each.
 #
-# All but vLLM's /pooling were tried on the servers themselves. In a request, `$text`, `$model` and
-# `$count` stand for a text, the model's name and a number of log-probabilities. No request changes
-# anything on the server: a slot is asked to be saved under a name that no file can have.
+# All but vLLM's /pooling were tried on the servers themselves. In a request, `$text`,
+# `$model` and `$count` stand for a text, the model's name and a number of
+# log-probabilities. No request changes anything on the server: a slot is asked to be
+# saved under a name that no file can have.
 
-STATES, VECTOR, LOGPROBS, CACHE = "token states", "embedding", "log-probabilities", "cache files"
+STATES = "token states"
+VECTOR = "embedding"
+LOGPROBS = "log-probabilities"
+CACHE = "cache files"
 TOKEN_ID = "token_id:"  # noqa: S105 - vLLM writes this before the id of a token
 _PROXY = "--api-key, and a proxy in front that lets only the routes through that clients need"
 
@@ -210,7 +237,11 @@ def _filled(content: Any, values: Mapping[str, Any]) -> Any:
 
 def _rows(rows: Any) -> list[list[float]] | None:
     """Return rows of numbers if they have one width."""
-    whole = isinstance(rows, list) and bool(rows) and all(isinstance(row, list) for row in rows)
+    whole = (
+        isinstance(rows, list)
+        and bool(rows)
+        and all(isinstance(row, list) for row in rows)
+    )
     if not whole or len({len(row) for row in rows}) != 1:
         return None
     return [[float(number) for number in row] for row in rows]
@@ -224,7 +255,9 @@ def _llama_rows(answer: Any) -> list[list[float]] | None:
 
 def _pooled(answer: Any) -> list[float] | None:
     vector = answer["data"][0]["embedding"]
-    return [float(number) for number in vector] if isinstance(vector[0], float | int) else None
+    if isinstance(vector[0], float | int):
+        return [float(number) for number in vector]
+    return None
 
 
 def _by_id(entries: Any) -> dict[int, float]:
@@ -234,8 +267,8 @@ def _by_id(entries: Any) -> dict[int, float]:
 def logprobs_of(answer: Any) -> dict[Any, float]:
     """Return the log-probabilities after a prompt, in llama.cpp's own form or in OpenAI's.
 
-    The keys are the ids of tokens, or their texts if the answer has no ids: llama.cpp gives ids in
-    both forms, and vLLM gives them if it is asked to.
+    The keys are the ids of tokens, or their texts if the answer has no ids: llama.cpp
+    gives ids in both forms, and vLLM gives them if it is asked to.
     """
     if "choices" not in answer:
         return _by_id(answer["completion_probabilities"][0]["top_logprobs"])
@@ -261,78 +294,147 @@ def _sglang_logprobs(answer: Any) -> dict[int, float]:
 
 
 _NUMBERED = {
-    "model": "$model", "prompt": "$text", "max_tokens": 1, "logprobs": "$count", "temperature": 0,
+    "model": "$model",
+    "prompt": "$text",
+    "max_tokens": 1,
+    "logprobs": "$count",
+    "temperature": 0,
     "return_tokens_as_token_ids": True,
-}  # fmt: skip
+}
 ROUTES = (
     Route(
-        "llama.cpp", "/embeddings", STATES, f"Start it with --pooling mean, not none; {_PROXY}.",
-        _llama_rows, {"content": "$text"}, arithmetic="8-bit blocks",
+        "llama.cpp",
+        "/embeddings",
+        STATES,
+        f"Start it with --pooling mean, not none; {_PROXY}.",
+        _llama_rows,
+        {"content": "$text"},
+        arithmetic="8-bit blocks",
     ),
     Route(
-        "llama.cpp", "/completion", LOGPROBS, f"{_PROXY} and takes n_probs out of requests.",
+        "llama.cpp",
+        "/completion",
+        LOGPROBS,
+        f"{_PROXY} and takes n_probs out of requests.",
         logprobs_of,
         {"prompt": "$text", "n_predict": 1, "n_probs": "$count", "temperature": 0},
-        arithmetic="8-bit blocks", numbered=True,
+        arithmetic="8-bit blocks",
+        numbered=True,
     ),
     Route(
-        "llama.cpp", "/slots/0?action=save", CACHE,
+        "llama.cpp",
+        "/slots/0?action=save",
+        CACHE,
         f"Start it without --slot-save-path, or keep that folder as secret as prompts; {_PROXY}.",
-        lambda answer: answer["id_slot"], {"filename": "../"}, enabled=(400,),
+        lambda answer: answer["id_slot"],
+        {"filename": "../"},
+        enabled=(400,),
     ),
     Route(
-        "OpenAI's form", "/v1/embeddings", VECTOR, f"Treat embeddings as the texts; {_PROXY}.",
-        _pooled, {"model": "$model", "input": "$text", "encoding_format": "float"},
+        "OpenAI's form",
+        "/v1/embeddings",
+        VECTOR,
+        f"Treat embeddings as the texts; {_PROXY}.",
+        _pooled,
+        {"model": "$model", "input": "$text", "encoding_format": "float"},
     ),
     Route(
-        "OpenAI's form", "/v1/completions", LOGPROBS, f"Cap logprobs at a few (20); {_PROXY}.",
+        "OpenAI's form",
+        "/v1/completions",
+        LOGPROBS,
+        f"Cap logprobs at a few (20); {_PROXY}.",
         logprobs_of,
         {
-            "model": "$model", "prompt": "$text", "max_tokens": 1, "logprobs": "$count",
+            "model": "$model",
+            "prompt": "$text",
+            "max_tokens": 1,
+            "logprobs": "$count",
             "temperature": 0,
         },
     ),
     Route(
-        "OpenAI's form", "/v1/chat/completions", LOGPROBS, f"Cap top_logprobs at a few; {_PROXY}.",
+        "OpenAI's form",
+        "/v1/chat/completions",
+        LOGPROBS,
+        f"Cap top_logprobs at a few; {_PROXY}.",
         logprobs_of,
         {
-            "model": "$model", "messages": [{"role": "user", "content": "$text"}], "max_tokens": 1,
-            "logprobs": True, "top_logprobs": "$count", "temperature": 0,
+            "model": "$model",
+            "messages": [{"role": "user", "content": "$text"}],
+            "max_tokens": 1,
+            "logprobs": True,
+            "top_logprobs": "$count",
+            "temperature": 0,
         },
     ),
     Route(
-        "vLLM", "/pooling", STATES, f"Its --api-key does not guard this route: {_PROXY}.",
+        "vLLM",
+        "/pooling",
+        STATES,
+        f"Its --api-key does not guard this route: {_PROXY}.",
         lambda answer: _rows(answer["data"][0]["data"]),
-        {"model": "$model", "input": "$text", "task": "token_embed"}, arithmetic="bfloat16",
+        {"model": "$model", "input": "$text", "task": "token_embed"},
+        arithmetic="bfloat16",
     ),
     Route(
-        "vLLM", "/pooling#embed", VECTOR, f"Its --api-key does not guard this route: {_PROXY}.",
+        "vLLM",
+        "/pooling#embed",
+        VECTOR,
+        f"Its --api-key does not guard this route: {_PROXY}.",
         lambda answer: [float(number) for number in answer["data"][0]["data"]],
         {"model": "$model", "input": "$text", "task": "embed"},
     ),
     Route(
-        "vLLM", "/v1/completions", LOGPROBS,
+        "vLLM",
+        "/v1/completions",
+        LOGPROBS,
         f"--max-logprobs does not cap logprob_token_ids: {_PROXY} and takes it out of requests.",
-        logprobs_of, _NUMBERED, arithmetic="bfloat16", numbered=True, chosen=128,
+        logprobs_of,
+        _NUMBERED,
+        arithmetic="bfloat16",
+        numbered=True,
+        chosen=128,
     ),
     Route(
-        "vLLM", "/invocations", LOGPROBS, f"Its --api-key does not guard this route: {_PROXY}.",
-        logprobs_of, _NUMBERED, arithmetic="bfloat16", numbered=True, chosen=128,
+        "vLLM",
+        "/invocations",
+        LOGPROBS,
+        f"Its --api-key does not guard this route: {_PROXY}.",
+        logprobs_of,
+        _NUMBERED,
+        arithmetic="bfloat16",
+        numbered=True,
+        chosen=128,
     ),
     Route(
-        "SGLang", "/generate", STATES, f"Start it without --enable-return-hidden-states; {_PROXY}.",
+        "SGLang",
+        "/generate",
+        STATES,
+        f"Start it without --enable-return-hidden-states; {_PROXY}.",
         # The first states are those of the prompt: all rows or only the last one.
         lambda answer: _rows(answer["meta_info"]["hidden_states"][0]),
-        {"text": "$text", "sampling_params": {"max_new_tokens": 1}, "return_hidden_states": True},
+        {
+            "text": "$text",
+            "sampling_params": {"max_new_tokens": 1},
+            "return_hidden_states": True,
+        },
         arithmetic="bfloat16",
     ),
     Route(
-        "SGLang", "/generate#logprob", LOGPROBS, f"{_PROXY} and caps top_logprobs_num.",
+        "SGLang",
+        "/generate#logprob",
+        LOGPROBS,
+        f"{_PROXY} and caps top_logprobs_num.",
         _sglang_logprobs,
         {
-            "text": "$text", "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-            "return_logprob": True, "top_logprobs_num": "$count",
+            "text": "$text",
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+            "return_logprob": True,
+            "top_logprobs_num": "$count",
         },
-        arithmetic="bfloat16", numbered=True, chosen=SAFE, naming="token_ids_logprob",
+        arithmetic="bfloat16",
+        numbered=True,
+        chosen=SAFE,
+        naming="token_ids_logprob",
     ),
-)  # fmt: skip
+)

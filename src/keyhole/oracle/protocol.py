@@ -1,7 +1,8 @@
 """The oracle protocol: all that a black-box attack may ask, the function that asks, and counting.
 
-An oracle is any callable with `.dim` that maps sequences (batch, n, dim) in float64 to answers:
-(batch,) scores, (batch, m) the last token's vectors, or (batch, n, m) a vector for every token.
+An oracle is any callable with `.dim` that maps sequences (batch, n, dim) in float64 to
+answers: (batch,) scores, (batch, m) the last token's vectors, or (batch, n, m) a vector
+for every token.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Oracle(Protocol):
 class OracleError(KeyholeError):
     """The oracle did not answer as an oracle must. The CLI exits with 3.
 
-    If part of a batch was answered, `answers` holds it, so that a ledger can keep that part.
+    If part of a batch was answered, `answers` holds it, so that a ledger can keep that
+    part.
     """
 
     def __init__(self, message: str, answers: Tensor | None = None) -> None:
@@ -56,12 +58,16 @@ class BudgetExhausted(KeyholeError):
 def check_sequences(sequences: object, dim: int) -> Tensor:
     """Return the sequences, or raise InputError if no target can answer them."""
     if not isinstance(sequences, Tensor):
-        raise InputError(f"expected a torch tensor of sequences, got {type(sequences).__name__}")
+        raise InputError(
+            f"expected a torch tensor of sequences, got {type(sequences).__name__}"
+        )
     shape = tuple(sequences.shape)
     if len(shape) != 3 or shape[2] != dim or shape[1] == 0:
         raise InputError(f"expected sequences of shape (batch, n, {dim}), got {shape}")
     if sequences.dtype != torch.float64:
-        raise InputError(f"expected float64 sequences, got {sequences.dtype}: use .double()")
+        raise InputError(
+            f"expected float64 sequences, got {sequences.dtype}: use .double()"
+        )
     return finite(sequences)
 
 
@@ -77,13 +83,15 @@ def expect_finite_answers(answers: Tensor, source: str = "") -> Tensor:
     if not _is_finite(answers):
         count = len(answers)
         bad = int((~torch.isfinite(answers)).reshape(count, -1).any(1).sum())
-        raise OracleError(f"NaN or infinity in {bad} of {count} answers{source}", answers)
+        raise OracleError(
+            f"NaN or infinity in {bad} of {count} answers{source}", answers
+        )
     return answers
 
 
 def _is_finite(values: Tensor) -> bool:
-    # This check precedes every query. min and max propagate NaN and infinity in one pass, without
-    # a mask as large as the batch.
+    # This check precedes every query. min and max propagate NaN and infinity in one
+    # pass, without a mask as large as the batch.
     if values.numel() == 0:
         return True
     low, high = torch.aminmax(values)
@@ -93,7 +101,8 @@ def _is_finite(values: Tensor) -> bool:
 def ask(oracle: Oracle, sequences: Tensor) -> Tensor:
     """Ask a batch of questions and check the answers; every attack asks through this function.
 
-    Whatever the oracle does wrong (an exception, NaN, a wrong shape) becomes an OracleError.
+    Whatever the oracle does wrong (an exception, NaN, a wrong shape) becomes an
+    OracleError.
     """
     count = sequences.shape[0]
     try:
@@ -107,10 +116,14 @@ def ask(oracle: Oracle, sequences: Tensor) -> Tensor:
             f"{type(error).__name__}: {why}"
         ) from error
     if not isinstance(answers, Tensor):
-        raise OracleError(f"expected a tensor of {count} answers, got {type(answers).__name__}")
+        raise OracleError(
+            f"expected a tensor of {count} answers, got {type(answers).__name__}"
+        )
     if answers.ndim == 0 or answers.shape[0] != count or answers.numel() == 0:
         got = tuple(answers.shape)
-        raise OracleError(f"expected {count} answers (one per sequence), got shape {got}")
+        raise OracleError(
+            f"expected {count} answers (one per sequence), got shape {got}"
+        )
     if not answers.is_floating_point():
         raise OracleError(f"expected real answers, got {answers.dtype}")
     return expect_finite_answers(answers.detach().to(torch.float64))
@@ -133,8 +146,8 @@ def stated(oracle: object, name: str) -> Any:
 def identity_of(oracle: Oracle) -> str:
     """Return a name that two oracles share only if they are the same target.
 
-    That is `oracle.identity` if it exists. Otherwise it consists of the type's name and a digest of
-    every tensor that the object (or the closure of a function) holds.
+    That is `oracle.identity` if it exists. Otherwise it consists of the type's name and
+    a digest of every tensor that the object (or the closure of a function) holds.
     """
     named = getattr(oracle, "identity", None)
     if isinstance(named, str):
@@ -184,11 +197,12 @@ class Wrapper:
 class Counted(Wrapper):
     """Counts every sequence that reaches `inner` and raises BudgetExhausted beyond `budget`.
 
-    A batch that exceeds the budget is asked as far as the budget allows, and the exception carries
-    these answers. `progress` is called with the count after every batch.
+    A batch that exceeds the budget is asked as far as the budget allows, and the
+    exception carries these answers. `progress` is called with the count after every
+    batch.
 
-    `Ledger(Counted(o))` counts what was paid for, since remembered answers never reach the counter;
-    `Counted(Ledger(o))` counts what was asked.
+    `Ledger(Counted(o))` counts what was paid for, since remembered answers never reach
+    the counter; `Counted(Ledger(o))` counts what was asked.
     """
 
     def __init__(
@@ -205,14 +219,20 @@ class Counted(Wrapper):
         if self.budget is None or self.queries + len(sequences) <= self.budget:
             return self._ask(sequences)
         left = self.budget - self.queries
-        raise BudgetExhausted(self.budget, self._ask(sequences[:left]) if left else None)
+        raise BudgetExhausted(
+            self.budget, self._ask(sequences[:left]) if left else None
+        )
 
     def _ask(self, sequences: Tensor) -> Tensor:
-        self.queries += len(sequences)  # before the call: a question that fails was still asked
+        self.queries += len(
+            sequences
+        )  # before the call: a question that fails was still asked
         try:
             return ask(self.inner, sequences)
         except BudgetExhausted as end:  # of an inner counter: it did not ask the rest
-            self.queries -= len(sequences) - (0 if end.answers is None else len(end.answers))
+            self.queries -= len(sequences) - (
+                0 if end.answers is None else len(end.answers)
+            )
             raise
         finally:
             self._progress(self.queries)

@@ -1,7 +1,8 @@
 """Random targets of known weights, and their files (.safetensors).
 
-`plant` makes a target, `save` writes it and `load` opens it as an oracle, so that an extraction can
-be compared with the truth. An extraction's own model is saved in the same form.
+`plant` makes a target, `save` writes it and `load` opens it as an oracle, so that an
+extraction can be compared with the truth. An extraction's own model is saved in the
+same form.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.core.errors import InputError, expect_among, expect_count, expect_number, expect_seed
+from keyhole.core.errors import (
+    InputError,
+    expect_among,
+    expect_count,
+    expect_number,
+    expect_seed,
+)
 from keyhole.core.files import read_tensors, write_tensors
 from keyhole.core.machine import expect_memory
 from keyhole.oracle.block import Block, Blocks
@@ -37,13 +44,29 @@ from keyhole.oracle.sub_layer import SubLayer
 
 Planted = Parametric
 KINDS = (
-    "head", "multi-head", "one-layer", "relu", "attention", "attention-layers", "orthogonal-heads",
-)  # fmt: skip
+    "head",
+    "multi-head",
+    "one-layer",
+    "relu",
+    "attention",
+    "attention-layers",
+    "orthogonal-heads",
+)
 _STORED = (
-    Head, MultiHead, BiasedHeads, OneLayer, ReluFfn, Attention, AttentionLayers, OutputMatrix,
-    SubLayer, Block, Blocks,
-)  # fmt: skip
-# The classes by the kind that a file names; orthogonal heads are stored as any other heads.
+    Head,
+    MultiHead,
+    BiasedHeads,
+    OneLayer,
+    ReluFfn,
+    Attention,
+    AttentionLayers,
+    OutputMatrix,
+    SubLayer,
+    Block,
+    Blocks,
+)
+# The classes by the kind that a file names; orthogonal heads are stored as any other
+# heads.
 _CLASSES: dict[str, type[Any]] = {stored.kind: stored for stored in _STORED}
 
 
@@ -63,11 +86,16 @@ def plant(
 ) -> Planted:
     """Return a random target; every `W` has spectral norm about `2 · scale`.
 
-    Only attention-layers have several `layers`, of `heads` heads each. `plant_orthogonal` also
-    returns the bases of orthogonal heads.
+    Only attention-layers have several `layers`, of `heads` heads each.
+    `plant_orthogonal` also returns the bases of orthogonal heads.
     """
     expect_among("kind", kind, KINDS)
-    for name, size in {"dim": dim, "heads": heads, "layers": layers, "width": width}.items():
+    for name, size in {
+        "dim": dim,
+        "heads": heads,
+        "layers": layers,
+        "width": width,
+    }.items():
         expect_count(name, size)
     if rank is not None and not 1 <= rank <= dim:
         raise InputError(f"rank must be from 1 to dim = {dim}, not {rank}")
@@ -94,7 +122,9 @@ def plant(
     if kind == "head":
         return Head(weights(), normal(dim))
     if kind == "multi-head":
-        return MultiHead([weights() for _ in range(heads)], [normal(dim) for _ in range(heads)])
+        return MultiHead(
+            [weights() for _ in range(heads)], [normal(dim) for _ in range(heads)]
+        )
     if kind == "one-layer":
         return OneLayer(weights(), normal(width, dim) / math.sqrt(dim), normal(width))
     if kind == "relu":
@@ -121,8 +151,9 @@ def plant_orthogonal(
 ) -> tuple[MultiHead, list[Tensor]]:
     """Return heads in random orthogonal subspaces of nearly equal size, and their bases (d, k).
 
-    *Provably Learning Attention with Queries* (arXiv 2601.16873), Appendix C, Assumption C.1:
-    `W_h = P_h W_h P_h` and `v_h = P_h v_h` with orthogonal projectors P_h.
+    *Provably Learning Attention with Queries* (arXiv 2601.16873), Appendix C,
+    Assumption C.1: `W_h = P_h W_h P_h` and `v_h = P_h v_h` with orthogonal projectors
+    P_h.
     """
     expect_count("dim", dim)
     expect_count("heads", heads)
@@ -166,7 +197,9 @@ def load(path: str | Path) -> Oracle:
 def load_plain(path: str | Path) -> tuple[Planted | Linked, Degradation]:
     """Return the target of `load` without its defences, and these."""
     metadata, tensors = read_tensors(path)
-    if metadata.get("keyhole") != "1" or metadata.get("kind") not in {*_CLASSES} - {"output-layer"}:
+    if metadata.get("keyhole") != "1" or metadata.get("kind") not in {*_CLASSES} - {
+        "output-layer"
+    }:
         raise InputError(
             f"{path} is not a target written by `keyhole lab plant`: it holds "
             f"{', '.join(sorted(tensors)) or 'no tensors'}"
@@ -189,7 +222,8 @@ def from_tensors(
     """
     if "link" in metadata and "offset" in tensors:
         plain = {name: value for name, value in metadata.items() if name != "link"}
-        offset, rest = tensors["offset"], {n: t for n, t in tensors.items() if n != "offset"}
+        offset = tensors["offset"]
+        rest = {n: t for n, t in tensors.items() if n != "offset"}
         return Linked(from_tensors(plain, rest, origin), Link(metadata["link"], offset))
     cls = _CLASSES[metadata["kind"]]
     given: dict[str, Any] = {}

@@ -6,12 +6,13 @@ For tokens x_1 … x_n, with an answer for the last one or for every one,
     y_i = x_i + b + Σ_h Σ_j a_hij · t_j V_g O_h             (x_i only with a residual)
     a_hi = softmax_j((t_i Q_h + q_h) R_{j−i} (t_j K_g)ᵀ + β_h(i − j)),   g the group of head h
 
-where R_m turns plane f, made of the coordinates f and f + k/2, by m·frequencies[g, f] (rotary
-positions, arXiv 2104.09864), and is the identity without frequencies. Consecutive heads share keys
-and values. The other numbers of a checkpoint are folded in: 1/√k into Q and q, a norm's gain into
-Q, K and V, the bias of the values into b. Without rotary positions a bias of the keys adds the same
-number to all scores of a query, so there is none. β is a position bias (MPNet, ALiBi): a number for
-each distance between the query and a key in front of it; larger distances share the last number.
+where R_m turns plane f, made of the coordinates f and f + k/2, by m·frequencies[g, f]
+(rotary positions, arXiv 2104.09864), and is the identity without frequencies.
+Consecutive heads share keys and values. The other numbers of a checkpoint are folded
+in: 1/√k into Q and q, a norm's gain into Q, K and V, the bias of the values into b.
+Without rotary positions a bias of the keys adds the same number to all scores of a
+query, so there is none. β is a position bias (MPNet, ALiBi): a number for each distance
+between the query and a key in front of it; larger distances share the last number.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def no_places() -> Tensor:
 
 def rotated(vectors: Tensor, angles: Tensor) -> Tensor:
     """Rotate the plane of coordinates f and f + k/2 of vectors (…, k) by angles (…, k/2)."""
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     x, y = vectors.chunk(2, -1)
     return torch.cat([x * cos - y * sin, x * sin + y * cos], -1)
 
@@ -59,26 +61,38 @@ class SubLayer(Parametric):
     epsilon: float | None = None  # of the RMS norm in front, if there is one
     kind = "sub-layer"
     SHAPES = (
-        ("Q", "h d k"), ("K", "g d k"), ("V", "g d v"), ("q", "h k"), ("O", "h v m"), ("b", "m"),
+        ("Q", "h d k"),
+        ("K", "g d k"),
+        ("V", "g d v"),
+        ("q", "h k"),
+        ("O", "h v m"),
+        ("b", "m"),
         ("frequencies", "g f"),
-    )  # fmt: skip
+    )
     NAMES: ClassVar = ("Q", "q", "K", "V", "O", "b", "frequencies", "places")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        (heads, d, k), groups = self.Q.shape, len(self.K)
+        (heads, d, k) = self.Q.shape
+        groups = len(self.K)
         if not groups or heads % groups:
             raise InputError(f"{heads} heads cannot share {groups} keys evenly")
         if self.frequencies.shape[1] not in (0, k / 2):
             got = self.frequencies.shape[1]
-            raise InputError(f"expected {k / 2:g} frequencies or none for each K, got {got}")
+            raise InputError(
+                f"expected {k / 2:g} frequencies or none for each K, got {got}"
+            )
         if len(self.places):
             self._require("places", self.places, heads, None)
         if len(self.places) and self.every_token and not self.causal:
-            raise InputError("a position bias needs answers of the last token, or a causal mask: "
-                             "its biases are of tokens in front")  # fmt: skip
+            raise InputError(
+                "a position bias needs answers of the last token, or a causal mask: "
+                "its biases are of tokens in front"
+            )
         if self.residual and self.outputs != d:
-            raise InputError(f"expected {d} outputs with a residual, got {self.outputs}")
+            raise InputError(
+                f"expected {d} outputs with a residual, got {self.outputs}"
+            )
         if self.epsilon is not None and not 0 < self.epsilon < math.inf:
             raise InputError(f"an epsilon must be above 0, not {self.epsilon}")
 
@@ -94,9 +108,9 @@ class SubLayer(Parametric):
     def unknowns(self) -> int:
         """The degrees of freedom of the function: parameters, less those of its symmetries.
 
-        Keys and queries may be multiplied by any invertible matrix and its inverse, or, with rotary
-        positions, by one complex number for each plane; values and outputs by any matrix. The
-        biases of a head's positions may have one number added.
+        Keys and queries may be multiplied by any invertible matrix and its inverse, or,
+        with rotary positions, by one complex number for each plane; values and outputs
+        by any matrix. The biases of a head's positions may have one number added.
         """
         groups, _, k = self.K.shape
         between = k if self.rotary else k * k
@@ -120,9 +134,11 @@ class SubLayer(Parametric):
         return Q, K, V, self.O.flatten(0, 1)
 
     def _attention(self, tokens: Tensor, asking: Tensor) -> Tensor:
-        (heads, _, k), groups = self.Q.shape, len(self.K)
+        (heads, _, k) = self.Q.shape
+        groups = len(self.K)
         Q, K, V, O = self._stacked  # noqa: E741
-        n, m = tokens.shape[1], asking.shape[1]
+        n = tokens.shape[1]
+        m = asking.shape[1]
         queries = (asking @ Q).unflatten(-1, (heads, k)) + self.q
         keys = (tokens @ K).unflatten(-1, (groups, k))
         if self.rotary:
@@ -133,9 +149,13 @@ class SubLayer(Parametric):
         scores = torch.einsum("bmghk,bngk->bghmn", queries, keys)
         if len(self.places):
             apart = torch.arange(n - m, n)[:, None] - torch.arange(n)
-            added = self.places[:, apart.clamp(0, self.places.shape[1] - 1)]  # (H, m, n)
+            added = self.places[
+                :, apart.clamp(0, self.places.shape[1] - 1)
+            ]  # (H, m, n)
             scores = scores + added.unflatten(0, (groups, -1))
-        weights = attention.probabilities(scores, causal=self.causal and self.every_token)
+        weights = attention.probabilities(
+            scores, causal=self.causal and self.every_token
+        )
         values = (tokens @ V).unflatten(-1, (groups, -1))
         mixed = torch.einsum("bghmn,bngv->bmghv", weights, values)
         return mixed.flatten(2) @ O + self.b

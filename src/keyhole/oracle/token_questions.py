@@ -1,13 +1,15 @@
 """Questions about the next token, encoded as sequences of rows (token, bias).
 
-In this form, counters, ledgers and defences, which are made for sequences of rows of numbers, work
-for language models too. A prompt of token ids has one row (token, 0) for each token. A row (token,
-b) with b ≠ 0 at the end raises that token: b is added to its logit, like a server's `logit_bias`.
+In this form, counters, ledgers and defences, which are made for sequences of rows of
+numbers, work for language models too. A prompt of token ids has one row (token, 0) for
+each token. A row (token, b) with b ≠ 0 at the end raises that token: b is added to its
+logit, like a server's `logit_bias`.
 
 The answer to a prompt alone is one number for each token of the vocabulary: logits or
-log-probabilities. If tokens are raised, it is one number for each of these, in their order: the
-logit without its b, up to a constant shared by all tokens of the question. A number that the target
-did not return is `ABSENT`; its question was asked and counts as paid for.
+log-probabilities. If tokens are raised, it is one number for each of these, in their
+order: the logit without its b, up to a constant shared by all tokens of the question. A
+number that the target did not return is `ABSENT`; its question was asked and counts as
+paid for.
 """
 
 from __future__ import annotations
@@ -21,12 +23,18 @@ from keyhole.core.errors import InputError
 from keyhole.oracle.protocol import OracleError, check_sequences
 
 DIM = 2
-ABSENT = -1e6  # a log-probability that was not returned; finite, so that a ledger stores it
+ABSENT = (
+    -1e6
+)  # a log-probability that was not returned; finite, so that a ledger stores it
 
 
-def question(prompt: Tensor, raised: Tensor | None = None, biases: Tensor | None = None) -> Tensor:
+def question(
+    prompt: Tensor, raised: Tensor | None = None, biases: Tensor | None = None
+) -> Tensor:
     """Return a question (1, n, 2) of a prompt's token ids and of tokens to raise by `biases`."""
-    rows = torch.stack([prompt.double(), torch.zeros(len(prompt), dtype=torch.float64)], 1)
+    rows = torch.stack(
+        [prompt.double(), torch.zeros(len(prompt), dtype=torch.float64)], 1
+    )
     if raised is None or biases is None:
         return rows[None]
     if bool((biases == 0).any()):
@@ -44,8 +52,8 @@ def parts_of(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class Logits:
     """An oracle made of a function from token ids (batch, n) to logits (batch, vocabulary).
 
-    Log-probabilities will do as well. A ledger knows the function by its attribute `identity`, or
-    else by its name.
+    Log-probabilities will do as well. A ledger knows the function by its attribute
+    `identity`, or else by its name.
     """
 
     dim = DIM
