@@ -15,12 +15,23 @@ SHAPE = {**tiny.SHAPE, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
 GROUPED = {**SHAPE, "num_key_value_heads": 2, "head_dim": 8}
 ENCODERS = {
     "mpnet": SHAPE,  # its own attention module, relative positions
-    "modernbert": {**SHAPE, "cls_token_id": 2, "sep_token_id": 3, "global_attn_every_n_layers": 2},
-    "t5": {
-        "vocab_size": SHAPE["vocab_size"], "d_model": 32, "num_layers": 3, "num_heads": 4,
-        "d_kv": 8, "d_ff": 64, "pad_token_id": 0, "decoder_start_token_id": 2,
+    "modernbert": {
+        **SHAPE,
+        "cls_token_id": 2,
+        "sep_token_id": 3,
+        "global_attn_every_n_layers": 2,
     },
-}  # fmt: skip
+    "t5": {
+        "vocab_size": SHAPE["vocab_size"],
+        "d_model": 32,
+        "num_layers": 3,
+        "num_heads": 4,
+        "d_kv": 8,
+        "d_ff": 64,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 2,
+    },
+}
 DECODERS = {
     "mistral": GROUPED,
     "gemma": GROUPED,  # norms of 1 + weight, embeddings times √d
@@ -45,13 +56,27 @@ def made(family):
 
 @pytest.mark.parametrize("family", [*ENCODERS, *DECODERS])
 def test_text_comes_back_from_states_and_caches(family):
-    model, causal = made(family), family in DECODERS
-    parts, tokenizer = anatomy(model), tiny.tokenizer(causal)
-    assert (parts.causal, parts.layers, parts.heads, parts.head_dim) == (causal, 3, 4, 8)
-    for exposure in ("hidden:1", "hidden:3", *(("kv:0", "kv:2") if causal else ("kv:1",))):
+    model = made(family)
+    causal = family in DECODERS
+    parts = anatomy(model)
+    tokenizer = tiny.tokenizer(causal)
+    assert (parts.causal, parts.layers, parts.heads, parts.head_dim) == (
+        causal,
+        3,
+        4,
+        8,
+    )
+    for exposure in (
+        "hidden:1",
+        "hidden:3",
+        *(("kv:0", "kv:2") if causal else ("kv:1",)),
+    ):
         leak = leak_of(model, tokenizer, " ".join(WORDS), exposure)
         (found,) = recover_texts(model, tokenizer, [leak])
-        assert found.ids == tokenizer(" ".join(WORDS))["input_ids"], (exposure, found.reason)
+        assert found.ids == tokenizer(" ".join(WORDS))["input_ids"], (
+            exposure,
+            found.reason,
+        )
         assert found.verified
 
 
@@ -62,9 +87,12 @@ def test_what_is_captured_is_the_model_s_own(family):
     ids = tiny.ids(2, 9, causal=family in DECODERS)
     with torch.no_grad():
         whole = parts.base(
-            input_ids=ids, output_hidden_states=True, output_attentions=True,
-            use_cache=parts.causal, return_dict=True,
-        )  # fmt: skip
+            input_ids=ids,
+            output_hidden_states=True,
+            output_attentions=True,
+            use_cache=parts.causal,
+            return_dict=True,
+        )
     for layer in range(4):
         got = capture(model, Exposure("hidden", layer), ids=ids)["values"]
         assert torch.allclose(got, whole.hidden_states[layer], atol=1e-6)
@@ -81,11 +109,14 @@ def test_what_is_captured_is_the_model_s_own(family):
 
 @pytest.mark.parametrize("family", ["mistral", "gemma", "gpt_neox", "cohere"])
 def test_keys_of_one_token_are_the_same_without_their_positions(family):
-    model, places = made(family), torch.arange(30)[None]
+    model = made(family)
+    places = torch.arange(30)[None]
     parts = anatomy(model)
     assert parts.rotary
     for layer in (0, 2):
-        cached = capture(model, Exposure("kv", layer), ids=torch.full((1, 30), 9))["keys"]
+        cached = capture(model, Exposure("kv", layer), ids=torch.full((1, 30), 9))[
+            "keys"
+        ]
         keys = parts.unrotated(layer, cached, places)
         assert torch.allclose(keys, cached[:, :, :1].expand_as(keys), atol=1e-5)
         assert torch.allclose(parts.rotated(layer, keys, places), cached, atol=1e-5)

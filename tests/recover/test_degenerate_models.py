@@ -51,19 +51,21 @@ def no_weights(model):
 
 
 def damaged(family, change):
-    model = (
-        tiny_models.language_model(family)
-        if family in tiny_models.DECODERS
-        else tiny_models.model(family)
-    )
+    if family in tiny_models.DECODERS:
+        model = tiny_models.language_model(family)
+    else:
+        model = tiny_models.model(family)
     with torch.no_grad():
         change(model)
     return model, tiny_models.tokenizer(family in tiny_models.DECODERS)
 
 
 EXPOSURES = {
-    "hidden:2": (), "hidden:2 in no order": ("permuted",), "kv:1": (), "attention:1": (),
-}  # fmt: skip
+    "hidden:2": (),
+    "hidden:2 in no order": ("permuted",),
+    "kv:1": (),
+    "attention:1": (),
+}
 
 
 ALIKE = [("bert", change) for change in (all_equal, nearly_equal, no_weights)]
@@ -78,14 +80,19 @@ def test_tokens_that_are_all_alike_are_not_identifiable(family, change):
         exposures["maps:1"] = ()
     for words, forms in exposures.items():
         exposure = Exposure.parse(words.split()[0])
-        leaks = [degrade(leak_of(model, tokenizer, text, exposure), forms=forms) for text in TEXTS]
+        leaks = [
+            degrade(leak_of(model, tokenizer, text, exposure), forms=forms)
+            for text in TEXTS
+        ]
         for recovery in recover_texts(model, tokenizer, leaks):
             assert recovery.status is Status.NOT_IDENTIFIABLE, (words, recovery.reason)
             assert not recovery.verified
 
 
 def nan_in_a_layer(model):
-    name, weight = next((n, w) for n, w in model.named_parameters() if "1" in n and w.ndim == 2)
+    name, weight = next(
+        (n, w) for n, w in model.named_parameters() if "1" in n and w.ndim == 2
+    )
     weight[0, 0] = torch.nan
     return name
 
@@ -114,10 +121,14 @@ SHORT = {  # searches too short to find the text
 @pytest.mark.parametrize(
     ("family", "exposure"),
     [
-        ("bert", "hidden:2"), ("bert", "kv:1"), ("bert", "attention:1"),
-        ("llama", "hidden:2"), ("gpt2", "kv:1"), ("llama", "attention:1"),
+        ("bert", "hidden:2"),
+        ("bert", "kv:1"),
+        ("bert", "attention:1"),
+        ("llama", "hidden:2"),
+        ("gpt2", "kv:1"),
+        ("llama", "attention:1"),
     ],
-)  # fmt: skip
+)
 def test_a_leak_of_a_model_that_was_damaged_since(family, exposure):
     sound, tokenizer = damaged(family, lambda model: None)
     leak = leak_of(sound, tokenizer, TEXTS[0], Exposure.parse(exposure))
@@ -143,17 +154,23 @@ def test_gradients_of_such_models(change):
 
 
 def update(model, tokenizer):
-    batch = batch_of(model, tokenizer, [Example("", NO_LABEL, text) for text in TEXTS], 20)
+    batch = batch_of(
+        model, tokenizer, [Example("", NO_LABEL, text) for text in TEXTS], 20
+    )
     return replace(update_of(model, batch), model=None)
 
 
-@pytest.mark.parametrize("place", ["word_embeddings", "layer.0.attention", "layer.1.attention"])
+@pytest.mark.parametrize(
+    "place", ["word_embeddings", "layer.0.attention", "layer.1.attention"]
+)
 def test_a_gradient_of_a_model_that_was_damaged_since(place):
     model = tiny_models.model("bert", head="AutoModelForSequenceClassification")
     tokenizer = tiny_models.tokenizer()
     given = update(model, tokenizer)
     with torch.no_grad():
-        next(w for n, w in model.named_parameters() if place in n and w.ndim == 2)[0, 0] = torch.nan
+        next(w for n, w in model.named_parameters() if place in n and w.ndim == 2)[
+            0, 0
+        ] = torch.nan
     recovery = recover_batch(model, tokenizer, given)
     assert recovery.status is not Status.RECOVERED
     assert not recovery.verified

@@ -28,7 +28,9 @@ def leaks():
         invert.AttentionMaps(normal(2, 4, 4), 1, mask=mask, **about),
         invert.AttentionOutput(normal(4, 6), 1),
         invert.Pooled(normal(6), pooling="cls", normalised=False, tokens=4),
-        invert.Logits(normal(2, 9), log_probabilities=True, tokens=4, precision="bfloat16"),
+        invert.Logits(
+            normal(2, 9), log_probabilities=True, tokens=4, precision="bfloat16"
+        ),
         MixedCache(normal(2, 4, 3), normal(2, 4, 3), 2, block=4, known=[5, 7], **about),
     ]
 
@@ -120,7 +122,9 @@ def test_a_foreign_file(tmp_path):
     save_file({"values": normal(3, 4)}, path)
     with pytest.raises(InputError, match="written by Keyhole"):
         invert.load_leak(path)
-    save_file({"x": normal(3, 4)}, path, {"keyhole": "1", "leak": "hidden", "about": "{}"})
+    save_file(
+        {"x": normal(3, 4)}, path, {"keyhole": "1", "leak": "hidden", "about": "{}"}
+    )
     with pytest.raises(InputError, match="written by Keyhole"):
         invert.load_leak(path)
 
@@ -136,7 +140,9 @@ def test_rows_of_length_one_are_recognised_from_their_numbers(precision):
 
 def test_all_that_is_known_of_rows_is_in_their_file(tmp_path):
     leak = HiddenStates(torch.randn(3, 4), 2)
-    changed = HiddenStates(torch.randn(3, 4), 2, permuted=True, width=4, normalised=True)
+    changed = HiddenStates(
+        torch.randn(3, 4), 2, permuted=True, width=4, normalised=True
+    )
     changed.save(tmp_path / "leak.safetensors")
     read = load_leak(tmp_path / "leak.safetensors")
     assert isinstance(read, HiddenStates)
@@ -150,7 +156,8 @@ def test_all_that_is_known_of_rows_is_in_their_file(tmp_path):
 
 
 def test_how_a_vector_was_stored_goes_into_its_file(tmp_path):
-    values, book = normal(6), normal(2, 4, 3)
+    values = normal(6)
+    book = normal(2, 4, 3)
     for stored in (
         Pooled(values, width=6, noise=0.1),
         Pooled(values, steps=values.abs()),
@@ -162,7 +169,8 @@ def test_how_a_vector_was_stored_goes_into_its_file(tmp_path):
         assert isinstance(read, Pooled)
         assert (read.facts, read.digest) == (stored.facts, stored.digest)
         for name in ("steps", "codebook"):
-            given, back = getattr(stored, name), getattr(read, name)
+            given = getattr(stored, name)
+            back = getattr(read, name)
             assert (given is None) == (back is None)
             assert given is None or torch.equal(given, back)
     assert Pooled(values, steps=values.abs()).digest != Pooled(values).digest

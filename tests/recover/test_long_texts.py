@@ -47,7 +47,8 @@ def recovered(model, ids, method, words):
 def test_a_thousand_tokens_of_a_decoder():
     model = long_model("llama", 1024)
     ids = tiny.ids(texts=1, length=1000, causal=True)
-    method, words = DecoderStates(samples=600, draft=64), tiny.tokenizer(causal=True)
+    method = DecoderStates(samples=600, draft=64)
+    words = tiny.tokenizer(causal=True)
     result, most = recovered(model, ids, method, words)
     assert result.ids == ids[0].tolist()
     assert result.verified
@@ -57,7 +58,8 @@ def test_a_thousand_tokens_of_a_decoder():
 def test_512_tokens_of_an_encoder():
     model = long_model("bert", 512)
     ids = tiny.ids(texts=1, length=512)
-    method, words = EncoderStates(samples=2000), tiny.tokenizer()
+    method = EncoderStates(samples=2000)
+    words = tiny.tokenizer()
     result, most = recovered(model, ids, method, words)
     assert result.ids == ids[0].tolist()
     assert result.verified

@@ -16,7 +16,13 @@ WORDS = tiny.tokenizer()
 
 @pytest.mark.parametrize(
     ("given", "f1"),
-    [("w1 w2 w3", 1.0), ("w3 w2 w1", 1.0), ("w1 w1 w4", 2 / 6), ("w1", 2 / 4), ("w4 w5", 0.0)],
+    [
+        ("w1 w2 w3", 1.0),
+        ("w3 w2 w1", 1.0),
+        ("w1 w1 w4", 2 / 6),
+        ("w1", 2 / 4),
+        ("w4 w5", 0.0),
+    ],
 )
 def test_tokens_count_once_wherever_they_stand(given, f1):
     original = Original.of(WORDS, "w1 w2 w3", 20)
@@ -25,14 +31,21 @@ def test_tokens_count_once_wherever_they_stand(given, f1):
 
 def test_a_space_that_the_tokenizer_puts_before_a_text_costs_no_exactness():
     """A server may put a space before the first word."""
-    vocabulary = {letter: number for number, letter in enumerate(bytes_to_unicode().values())}
+    vocabulary = {
+        letter: number for number, letter in enumerate(bytes_to_unicode().values())
+    }
     inner = Tokenizer(models.BPE(vocabulary, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     bytes_ = transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
     original = Original.of(bytes_, "meet me", 30)
-    for spaced, exact in ((" meet me", True), ("meet me ", True), ("  meet me", False),
-                          ("meet  me", False), ("meetme", False)):  # fmt: skip
+    for spaced, exact in (
+        (" meet me", True),
+        ("meet me ", True),
+        ("  meet me", False),
+        ("meet  me", False),
+        ("meetme", False),
+    ):
         assert original.is_exactly(bytes_, bytes_(spaced)["input_ids"]) is exact, spaced
 
 
@@ -45,7 +58,9 @@ def test_names_are_capitalised_within_a_sentence_and_numbers_have_digits():
 def test_names_come_back_in_the_tokenizers_own_writing():
     tokenizer = load_demo().tokenizer
     original = Original.of(tokenizer, "we met Paul in room 7", 30)
-    shared = original.shared(tokenizer, tokenizer("room 7 was where we met")["input_ids"])
+    shared = original.shared(
+        tokenizer, tokenizer("room 7 was where we met")["input_ids"]
+    )
     assert (shared.read, shared.named) == (1, 2)
     assert str(shared).endswith(", 1 of 2 names and numbers")
     assert (

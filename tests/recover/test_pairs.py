@@ -33,7 +33,10 @@ def test_read_exactly(family, exposure):
 
 def test_each_behind_its_own_states(tmp_path):
     model = zoo.model("whisper")
-    leaks = [leak_of(model, WORDS, TEXT, "hidden:1", encoder=states(seed)) for seed in range(2)]
+    leaks = [
+        leak_of(model, WORDS, TEXT, "hidden:1", encoder=states(seed))
+        for seed in range(2)
+    ]
     assert [each.ids for each in recover_texts(model, WORDS, leaks)] == [TEXT, TEXT]
     file = tmp_path / "leak.safetensors"
     leaks[1].save(file)
@@ -49,7 +52,9 @@ def test_each_behind_its_own_states(tmp_path):
 def test_an_audit_reads_the_decoder_and_says_why_not_the_encoder():
     model = zoo.model("whisper")
     subject = TextTarget(
-        Loaded(model, WORDS, identity(model), "whisper"), ["w4 w9 w3 w20"], precisions=("float32",)
+        Loaded(model, WORDS, identity(model), "whisper"),
+        ["w4 w9 w3 w20"],
+        precisions=("float32",),
     )
     whole, decoder = target_of(subject).parts
     (skip,) = whole.checks(0)[0].run(None).skips
@@ -57,6 +62,8 @@ def test_an_audit_reads_the_decoder_and_says_why_not_the_encoder():
     rules = {check.exposure.rule: check for check in decoder.checks(0)}
     assert decoder.name == "decoder"
     assert not any("PREDICTIONS" in rule for rule in rules)
-    (finding,) = rules["KH-TEXT-KEYS-AND-VALUES"].run(lambda *_: lambda *_, **__: None).findings
+    (finding,) = (
+        rules["KH-TEXT-KEYS-AND-VALUES"].run(lambda *_: lambda *_, **__: None).findings
+    )
     assert finding.status == "recovered"
     assert finding.exposure.part == "decoder"

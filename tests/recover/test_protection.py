@@ -41,12 +41,15 @@ WAY = Exposure("pooled")
 
 
 def test_recall_is_the_share_of_the_nearest_that_are_found():
-    docs, queries = VECTORS[:40], VECTORS[40:45]
+    docs = VECTORS[:40]
+    queries = VECTORS[40:45]
     kept = docs + 0.3 * torch.randn(docs.shape, generator=STREAM)
     shares = []
     for query in queries:
         near = [
-            sorted(range(40), key=lambda k: -float(query @ rows[k] / rows[k].norm()))[:10]
+            sorted(range(40), key=lambda k: -float(query @ rows[k] / rows[k].norm()))[
+                :10
+            ]
             for rows in (docs, kept)
         ]
         shares.append(len(set(near[0]) & set(near[1])) / 10)
@@ -57,8 +60,12 @@ def test_recall_is_the_share_of_the_nearest_that_are_found():
 def test_noise_is_as_long_as_it_says_and_as_private():
     for made, share in ((gaussian_noise(0.5, D), 0.5), (metric_noise(0.5, D), 0.5)):
         off = made.keep(VECTORS) - VECTORS
-        assert float(off.norm(dim=1).square().mean().sqrt()) == pytest.approx(share, rel=0.05)
-        assert float(off.square().mean().sqrt()) == pytest.approx(made.stated["noise"], rel=0.05)
+        assert float(off.norm(dim=1).square().mean().sqrt()) == pytest.approx(
+            share, rel=0.05
+        )
+        assert float(off.square().mean().sqrt()) == pytest.approx(
+            made.stated["noise"], rel=0.05
+        )
     private = private_noise(8.0)
     assert epsilon_of(private.stated["noise"] / 2) == pytest.approx(8.0, rel=1e-3)
 
@@ -73,14 +80,21 @@ def test_product_quantisation_gives_centroids_of_its_codebook():
 
 
 def test_what_keeps_distances_costs_no_recall():
-    docs, queries = VECTORS[:200], VECTORS[200:]
+    docs = VECTORS[:200]
+    queries = VECTORS[200:]
     assert retrieval(rotation(0, D), docs, queries) == pytest.approx(1, abs=0.01)
-    halves = [retrieval(made, docs, queries) for made in (projection(16, D), truncation(16, D))]
+    halves = [
+        retrieval(made, docs, queries)
+        for made in (projection(16, D), truncation(16, D))
+    ]
     assert all(0.1 < half < 0.9 for half in halves)
-    assert retrieval(rounding("int8"), docs, queries) > retrieval(rounding("binary"), docs, queries)
+    assert retrieval(rounding("int8"), docs, queries) > retrieval(
+        rounding("binary"), docs, queries
+    )
 
 
-MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()
+MODEL = tiny.model("bert", num_hidden_layers=1)
+WORDS = tiny.tokenizer()
 LOADED = Loaded(MODEL, WORDS, identity(MODEL), "a tiny encoder")
 LINES = [f"w{number} w{(3 * number + 1) % 190}" for number in range(190)]
 SECRETS = ["w11", "w70"]
@@ -91,7 +105,8 @@ def vectors_of(texts):
 
 
 def test_an_encoder_behind_a_map_gives_mapped_vectors():
-    plain, map_ = vectors_of(LINES[:3]), torch.randn(D, 5, generator=STREAM)
+    plain = vectors_of(LINES[:3])
+    map_ = torch.randn(D, 5, generator=STREAM)
     with mapped(MODEL, map_):
         given = vectors_of(LINES[:3])
     assert torch.allclose(given, normalize(plain @ map_, dim=-1), atol=1e-5)
@@ -100,11 +115,19 @@ def test_an_encoder_behind_a_map_gives_mapped_vectors():
 
 def test_who_knows_the_defence_reads_on_until_too_little_is_left():
     defences = [
-        no_defence(), rounding("int8"), gaussian_noise(0.01, D), private_noise(8.0),
-        rotation(0, D), rotation(8, D), rotation(D + 8, D), projection(16, D), truncation(16, D),
-    ]  # fmt: skip
+        no_defence(),
+        rounding("int8"),
+        gaussian_noise(0.01, D),
+        private_noise(8.0),
+        rotation(0, D),
+        rotation(8, D),
+        rotation(D + 8, D),
+        projection(16, D),
+        truncation(16, D),
+    ]
     reader = CountedReader(LINES, max_length=1, search=SumSearch(passes=500))
-    vectors, known = vectors_of(SECRETS), vectors_of(LINES[:60])
+    vectors = vectors_of(SECRETS)
+    known = vectors_of(LINES[:60])
     exact = {}
     for made, recoveries in reading(LOADED, defences, vectors, reader, known, WAY):
         exact[made.name, made.strength] = [read.text for read in recoveries] == SECRETS

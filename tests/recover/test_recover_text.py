@@ -10,16 +10,29 @@ import pytest
 import tiny_models as tiny
 from keyhole.core import Status, Unsuccessful
 from keyhole.models.capture import Exposure
-from keyhole.recover import EncoderStates, leak_of, recover_text, recover_texts, recovering
+from keyhole.recover import (
+    EncoderStates,
+    leak_of,
+    recover_text,
+    recover_texts,
+    recovering,
+)
 from keyhole.recover.attack import Proposal
 
 WORDS = tiny.tokenizer()
-TEXTS = ("w1 w2 w3 w4", "w9 w8 w7 w6 w5 w4 w3 w2 w1", "w11 w12 w13", "w20 w21 w22 w23 w24 w25")
+TEXTS = (
+    "w1 w2 w3 w4",
+    "w9 w8 w7 w6 w5 w4 w3 w2 w1",
+    "w11 w12 w13",
+    "w20 w21 w22 w23 w24 w25",
+)
 
 
 def leaks(exposure, texts=TEXTS):
     model = tiny.model("bert")
-    return model, [leak_of(model, WORDS, text, Exposure.parse(exposure)) for text in texts]
+    return model, [
+        leak_of(model, WORDS, text, Exposure.parse(exposure)) for text in texts
+    ]
 
 
 def test_the_unknown_token_is_said():
@@ -28,7 +41,10 @@ def test_the_unknown_token_is_said():
     assert recovery.verified  # the tokens are right, but their characters are lost
     assert recovery.status is Status.INEXACT
     assert recovery.text == "w1 [UNK] w3 [UNK]"
-    assert "2 [UNK]: the text had characters that the tokenizer has no token for" in recovery.reason
+    assert (
+        "2 [UNK]: the text had characters that the tokenizer has no token for"
+        in recovery.reason
+    )
 
 
 def test_a_leak_as_long_as_the_model_allows_was_probably_cut():

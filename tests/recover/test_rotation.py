@@ -32,8 +32,12 @@ def test_fewer_pairs_give_as_many_numbers_exactly(pairs):
     known = normal(pairs, D)
     alignment = undo_rotation(known, known @ ROTATION)
     assert alignment.own.shape == (D, pairs)
-    assert torch.allclose(alignment.own.T @ alignment.own, torch.eye(pairs).double(), atol=1e-10)
-    assert torch.allclose(alignment.numbers(NEW @ ROTATION), NEW @ alignment.own, atol=1e-10)
+    assert torch.allclose(
+        alignment.own.T @ alignment.own, torch.eye(pairs).double(), atol=1e-10
+    )
+    assert torch.allclose(
+        alignment.numbers(NEW @ ROTATION), NEW @ alignment.own, atol=1e-10
+    )
     # the result is the part in the span of the known vectors
     inside = NEW @ torch.linalg.pinv(known) @ known
     assert torch.allclose(alignment.undo(NEW @ ROTATION), inside, atol=1e-9)
@@ -50,7 +54,9 @@ def test_rounding_is_averaged_away():
     for pairs in (2 * D, 40 * D):
         known = normal(pairs, D)
         stored = known @ ROTATION + 0.01 * normal(pairs, D)
-        errors.append(float((undo_rotation(known, stored).undo(NEW @ ROTATION) - NEW).norm()))
+        errors.append(
+            float((undo_rotation(known, stored).undo(NEW @ ROTATION) - NEW).norm())
+        )
     assert errors[1] < 0.5 * errors[0] < 0.1
 
 

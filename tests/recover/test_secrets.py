@@ -23,7 +23,9 @@ from keyhole.recover.secrets import (
 )
 from keyhole.recover.simulate import degrade, leak_of
 
-TEXTS = [" ".join(f"w{(7 * n + 3 * k * k) % 190}" for n in range(20)) for k in range(1, 4)]
+TEXTS = [
+    " ".join(f"w{(7 * n + 3 * k * k) % 190}" for n in range(20)) for k in range(1, 4)
+]
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +45,23 @@ def leak(loaded, exposure, text=TEXTS[0]):
 
 
 def behind(plain, form, key=3, seed=0):
-    return hidden_by(secrets_of(plain, form, key, torch.Generator().manual_seed(seed)), plain)
+    return hidden_by(
+        secrets_of(plain, form, key, torch.Generator().manual_seed(seed)), plain
+    )
 
 
 @pytest.mark.parametrize("exposure", ["hidden:1", "kv:1"])
 def test_a_secret_is_the_same_for_all_texts_of_a_key(bert, exposure):
     plain = leak(bert, exposure)
     for before, after, other in zip(
-        matrices_of(plain), matrices_of(behind(plain, "rotated")),
-        matrices_of(behind(plain, "rotated", key=4)), strict=True,
-    ):  # fmt: skip
-        assert torch.allclose(before @ before.T, after @ after.T, atol=1e-4)  # lengths and angles
+        matrices_of(plain),
+        matrices_of(behind(plain, "rotated")),
+        matrices_of(behind(plain, "rotated", key=4)),
+        strict=True,
+    ):
+        assert torch.allclose(
+            before @ before.T, after @ after.T, atol=1e-4
+        )  # lengths and angles
         assert not torch.allclose(before, after, atol=1e-2)
         assert not torch.allclose(after, other, atol=1e-2)
 
@@ -94,8 +102,12 @@ def test_a_permutation_of_numbers_is_undone_from_one_text(llama):
 
 @pytest.mark.parametrize("form", ["rotated", "shielded"])
 @pytest.mark.parametrize(("family", "exposure"), [("bert", "kv:1"), ("llama", "kv:0")])
-def test_lengths_tell_the_tokens_where_no_text_is_known(family, exposure, form, request):
-    tried = read_behind(request.getfixturevalue(family), TEXTS[:2], exposure, form, own=0)
+def test_lengths_tell_the_tokens_where_no_text_is_known(
+    family, exposure, form, request
+):
+    tried = read_behind(
+        request.getfixturevalue(family), TEXTS[:2], exposure, form, own=0
+    )
     assert (tried.exact, tried.own) == (2, 0), tried.reason
 
 

@@ -26,7 +26,9 @@ def test_a_leak_is_what_the_model_returns(bert):
     leak = leak_of(model, words, TEXT, "hidden:2")
     assert torch.equal(leak.values, own.hidden_states[2][0])
     assert leak.model == identity(model)
-    assert torch.equal(leak_of(model, words, TEXT, "maps:1").values, own.attentions[0][0])
+    assert torch.equal(
+        leak_of(model, words, TEXT, "maps:1").values, own.attentions[0][0]
+    )
     pooled = leak_of(model, words, TEXT, "pooled")
     mean = torch.nn.functional.normalize(own.last_hidden_state[0].mean(0), dim=0)
     assert torch.allclose(pooled.values, mean, atol=1e-6)
@@ -66,7 +68,9 @@ def test_rounding_is_as_coarse_as_it_says():
 
 
 def test_noise_has_the_strength_asked_for_and_is_repeatable():
-    leak = HiddenStates(torch.randn(200, 200, generator=torch.Generator().manual_seed(1)) * 3, 1)
+    leak = HiddenStates(
+        torch.randn(200, 200, generator=torch.Generator().manual_seed(1)) * 3, 1
+    )
     noisy = degrade(leak, noise=0.1, seed=4)
     strength = float((noisy.values - leak.values).std() / leak.values.std())
     assert strength == pytest.approx(0.1, rel=0.02)
@@ -89,7 +93,9 @@ def test_wrong_wishes(precision, noise, words):
 def test_forms_are_what_they_say(bert):
     leak = leak_of(*bert, TEXT, "hidden:2")
     cut = degrade(leak, forms=["truncated:10", "normalised"])
-    assert torch.equal(cut.values, torch.nn.functional.normalize(leak.values[:, :10], dim=-1))
+    assert torch.equal(
+        cut.values, torch.nn.functional.normalize(leak.values[:, :10], dim=-1)
+    )
     assert (cut.width, cut.normalised, cut.permuted) == (10, True, False)
     few = degrade(leak, forms=["subset:3"])
     kept = few.values.isfinite().all(-1)
@@ -103,16 +109,26 @@ def test_forms_are_what_they_say(bert):
 
 @pytest.mark.parametrize(
     "forms",
-    [["shorter"], ["subset"], ["subset:0"], ["subset:x"], ["normalised:3"], ["truncated:99"],
-     ["permuted", "permuted"], [""]],
-)  # fmt: skip
+    [
+        ["shorter"],
+        ["subset"],
+        ["subset:0"],
+        ["subset:x"],
+        ["normalised:3"],
+        ["truncated:99"],
+        ["permuted", "permuted"],
+        [""],
+    ],
+)
 def test_other_forms_are_refused(bert, forms):
     with pytest.raises(InputError, match=r"unknown form|given twice|exceeds"):
         degrade(leak_of(*bert, TEXT, "hidden:2"), forms=forms)
 
 
 def test_only_hidden_states_take_other_forms(bert):
-    with pytest.raises(InputError, match="only hidden states can be permuted, not maps:1"):
+    with pytest.raises(
+        InputError, match="only hidden states can be permuted, not maps:1"
+    ):
         degrade(leak_of(*bert, TEXT, "maps:1"), forms=["permuted"])
 
 
@@ -125,10 +141,14 @@ def test_a_pooled_embedding_is_cut_normalised_and_reduced_to_signs(bert):
     assert torch.equal(both.values, leak.values[:20].sign())
     again = degrade(leak, forms=["normalised", "truncated:20"])
     assert float(again.values.norm()) == pytest.approx(1, abs=1e-6)
-    given = capture(bert[0], again.exposure, ids=torch.tensor([bert[1](TEXT)["input_ids"]]))
+    given = capture(
+        bert[0], again.exposure, ids=torch.tensor([bert[1](TEXT)["input_ids"]])
+    )
     assert torch.allclose(given["values"][0], again.values, atol=1e-6)
     for form in ("permuted", "subset:2"):
-        with pytest.raises(InputError, match=f"only hidden states can be {form.split(':')[0]}"):
+        with pytest.raises(
+            InputError, match=f"only hidden states can be {form.split(':')[0]}"
+        ):
             degrade(leak, forms=["normalised", form])
     with pytest.raises(InputError, match="exceeds the 32 numbers"):
         degrade(leak, forms=["truncated:33"])

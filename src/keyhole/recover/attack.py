@@ -1,8 +1,8 @@
 """The input of an attack on a leak, and the proposal that it hands to the judge.
 
-These types are the threat model. An attack sees the weights, the tokenizer's special tokens and the
-leak. It proposes token ids and counts what that cost. Only the judge decides whether they are
-right.
+These types are the threat model. An attack sees the weights, the tokenizer's special
+tokens and the leak. It proposes token ids and counts what that cost. Only the judge
+decides whether they are right.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class TokenCount:
 class Target:
     """The attacker's knowledge: an open checkpoint and its tokenizer.
 
-    An attack reports the tokens that fit to `count`, which passes their sum to `progress`, and
-    parts of its work to `track`.
+    An attack reports the tokens that fit to `count`, which passes their sum to
+    `progress`, and parts of its work to `track`.
     """
 
     model: Any
@@ -99,7 +99,9 @@ class Target:
         """Return the ids that pad a batch, the model's own first."""
         owners = (getattr(self.parts.base, "config", None), self.tokenizer)
         given = [getattr(owner, "pad_token_id", None) for owner in owners]
-        return [int(token) for token in dict.fromkeys(given) if token is not None] or [0]
+        return [int(token) for token in dict.fromkeys(given) if token is not None] or [
+            0
+        ]
 
     def batch_size(self, length: int) -> int:
         """Return how many texts of `length` tokens go through the model in one pass."""
@@ -119,26 +121,43 @@ class Target:
         """
         masks = torch.ones_like(ids) if mask is None else mask.to(ids).expand_as(ids)
         size = self.batch_size(ids.shape[1])
-        return torch.cat([
-            each(leak.rows(capture(
-                self.model, leak.exposure, ids=part, mask=None if mask is None else text
-            )))
-            for part, text in zip(ids.split(size), masks.split(size), strict=True)
-        ])  # fmt: skip
+        return torch.cat(
+            [
+                each(
+                    leak.rows(
+                        capture(
+                            self.model,
+                            leak.exposure,
+                            ids=part,
+                            mask=None if mask is None else text,
+                        )
+                    )
+                )
+                for part, text in zip(ids.split(size), masks.split(size), strict=True)
+            ]
+        )
 
     def nearest_tokens(
-        self, misfit: Callable[[Tensor], Tensor], count: int, batch_size: int = TOKENS_PER_PASS
+        self,
+        misfit: Callable[[Tensor], Tensor],
+        count: int,
+        batch_size: int = TOKENS_PER_PASS,
     ) -> Tensor:
         """Return the `count` tokens (…, count) of the vocabulary with the least misfit, in order.
 
-        `misfit` maps c tokens to their misfits (…, c). It is called on `batch_size` tokens at once.
+        `misfit` maps c tokens to their misfits (…, c). It is called on `batch_size`
+        tokens at once.
         """
-        least, nearest = torch.zeros(0), torch.zeros(0, dtype=torch.long)
-        for tokens in torch.arange(self.vocabulary, device=self.parts.device).split(batch_size):
+        least = torch.zeros(0)
+        nearest = torch.zeros(0, dtype=torch.long)
+        for tokens in torch.arange(self.vocabulary, device=self.parts.device).split(
+            batch_size
+        ):
             misfits = misfit(tokens)
             each = tokens.expand(misfits.shape)
             if len(least):
-                misfits, each = torch.cat([least, misfits], -1), torch.cat([nearest, each], -1)
+                misfits = torch.cat([least, misfits], -1)
+                each = torch.cat([nearest, each], -1)
             least, kept = misfits.topk(min(count, misfits.shape[-1]), largest=False)
             nearest = each.gather(-1, kept)
         return nearest
@@ -148,7 +167,8 @@ class Target:
 
         For every `what` the latest value alone is kept, as long as the model lives.
         """
-        kept, key = _REMEMBERED.setdefault(self.parts.base, {}), (key, self.parts.device)
+        kept = _REMEMBERED.setdefault(self.parts.base, {})
+        key = (key, self.parts.device)
         if what not in kept or kept[what][0] != key:
             kept.pop(what, None)  # of a large model two values may not fit into memory
             kept[what] = (key, make())
@@ -166,7 +186,8 @@ class Target:
 class Proposal:
     """The ids that an attack proposes, and what they cost; TextRecovery explains the counts.
 
-    `excluded` says why no text of this model explains the leak, if the attack has shown that.
+    `excluded` says why no text of this model explains the leak, if the attack has shown
+    that.
     """
 
     ids: list[int]
@@ -181,19 +202,21 @@ class Proposal:
 class Attack(Protocol):
     """An attack yields the number of each leak with a proposal, in any order.
 
-    The `leaks` hold no trailing padding. An attack that cannot do what it is asked raises
-    `Unsuccessful(Status…, reason)`.
+    The `leaks` hold no trailing padding. An attack that cannot do what it is asked
+    raises `Unsuccessful(Status…, reason)`.
     """
 
-    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]: ...
+    def __call__(
+        self, target: Target, leaks: Sequence[Leak]
+    ) -> Iterator[tuple[int, Proposal]]: ...
 
 
 @contextmanager
 def solvable(model: nn.Module) -> Generator[None]:
     """Turn a failed decomposition into `Unsuccessful`, with the reason in the model's weights.
 
-    torch raises where weights overflow or hold NaN. That makes the attack impossible for this
-    model, and says nothing about the exposure.
+    torch raises where weights overflow or hold NaN. That makes the attack impossible
+    for this model, and says nothing about the exposure.
     """
     try:
         yield
@@ -202,5 +225,7 @@ def solvable(model: nn.Module) -> Generator[None]:
         reason = f"the model's weights hold NaN or infinity, in {name}: nothing can be solved for"
         if name is None:
             words = " ".join(str(error).split())[:200]
-            reason = f"the equations of this attack have no solution for this model: {words}"
+            reason = (
+                f"the equations of this attack have no solution for this model: {words}"
+            )
         raise Unsuccessful(Status.NOT_APPLICABLE, reason) from error

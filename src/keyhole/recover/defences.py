@@ -1,7 +1,8 @@
 """Texts read from leaks with a defence, by an attacker who knows which defence it is.
 
-The attacker does not know the defence's secret, but may use the server: the attacker's own texts
-leak with the same secret. Without them, the attacker uses what the defence does not change.
+The attacker does not know the defence's secret, but may use the server: the attacker's
+own texts leak with the same secret. Without them, the attacker uses what the defence
+does not change.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ _SOLVED = {  # what own texts are used for, by defence
 _BY_LENGTHS = "tokens by the lengths of rows, then the rotation from them"
 _OWN_LENGTH = 3 * BLOCK  # tokens of a text that the attacker sends
 _PARTLY = 0.5  # the share of right tokens that counts as inexact and not unsolved
-_SEED_OFFSET = 10_000  # keeps the seeds of the attacker's texts different from the others'
+_SEED_OFFSET = (
+    10_000  # keeps the seeds of the attacker's texts different from the others'
+)
 _SURPLUS = 1.3  # rows that the attacker collects for each dimension
 
 
@@ -67,18 +70,28 @@ class LeakTried:
 
 
 def read_behind(
-    loaded: Loaded, texts: Sequence[str], exposure: Exposure | str, defence: str, seed: int = 0, *,
-    own: int | None = None, known: int | None = None,
-    hide: Callable[[Leak], Leak] | None = None, method: Attack | None = None,
-) -> LeakTried:  # fmt: skip
+    loaded: Loaded,
+    texts: Sequence[str],
+    exposure: Exposure | str,
+    defence: str,
+    seed: int = 0,
+    *,
+    own: int | None = None,
+    known: int | None = None,
+    hide: Callable[[Leak], Leak] | None = None,
+    method: Attack | None = None,
+) -> LeakTried:
     """Apply a defence to the leaks of `texts`, and try to read the texts from what is left.
 
-    `own` is the number of texts that the attacker sends, by default as many as are needed. `known`
-    is how many first tokens of each text the attacker knows, for a cloaked cache. `hide` is a
-    defence that is not in DEFENCES. `method` is the attack on the result, if not the usual one.
+    `own` is the number of texts that the attacker sends, by default as many as are
+    needed. `known` is how many first tokens of each text the attacker knows, for a
+    cloaked cache. `hide` is a defence that is not in DEFENCES. `method` is the attack
+    on the result, if not the usual one.
     """
     if hide is None and defence not in DEFENCES:
-        raise InputError(f"unknown defence {defence}: choose one of {', '.join(DEFENCES)}")
+        raise InputError(
+            f"unknown defence {defence}: choose one of {', '.join(DEFENCES)}"
+        )
     exposure = Exposure.parse(exposure)
     started = time.perf_counter()
     target = Target.of(loaded.model, loaded.tokenizer)
@@ -94,7 +107,9 @@ def read_behind(
         if defence == "cloaked" and known is not None:
             leaks = [
                 MixedCache(leak.keys, leak.values, leak.layer + 1, known=truth[:known])
-                for leak, truth in zip(cast("list[KeyValues]", leaks), truths, strict=True)
+                for leak, truth in zip(
+                    cast("list[KeyValues]", leaks), truths, strict=True
+                )
             ]
         if hide is None and defence in _SOLVED:
             pairs, attack = _pairs(target, leaks, exposure, defence, seed, own)
@@ -108,7 +123,12 @@ def read_behind(
 
 
 def _pairs(
-    target: Target, leaks: Sequence[Leak], exposure: Exposure, form: str, seed: int, own: int | None
+    target: Target,
+    leaks: Sequence[Leak],
+    exposure: Exposure,
+    form: str,
+    seed: int,
+    own: int | None,
 ) -> tuple[Pairs, str]:
     """Return the texts whose plain leaks the attacker knows, and the name of the attack."""
     if own != 0:
@@ -121,10 +141,14 @@ def _pairs(
 def _undone(known: Pairs, leaks: Sequence[Leak], form: str) -> list[Leak]:
     """Return the leaks without the secret, as far as the known texts determine it."""
     if leaks[0].kind == "pooled":
-        rows = ([matrices_of(leak)[0] for leak in side] for side in zip(*known, strict=True))
+        rows = (
+            [matrices_of(leak)[0] for leak in side] for side in zip(*known, strict=True)
+        )
         alignment = undo_rotation(*(torch.cat(side) for side in rows))
         undone = [alignment.undo(matrices_of(leak)[0].double()) for leak in leaks]
-        return [with_matrices(leak, [row]) for leak, row in zip(leaks, undone, strict=True)]
+        return [
+            with_matrices(leak, [row]) for leak, row in zip(leaks, undone, strict=True)
+        ]
     from_lengths = known[0][1] is leaks[0]  # the pairs are of the leaks themselves
     if form == "rotated" or from_lengths:  # a permutation is a rotation too
         return unrotated(known, leaks)
@@ -136,18 +160,25 @@ def _compared(
 ) -> LeakTried:
     """Return the outcome with what a comparison with the true tokens shows."""
     pairs = list(zip(truths, recoveries, strict=True))
-    right = sum(a == b for truth, read in pairs for a, b in zip(truth, read.ids, strict=False))
+    right = sum(
+        a == b for truth, read in pairs for a, b in zip(truth, read.ids, strict=False)
+    )
     exact = sum(read.verified and read.ids == truth for truth, read in pairs)
-    tokens, status = right / sum(map(len, truths)), Status.UNSOLVED
+    tokens = right / sum(map(len, truths))
+    status = Status.UNSOLVED
     if exact == len(truths):
         status = Status.RECOVERED
     elif exact or tokens >= _PARTLY:
         status = Status.INEXACT
     best = next((read for read in recoveries if read.verified), recoveries[0])
     return replace(
-        tried, attack=tried.attack or best.method, status=status, reason=recoveries[0].reason,
-        exact=exact, tokens=tokens,
-    )  # fmt: skip
+        tried,
+        attack=tried.attack or best.method,
+        status=status,
+        reason=recoveries[0].reason,
+        exact=exact,
+        tokens=tokens,
+    )
 
 
 def own_texts(
@@ -184,9 +215,9 @@ def _defended(leak: Leak, defence: str, seed: int) -> Leak:
 def stated(noise: float, sigma: float, tokens: int, vocabulary: int) -> tuple[str, str]:
     """Return the privacy that noise gives, in words, and what that proves of texts, or "".
 
-    `sigma` is its deviation, and `noise` that in units of Δ (see `gaussian`). Nobody names the
-    right one of N equally likely texts with a probability above e^ε/N + δ. For n tokens
-    N ≤ vocabularyⁿ, so this says nothing unless ε < n log(vocabulary).
+    `sigma` is its deviation, and `noise` that in units of Δ (see `gaussian`). Nobody
+    names the right one of N equally likely texts with a probability above e^ε/N + δ.
+    For n tokens N ≤ vocabularyⁿ, so this says nothing unless ε < n log(vocabulary).
     """
     epsilon = epsilon_of(noise)
     setting = f"ε = {epsilon:.3g}, δ = {DELTA:g}, σ = {sigma:.2g}"
@@ -199,10 +230,11 @@ def stated(noise: float, sigma: float, tokens: int, vocabulary: int) -> tuple[st
 def gaussian(leak: Leak, clip: float, sigma: float, stream: torch.Generator) -> Leak:
     """Return the leak with rows of norm `clip` at most, and stated noise of deviation `sigma`.
 
-    This is the Gaussian mechanism, calibrated exactly (Balle and Wang, arXiv 1805.06530, Theorem 8)
-    by `epsilon_of` and `noise_for` in recover/gradients/update.py. They take noise in units of Δ,
-    the largest difference between two leaks. Rows are scaled down to the largest norm C = `clip` of
-    public texts, so Δ = 2C√n for texts of n tokens. For a cache with layers l, (Δ/σ)² = Σ_l
+    This is the Gaussian mechanism, calibrated exactly (Balle and Wang, arXiv
+    1805.06530, Theorem 8) by `epsilon_of` and `noise_for` in
+    recover/gradients/update.py. They take noise in units of Δ, the largest difference
+    between two leaks. Rows are scaled down to the largest norm C = `clip` of public
+    texts, so Δ = 2C√n for texts of n tokens. For a cache with layers l, (Δ/σ)² = Σ_l
     (Δ_l/σ_l)². The length is taken to be public.
     """
     scale = (clip / leak.rows(leak.tensors).norm(dim=-1, keepdim=True)).clamp(max=1)

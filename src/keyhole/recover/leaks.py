@@ -1,8 +1,8 @@
 """The leaks of one text: seven frozen types, and the files that hold them.
 
-A leak holds the leaked numbers as float32, and what is known about them: the layer, the model, the
-precision, the noise, and which positions are padding. It has no field for the text. A position
-that did not leak is a row of NaN.
+A leak holds the leaked numbers as float32, and what is known about them: the layer, the
+model, the precision, the noise, and which positions are padding. It has no field for
+the text. A position that did not leak is a row of NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from keyhole.models.capture import Exposure
 
 PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4", "binary")
 FORMAT = "1"
-_UNIT_TOLERANCE = 0.01  # by which rounding may change the length of a row of unit length
+_UNIT_TOLERANCE = (
+    0.01  # by which rounding may change the length of a row of unit length
+)
 _COARSE_UNIT_TOLERANCE = 0.1  # the same for a vector that is rounded to 4 bits
 _LEVELS_OF_4_BITS = 16
 
@@ -38,11 +40,22 @@ def rows_of(tensors: Mapping[str, Tensor]) -> Tensor:
 
 # The types of the fields that callers and files may set. None: a tensor or nothing.
 _FIELD_TYPES: dict[str, Any] = {
-    "model": str | None, "precision": str | None, "noise": float | int | None, "layer": int,
-    "pooling": str, "normalised": bool | None, "permuted": bool, "width": int | None,
-    "tokens": int | None, "log_probabilities": bool, "steps": None, "ends": None,
-    "codebook": None, "unit": bool | None, "block": int | None,
-}  # fmt: skip
+    "model": str | None,
+    "precision": str | None,
+    "noise": float | int | None,
+    "layer": int,
+    "pooling": str,
+    "normalised": bool | None,
+    "permuted": bool,
+    "width": int | None,
+    "tokens": int | None,
+    "log_probabilities": bool,
+    "steps": None,
+    "ends": None,
+    "codebook": None,
+    "unit": bool | None,
+    "block": int | None,
+}
 AnyLeak = TypeVar("AnyLeak", bound="BaseLeak")
 
 
@@ -50,13 +63,15 @@ AnyLeak = TypeVar("AnyLeak", bound="BaseLeak")
 class BaseLeak:
     """The fields, checks and files that the seven types share.
 
-    All fields of this class are optional. `model` is the identity of the model that leaked.
-    `precision` is how the numbers were rounded: one of PRECISIONS ("binary" for pooled embeddings
-    only), or None to infer it. `noise` is the standard deviation of added noise, None if unknown.
-    `mask` (n,) is 1 on text and 0 on padding. `encoder` (m, e) are the states of an encoder: the
-    leak and the text are then those of the decoder that attends to them.
+    All fields of this class are optional. `model` is the identity of the model that
+    leaked. `precision` is how the numbers were rounded: one of PRECISIONS ("binary" for
+    pooled embeddings only), or None to infer it. `noise` is the standard deviation of
+    added noise, None if unknown. `mask` (n,) is 1 on text and 0 on padding. `encoder`
+    (m, e) are the states of an encoder: the leak and the text are then those of the
+    decoder that attends to them.
 
-    `tensor_names` are the leaked tensors, and `known_tensors` those that a file stores with them.
+    `tensor_names` are the leaked tensors, and `known_tensors` those that a file stores
+    with them.
     """
 
     model: str | None = None
@@ -89,18 +104,28 @@ class BaseLeak:
                 raise InputError("the mask must hold only 0 and 1")
             mask = self.mask.reshape(-1).to(torch.long)
             if self.length is not None and len(mask) != self.length:
-                raise InputError(f"the mask must have {self.length} positions, not {len(mask)}")
+                raise InputError(
+                    f"the mask must have {self.length} positions, not {len(mask)}"
+                )
             object.__setattr__(self, "mask", mask)
         states = self.encoder
-        if states is not None and not (states.ndim == 2 and bool(states.isfinite().all())):
-            raise InputError(f"expected encoder states (m, e), got shape {tuple(states.shape)}")
+        if states is not None and not (
+            states.ndim == 2 and bool(states.isfinite().all())
+        ):
+            raise InputError(
+                f"expected encoder states (m, e), got shape {tuple(states.shape)}"
+            )
 
     def _take_tensor(self, name: str) -> None:
         """Check one leaked tensor, and keep it as float32 without a batch axis."""
         tensor = getattr(self, name)
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            raise InputError(f"expected {name} as a floating-point tensor, got another kind")
-        if tensor.dtype.itemsize == 1:  # torch has few operations for 8-bit floats, not even isinf
+            raise InputError(
+                f"expected {name} as a floating-point tensor, got another kind"
+            )
+        if (
+            tensor.dtype.itemsize == 1
+        ):  # torch has few operations for 8-bit floats, not even isinf
             tensor = tensor.to(torch.float32)
         if tensor.ndim == self.rank + 1 and tensor.shape[0] == 1:
             tensor = tensor[0]
@@ -113,7 +138,9 @@ class BaseLeak:
         if bool(tensor.isnan().all()):
             raise InputError(f"{name} must hold numbers, not only NaN")
         if self.precision is None and tensor.dtype in (torch.bfloat16, torch.float16):
-            object.__setattr__(self, "precision", str(tensor.dtype).removeprefix("torch."))
+            object.__setattr__(
+                self, "precision", str(tensor.dtype).removeprefix("torch.")
+            )
         object.__setattr__(self, name, tensor.detach().to(torch.float32))
 
     @property
@@ -152,7 +179,9 @@ class BaseLeak:
         short = {name: tensor[..., :length, :] for name, tensor in self.tensors.items()}
         if self.kind == "maps":  # each position has a row and a column
             short = {name: tensor[..., :length] for name, tensor in short.items()}
-        return replace(self, **short, mask=None if self.mask is None else self.mask[:length])
+        return replace(
+            self, **short, mask=None if self.mask is None else self.mask[:length]
+        )
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -165,12 +194,17 @@ class BaseLeak:
     def stored(self) -> dict[str, Tensor]:
         """All tensors of the leak's file."""
         known = {name: getattr(self, name) for name in self.known_tensors}
-        return {**self.tensors, **{name: each for name, each in known.items() if each is not None}}
+        return {
+            **self.tensors,
+            **{name: each for name, each in known.items() if each is not None},
+        }
 
     @property
     def digest(self) -> str:
         """Sixteen hexadecimal digits of the contents; the name of the file does not matter."""
-        hashed = hashlib.sha256(json.dumps([self.kind, self.facts], sort_keys=True).encode())
+        hashed = hashlib.sha256(
+            json.dumps([self.kind, self.facts], sort_keys=True).encode()
+        )
         for name, tensor in self.stored.items():
             hashed.update(f"{name} {tuple(tensor.shape)}".encode())
             hashed.update(tensor.cpu().contiguous().numpy().tobytes())
@@ -186,10 +220,10 @@ class BaseLeak:
 class HiddenStates(BaseLeak):
     """Hidden states (n, d) after block `layer`; layer 0 is the embeddings.
 
-    `width` says that only the first `width` numbers of each row leaked. `normalised` says that each
-    row was then divided by its length (None: inferred from the lengths). `permuted` says that the
-    rows are in a random order. A row of NaN did not leak; of permuted rows, it only adds to the
-    number of tokens.
+    `width` says that only the first `width` numbers of each row leaked. `normalised`
+    says that each row was then divided by its length (None: inferred from the lengths).
+    `permuted` says that the rows are in a random order. A row of NaN did not leak; of
+    permuted rows, it only adds to the number of tokens.
     """
 
     values: Tensor
@@ -206,15 +240,21 @@ class HiddenStates(BaseLeak):
                 f"width is {self.width}, but the rows have {self.values.shape[1]} numbers"
             )
         if self.permuted and self.mask is not None and not bool(self.mask.all()):
-            raise InputError("permuted rows take no mask: leave out the rows of padding")
+            raise InputError(
+                "permuted rows take no mask: leave out the rows of padding"
+            )
         if self.normalised is None:
             lengths = self.values[self.values.isfinite().all(-1)].norm(dim=-1)
-            unit = len(lengths) > 0 and bool(((lengths - 1).abs() <= _UNIT_TOLERANCE).all())
+            unit = len(lengths) > 0 and bool(
+                ((lengths - 1).abs() <= _UNIT_TOLERANCE).all()
+            )
             object.__setattr__(self, "normalised", unit)
 
     @property
     def exposure(self) -> Exposure:
-        return Exposure(self.kind, self.layer, width=self.width, unit=bool(self.normalised))
+        return Exposure(
+            self.kind, self.layer, width=self.width, unit=bool(self.normalised)
+        )
 
     def ordered(self, order: Tensor) -> HiddenStates:
         """Return the leak with row `order[p]` at position p, as rows whose order is known."""
@@ -225,8 +265,8 @@ class HiddenStates(BaseLeak):
 class KeyValues(BaseLeak):
     """Keys and values (heads, n, k) of one layer, as a KV cache holds them.
 
-    The layers of a causal model count from 0, as in its cache; those of an encoder count from 1,
-    as its attention maps do.
+    The layers of a causal model count from 0, as in its cache; those of an encoder
+    count from 1, as its attention maps do.
     """
 
     keys: Tensor
@@ -241,9 +281,9 @@ class KeyValues(BaseLeak):
 class MixedCache(BaseLeak):
     """Keys and values (heads, n, k) of a causal model's layer (from 1), mixed by a secret.
 
-    Within each `block` of positions the rows are mixed with each other (None: the size is
-    inferred). `known` are the first token ids of the text, where they are known. Rows may be added
-    to fill the last block, so the length of the text does not leak.
+    Within each `block` of positions the rows are mixed with each other (None: the size
+    is inferred). `known` are the first token ids of the text, where they are known.
+    Rows may be added to fill the last block, so the length of the text does not leak.
     """
 
     keys: Tensor
@@ -296,10 +336,11 @@ class AttentionOutput(BaseLeak):
 class Pooled(BaseLeak):
     """A sentence embedding (d,); `tokens` is the length of the text, if it is known.
 
-    `width` says that only the first `width` numbers were kept, and `unit` that they were then
-    divided by their length again (None: inferred from the length). Scalar quantisation rounds to a
-    multiple of `steps` (d,), one for each number, between the `ends` (2, d) of a range. In product
-    quantisation `values` has, in each block, one centroid of `codebook` (blocks, codes, numbers).
+    `width` says that only the first `width` numbers were kept, and `unit` that they
+    were then divided by their length again (None: inferred from the length). Scalar
+    quantisation rounds to a multiple of `steps` (d,), one for each number, between the
+    `ends` (2, d) of a range. In product quantisation `values` has, in each block, one
+    centroid of `codebook` (blocks, codes, numbers).
     """
 
     values: Tensor
@@ -312,7 +353,13 @@ class Pooled(BaseLeak):
     codebook: Tensor | None = None
     unit: bool | None = None
     kind: ClassVar[str] = "pooled"
-    known_tensors: ClassVar[tuple[str, ...]] = ("mask", "encoder", "steps", "ends", "codebook")
+    known_tensors: ClassVar[tuple[str, ...]] = (
+        "mask",
+        "encoder",
+        "steps",
+        "ends",
+        "codebook",
+    )
     rank: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -325,20 +372,29 @@ class Pooled(BaseLeak):
 
     def _check_quantisation(self) -> None:
         """Refuse a width, steps, ends or a codebook that do not fit the vector."""
-        count, steps, ends, codebook = len(self.values), self.steps, self.ends, self.codebook
+        count = len(self.values)
+        steps = self.steps
+        ends = self.ends
+        codebook = self.codebook
         if self.width not in (None, count):
-            raise InputError(f"width is {self.width}, but the vector has {count} numbers")
+            raise InputError(
+                f"width is {self.width}, but the vector has {count} numbers"
+            )
         if steps is not None and codebook is not None:
             raise InputError("give steps or a codebook, not both")
         for name, tensor in (("steps", steps), ("ends", ends), ("codebook", codebook)):
             if tensor is not None and not bool(tensor.isfinite().all()):
                 raise InputError(f"{name} must be finite")
         if steps is not None and steps.shape != (count,):
-            raise InputError(f"{count} numbers need {count} steps, not {tuple(steps.shape)}")
+            raise InputError(
+                f"{count} numbers need {count} steps, not {tuple(steps.shape)}"
+            )
         if steps is not None and bool((steps < 0).any()):
             raise InputError("steps must not be negative")
         if ends is not None and (steps is None or ends.shape != (2, count)):
-            raise InputError(f"ends need steps and shape (2, {count}), got {tuple(ends.shape)}")
+            raise InputError(
+                f"ends need steps and shape (2, {count}), got {tuple(ends.shape)}"
+            )
         if codebook is not None and (
             codebook.ndim != 3 or codebook.shape[0] * codebook.shape[2] != count
         ):
@@ -352,10 +408,15 @@ class Pooled(BaseLeak):
         unit = self.unit
         if unit is None:
             length = float(self.values.norm())
-            coarse = self.codebook is not None or len(self.values.unique()) <= _LEVELS_OF_4_BITS
+            coarse = (
+                self.codebook is not None
+                or len(self.values.unique()) <= _LEVELS_OF_4_BITS
+            )
             tolerance = _COARSE_UNIT_TOLERANCE if coarse else _UNIT_TOLERANCE
             unit = self.width is not None and abs(length - 1) <= tolerance
-        return Exposure(self.kind, 0, self.pooling, self.normalised, self.width, unit=unit)
+        return Exposure(
+            self.kind, 0, self.pooling, self.normalised, self.width, unit=unit
+        )
 
     @property
     def length(self) -> int | None:
@@ -369,8 +430,8 @@ class Pooled(BaseLeak):
 class Logits(BaseLeak):
     """Logits (v,) of the token that follows a text; NaN for tokens whose logit did not leak.
 
-    With `log_probabilities` they are log p, the logits less a constant. `tokens` is the length of
-    the text, if it is known.
+    With `log_probabilities` they are log p, the logits less a constant. `tokens` is the
+    length of the text, if it is known.
     """
 
     values: Tensor
@@ -400,7 +461,15 @@ class Logits(BaseLeak):
         return tensors["values"][..., self.leaked.to(tensors["values"].device)]
 
 
-Leak = HiddenStates | KeyValues | MixedCache | AttentionMaps | AttentionOutput | Pooled | Logits
+Leak = (
+    HiddenStates
+    | KeyValues
+    | MixedCache
+    | AttentionMaps
+    | AttentionOutput
+    | Pooled
+    | Logits
+)
 TYPES: dict[str, type[Leak]] = {kind.kind: kind for kind in get_args(Leak)}
 
 
@@ -410,7 +479,9 @@ def load_leak(path: str | Path) -> Leak:
     return own_leak(metadata, tensors, path)
 
 
-def own_leak(metadata: dict[str, str], tensors: dict[str, Tensor], path: str | Path) -> Leak:
+def own_leak(
+    metadata: dict[str, str], tensors: dict[str, Tensor], path: str | Path
+) -> Leak:
     """Return the leak in a file of Keyhole's own format, by its metadata and its tensors."""
     if metadata.get("keyhole") != FORMAT or metadata.get("leak") not in TYPES:
         raise InputError(f"not a leak file written by Keyhole: {path}")
@@ -420,4 +491,6 @@ def own_leak(metadata: dict[str, str], tensors: dict[str, Tensor], path: str | P
     except InputError as error:
         raise InputError(f"{error} in {path}") from error
     except (KeyError, TypeError, ValueError) as error:
-        raise InputError(f"not a leak file written by Keyhole: {path}: {error}") from error
+        raise InputError(
+            f"not a leak file written by Keyhole: {path}: {error}"
+        ) from error

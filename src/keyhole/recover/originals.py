@@ -1,13 +1,13 @@
 """Whether a text was recovered: its characters decide, not its tokens.
 
-A recovery is exact if two things hold. First, the recovered ids decode to the same text as the
-original's own ids. Second, that text has the original's characters, apart from changes that
-tokenizers make: case and accents (the normaliser), spaces between words, a space at either end. So
-a recovery is not exact if a character has no token, or if the text was cut off at the model's last
-position.
+A recovery is exact if two things hold. First, the recovered ids decode to the same text
+as the original's own ids. Second, that text has the original's characters, apart from
+changes that tokenizers make: case and accents (the normaliser), spaces between words, a
+space at either end. So a recovery is not exact if a character has no token, or if the
+text was cut off at the model's last position.
 
-An inexact recovery may still give away what matters. `Original.shared` counts the tokens that were
-recovered at any position, and the names and numbers among the words.
+An inexact recovery may still give away what matters. `Original.shared` counts the
+tokens that were recovered at any position, and the names and numbers among the words.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _LISTED = 3  # the most words that a note on words without a token lists
 class Original:
     """A text, its token `ids` up to the maximum length, and `notes` on what these lose of it.
 
-    `round_trip` is what the text's tokens decode to, including those beyond the maximum length.
+    `round_trip` is what the text's tokens decode to, including those beyond the maximum
+    length.
     """
 
     text: str
@@ -41,14 +42,18 @@ class Original:
     def of(cls, tokenizer: Any, text: str, max_length: int) -> Original:
         """Return the text as the model takes it, cut off after `max_length` tokens."""
         start = opening(text, max_length)
-        ids = list(tokenizer(start, truncation=True, max_length=max_length)["input_ids"])
+        ids = list(
+            tokenizer(start, truncation=True, max_length=max_length)["input_ids"]
+        )
         uncut = list(tokenizer(start, verbose=False)["input_ids"])
         notes = [_unknown_words(tokenizer, start, uncut)]
         if len(uncut) > len(ids) or len(start) < len(text):
             more = "more than " if len(start) < len(text) else ""
             notes.append(f"cut off after {max_length} of {more}{len(uncut)} tokens")
         round_trip = decoded(tokenizer, uncut)
-        if not any(notes) and _characters(tokenizer, round_trip) != _characters(tokenizer, start):
+        if not any(notes) and _characters(tokenizer, round_trip) != _characters(
+            tokenizer, start
+        ):
             notes.append("the tokenizer does not keep all of its characters")
         return cls(start, ids, round_trip, tuple(note for note in notes if note))
 
@@ -62,13 +67,20 @@ class Original:
         """Count what these ids have in common with the text, in any order."""
         special = set(tokenizer.all_special_ids)
         truth, given = (
-            Counter(id_ for id_ in each if id_ not in special) for each in (self.ids, ids)
+            Counter(id_ for id_ in each if id_ not in special)
+            for each in (self.ids, ids)
         )
         both = 2 * (truth & given).total()
         f1 = both / max(1, truth.total() + given.total())
-        words = set(_WORD.findall(_normalised(tokenizer, decoded(tokenizer, list(ids)))))
+        words = set(
+            _WORD.findall(_normalised(tokenizer, decoded(tokenizer, list(ids))))
+        )
         names = names_and_numbers(self.text)
-        read = [name for name in names if {*_WORD.findall(_normalised(tokenizer, name))} <= words]
+        read = [
+            name
+            for name in names
+            if {*_WORD.findall(_normalised(tokenizer, name))} <= words
+        ]
         return Shared(f1, len(read), len(names))
 
 
@@ -89,7 +101,8 @@ def names_and_numbers(text: str) -> list[str]:
     """Return the words with a digit or with a capital inside a sentence, without repeats."""
     found: list[str] = []
     for match in _WORD.finditer(text):
-        word, before = match.group(), text[: match.start()].rstrip("\"'([ \n\t“‘")
+        word = match.group()
+        before = text[: match.start()].rstrip("\"'([ \n\t“‘")
         begins = not before or before[-1] in ".!?:"
         if any(sign.isdigit() for sign in word) or (word[0].isupper() and not begins):
             found.append(word)
@@ -103,9 +116,13 @@ def _unknown_words(tokenizer: Any, text: str, ids: list[int]) -> str:
         return ""
     if not getattr(tokenizer, "is_fast", False):
         return "the tokenizer knows no token for some of it"
-    spans = tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    spans = tokenizer(text, return_offsets_mapping=True, verbose=False)[
+        "offset_mapping"
+    ]
     words = [
-        text[start:end] for (start, end), id_ in zip(spans, ids, strict=True) if id_ == unknown
+        text[start:end]
+        for (start, end), id_ in zip(spans, ids, strict=True)
+        if id_ == unknown
     ]
     words = list(dict.fromkeys(words))
     more = f" and {len(words) - _LISTED} more" if len(words) > _LISTED else ""

@@ -1,9 +1,10 @@
 """The result of reading a text: a mark for each token, the judge's verdict, the recovery.
 
-An attack proposes token ids. Its judge runs the model on them and compares with what leaked. There
-are four judges: for leaks with a row for each position (layers/judge.py), for a cache behind a
-secret mix (layers/mixed.py), for the vector of a whole text (embeddings/judge.py) and for gradients
-(gradients/update.py). Each of them gives a `Verdict`, with a mark for every token.
+An attack proposes token ids. Its judge runs the model on them and compares with what
+leaked. There are four judges: for leaks with a row for each position (layers/judge.py),
+for a cache behind a secret mix (layers/mixed.py), for the vector of a whole text
+(embeddings/judge.py) and for gradients (gradients/update.py). Each of them gives a
+`Verdict`, with a mark for every token.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ LOG_ODDS = 10.0  # against every alternative that make a token likely: odds of e
 def verifying_margin(vocabulary: int) -> float:
     """Return the margin that verifies a token.
 
-    A margin is by how much squared errors, in units of the leak's error, grow with another token:
-    twice the logarithm of the odds against it, if errors are normal. As there are V tokens, odds of
-    V·e¹⁰ : 1 against each are odds of e¹⁰ : 1 against all of them together.
+    A margin is by how much squared errors, in units of the leak's error, grow with
+    another token: twice the logarithm of the odds against it, if errors are normal. As
+    there are V tokens, odds of V·e¹⁰ : 1 against each are odds of e¹⁰ : 1 against all
+    of them together.
     """
     return 2 * (math.log(vocabulary) + LOG_ODDS)
 
@@ -33,10 +35,11 @@ def verifying_margin(vocabulary: int) -> float:
 class Mark(StrEnum):
     """How certain a token is.
 
-    Verified: the model reproduces the whole leak from the text, within the leak's precision, and
-    would not with another token in this place. Likely: every alternative that was tried fits worse,
-    by odds of e¹⁰ : 1 or more, but the text as a whole does not fit, or its noise was not stated.
-    Unknown: other tokens fit as well, or nothing leaked at this position.
+    Verified: the model reproduces the whole leak from the text, within the leak's
+    precision, and would not with another token in this place. Likely: every alternative
+    that was tried fits worse, by odds of e¹⁰ : 1 or more, but the text as a whole does
+    not fit, or its noise was not stated. Unknown: other tokens fit as well, or nothing
+    leaked at this position.
     """
 
     VERIFIED = "verified"
@@ -66,14 +69,16 @@ class Verdict:
         return cls(status, reason, False, None, None, (Mark.UNKNOWN,) * tokens)
 
 
-# Runs a target's model on proposed ids and compares with the leak: (target, leak, ids) → verdict.
+# Runs a target's model on proposed ids and compares with the leak: (target, leak, ids)
+# → verdict.
 Judge = Callable[[Any, Any, list[int]], Verdict]
 
 
 class Recovery(Result):
     """What every kind of recovery states: a status, what to do about it, and the cost.
 
-    `ADVICE` replaces a status's own advice. A pass runs the model forward, or also backward, once.
+    `ADVICE` replaces a status's own advice. A pass runs the model forward, or also
+    backward, once.
     """
 
     ADVICE: ClassVar[Mapping[Status, str]]
@@ -98,19 +103,22 @@ class Recovery(Result):
 class TextRecovery(Recovery):
     """A text that explains a leak, or the best that was found.
 
-    `verified` is about tokens: the judge verified all of `ids`. `status` is about the text: it is
-    "recovered" only if its characters are complete too. A verified text with unknown tokens, or of
-    the model's maximum length, may be part of a longer one and is inexact. `pieces` are the tokens
-    as text, one for each mark; joined, they give the text.
+    `verified` is about tokens: the judge verified all of `ids`. `status` is about the
+    text: it is "recovered" only if its characters are complete too. A verified text
+    with unknown tokens, or of the model's maximum length, may be part of a longer one
+    and is inexact. `pieces` are the tokens as text, one for each mark; joined, they
+    give the text.
 
-    `residual` is the root mean square of the difference from the leak, and `precision` the leak's
-    own error as stated or estimated, both relative to the leak's standard deviation. `similarity`
-    is the cosine of the text's vector with the leaked one, if a single vector leaked.
+    `residual` is the root mean square of the difference from the leak, and `precision`
+    the leak's own error as stated or estimated, both relative to the leak's standard
+    deviation. `similarity` is the cosine of the text's vector with the leaked one, if a
+    single vector leaked.
 
-    `passes` counts all passes for this text, `forwards` those without a backward pass, and
-    `judging` those of the judge. `fitting` counts further forward passes, which were spent once for
-    the model and layer. `tested` counts the tokens that a left-to-right search tried. `seconds` is
-    the time since the previous text was read, or since the start.
+    `passes` counts all passes for this text, `forwards` those without a backward pass,
+    and `judging` those of the judge. `fitting` counts further forward passes, which
+    were spent once for the model and layer. `tested` counts the tokens that a
+    left-to-right search tried. `seconds` is the time since the previous text was read,
+    or since the start.
     """
 
     status: Status
@@ -153,5 +161,9 @@ class TextRecovery(Recovery):
     @property
     def marked(self) -> str:
         """The number of tokens with each mark, in words."""
-        counts = [f"{self.marks.count(mark)} {mark}" for mark in Mark if mark in self.marks]
-        return f"{', '.join(counts)} of {len(self.marks)} tokens" if counts else "no tokens"
+        counts = [
+            f"{self.marks.count(mark)} {mark}" for mark in Mark if mark in self.marks
+        ]
+        if counts:
+            return f"{', '.join(counts)} of {len(self.marks)} tokens"
+        return "no tokens"

@@ -1,7 +1,7 @@
 """All attacks on leaked texts by name, and the kinds of leaks that each reads.
 
-To add an attack, write it in its own module and add an entry to ATTACKS. If several attacks read
-the same leak, the first is the default.
+To add an attack, write it in its own module and add an entry to ATTACKS. If several
+attacks read the same leak, the first is the default.
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ from keyhole.recover.layers.mixed import MixedKeys
 from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.recover.layers.unordered import UnorderedPrefixes, UnorderedStates
 
-_MAX_COUNTED = 1 << 26  # numbers in a token table: an audit runs no larger vocabulary whole
+_MAX_COUNTED = (
+    1 << 26
+)  # numbers in a token table: an audit runs no larger vocabulary whole
 NOISE = "noise of 10%"
-NORMALISED, PERMUTED = "normalised", "permuted"
+NORMALISED = "normalised"
+PERMUTED = "permuted"
 PRECISIONS = ("float32", "bfloat16", "int8", NOISE, NORMALISED, PERMUTED)
 
 
@@ -35,11 +38,12 @@ PRECISIONS = ("float32", "bfloat16", "int8", NOISE, NORMALISED, PERMUTED)
 class Row:
     """A kind of leak, of encoders or of causal models, that an attack reads and the audit tries.
 
-    `layers` returns the layers of a model that the audit tries, each in all `precisions`: stored as
-    float32 or with fewer bits, or with what `NOISE`, `NORMALISED` and `PERMUTED` say done to it.
-    `settings` are the attack's hyperparameters in an audit, if a full search takes too long there.
-    `permuted` is true if the tokens of the leak are in no order. `short` is true if the attack
-    reads short texts only; an audit then tries some besides its own texts.
+    `layers` returns the layers of a model that the audit tries, each in all
+    `precisions`: stored as float32 or with fewer bits, or with what `NOISE`,
+    `NORMALISED` and `PERMUTED` say done to it. `settings` are the attack's
+    hyperparameters in an audit, if a full search takes too long there. `permuted` is
+    true if the tokens of the leak are in no order. `short` is true if the attack reads
+    short texts only; an audit then tries some besides its own texts.
     """
 
     kind: str
@@ -84,66 +88,131 @@ _MIXED = (
     "A secret mix of rows hides nothing: encrypt the cache, as LMCache does with AES-GCM, with a "
     "key for each client."
 )
-_MAPS = "Do not return attention maps; for explanations return one number for each token."
+_MAPS = (
+    "Do not return attention maps; for explanations return one number for each token."
+)
 _INNER = "Keep the outputs of sub-layers inside."
 _POOLED = "This is the result of one attack: treat embeddings of secrets as secrets in any case."
 _LOGITS = (
-    "Return only the few likeliest tokens: as many logits as the model is wide give its state."
+    "Return only the few likeliest tokens: as many logits as the model is wide give its "
+    "state."
 )
 _BRIEF = TokenSearch(rounds=4, candidates=8, sweeps=1)
 
 _hidden = partial(
-    Row, "hidden", exposure=Exposure("KH-TEXT-HIDDEN-STATES"), remedy=_KEEP, layers=spread,
+    Row,
+    "hidden",
+    exposure=Exposure("KH-TEXT-HIDDEN-STATES"),
+    remedy=_KEEP,
+    layers=spread,
     precisions=("float32", "bfloat16", "int8", NOISE, NORMALISED),
-)  # fmt: skip
+)
 _unordered = partial(
-    Row, "hidden", exposure=Exposure("KH-TEXT-HIDDEN-STATES", PERMUTED), remedy=_KEEP,
-    layers=lambda parts: [-(-parts.layers // 2)], precisions=(PERMUTED,), permuted=True,
-)  # fmt: skip
+    Row,
+    "hidden",
+    exposure=Exposure("KH-TEXT-HIDDEN-STATES", PERMUTED),
+    remedy=_KEEP,
+    layers=lambda parts: [-(-parts.layers // 2)],
+    precisions=(PERMUTED,),
+    permuted=True,
+)
 _cached = partial(
-    Row, "kv", exposure=Exposure("KH-TEXT-KEYS-AND-VALUES"), remedy=_CACHE, layers=caches
+    Row,
+    "kv",
+    exposure=Exposure("KH-TEXT-KEYS-AND-VALUES"),
+    remedy=_CACHE,
+    layers=caches,
 )
 _inner = partial(
-    Row, "attention", exposure=Exposure("KH-TEXT-ATTENTION-OUTPUT"), remedy=_INNER,
-    layers=lambda _: [1], precisions=("float32",),
-)  # fmt: skip
-_logits = Row("logits", True, Exposure("KH-TEXT-LOG-PROBABILITIES"), _LOGITS, not_audited, ())
+    Row,
+    "attention",
+    exposure=Exposure("KH-TEXT-ATTENTION-OUTPUT"),
+    remedy=_INNER,
+    layers=lambda _: [1],
+    precisions=("float32",),
+)
+_logits = Row(
+    "logits", True, Exposure("KH-TEXT-LOG-PROBABILITIES"), _LOGITS, not_audited, ()
+)
 
 ATTACKS: Registry[Attack, Row] = Registry(
     Entry("encoder-states", EncoderStates, (_hidden(causal=False),)),
     Entry("cached-keys", CachedKeys, (_cached(causal=False), _cached(causal=True))),
-    Entry("mixed-keys", MixedKeys, (
-        Row(
-            "mixed", True, Exposure("KH-TEXT-KEYS-AND-VALUES", defences=("mixed",)), _MIXED,
-            not_audited, (),
+    Entry(
+        "mixed-keys",
+        MixedKeys,
+        (
+            Row(
+                "mixed",
+                True,
+                Exposure("KH-TEXT-KEYS-AND-VALUES", defences=("mixed",)),
+                _MIXED,
+                not_audited,
+                (),
+            ),
         ),
-    ), note="Read text from a KV cache whose tokens are mixed within blocks (KV-Cloak)."),
-    Entry("encoder-maps", EncoderMaps, (
-        Row(
-            "maps", False, Exposure("KH-TEXT-ATTENTION-MAPS"), _MAPS,
-            lambda parts: [1, 2][: parts.layers], ("float32",), {"deeper": _BRIEF},
+        note="Read text from a KV cache whose tokens are mixed within blocks (KV-Cloak).",
+    ),
+    Entry(
+        "encoder-maps",
+        EncoderMaps,
+        (
+            Row(
+                "maps",
+                False,
+                Exposure("KH-TEXT-ATTENTION-MAPS"),
+                _MAPS,
+                lambda parts: [1, 2][: parts.layers],
+                ("float32",),
+                {"deeper": _BRIEF},
+            ),
         ),
-    )),
-    Entry("sublayer-output", SubLayerOutput, (
-        _inner(causal=False, settings={"search": _BRIEF, "states": EncoderStates(rounds=4)}),
-    ), note="Read text from the output of an encoder's attention sub-layer, before the residual."),
-    Entry("counted-reader", CountedReader, (
-        Row(
-            "pooled", False, Exposure("KH-TEXT-EMBEDDING"), _POOLED, soon_counted, ("float32",),
-            {"search": SumSearch(passes=2_000)}, short=True,
+    ),
+    Entry(
+        "sublayer-output",
+        SubLayerOutput,
+        (
+            _inner(
+                causal=False,
+                settings={"search": _BRIEF, "states": EncoderStates(rounds=4)},
+            ),
         ),
-        Row("pooled", True, Exposure("KH-TEXT-EMBEDDING"), _POOLED, not_audited, ()), _logits,
-    )),
+        note="Read text from the output of an encoder's attention sub-layer, before the residual.",
+    ),
+    Entry(
+        "counted-reader",
+        CountedReader,
+        (
+            Row(
+                "pooled",
+                False,
+                Exposure("KH-TEXT-EMBEDDING"),
+                _POOLED,
+                soon_counted,
+                ("float32",),
+                {"search": SumSearch(passes=2_000)},
+                short=True,
+            ),
+            Row(
+                "pooled", True, Exposure("KH-TEXT-EMBEDDING"), _POOLED, not_audited, ()
+            ),
+            _logits,
+        ),
+    ),
     Entry("decoder-states", DecoderStates, (_hidden(causal=True), _inner(causal=True))),
     Entry(
-        "unordered-states", UnorderedStates, (_unordered(causal=False),),
+        "unordered-states",
+        UnorderedStates,
+        (_unordered(causal=False),),
         note="Read text from an encoder's hidden states in random order.",
     ),
     Entry(
-        "unordered-prefixes", UnorderedPrefixes, (_unordered(causal=True),),
+        "unordered-prefixes",
+        UnorderedPrefixes,
+        (_unordered(causal=True),),
         note="Read text from a causal decoder's hidden states in random order, left to right.",
     ),
-)  # fmt: skip
+)
 
 WITH_CORPUS = "counted-reader"  # the attack that takes --corpus
 

@@ -1,8 +1,8 @@
 """`run` reads files of leaks, `recover_text` reads one leak.
 
-`open_leaks` opens the model and the leaks (files/). The attack on their kind (registry.py) proposes
-token ids, and a judge runs the model on them (texts.py). Each result is a `TextRecovery`
-(recovery.py).
+`open_leaks` opens the model and the leaks (files/). The attack on their kind
+(registry.py) proposes token ids, and a judge runs the model on them (texts.py). Each
+result is a `TextRecovery` (recovery.py).
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ from keyhole.recover.registry import ATTACKS, WITH_CORPUS, readers
 from keyhole.recover.simulate import MAX_LENGTH
 from keyhole.recover.texts import checked_leaks, recover_each, recover_texts, target_of
 
-_LIKELY = 4096  # tokens tried at a position while it is open which layer the arrays are of
+_LIKELY = (
+    4096  # tokens tried at a position while it is open which layer the arrays are of
+)
 
 
 @dataclass(frozen=True, eq=False)
 class LeakRead:
     """Leak `number` of a run, with the digest of its contents, and the text read from it.
 
-    `before` is true if an earlier run had read it. `exact` and `shared` compare the text with the
-    true one, if that is known. `padding` is the id at positions where an attack had no proposal.
+    `before` is true if an earlier run had read it. `exact` and `shared` compare the
+    text with the true one, if that is known. `padding` is the id at positions where an
+    attack had no proposal.
     """
 
     number: int
@@ -64,10 +67,17 @@ class LeakRead:
         compared: dict[str, Any] = {}
         if self.shared is not None:
             compared = {
-                "exact": self.exact, "token_f1": self.shared.f1, "names_read": self.shared.read,
+                "exact": self.exact,
+                "token_f1": self.shared.f1,
+                "names_read": self.shared.read,
                 "names": self.shared.named,
-            }  # fmt: skip
-        return {"leak": self.leak, "digest": self.digest, **self.recovery.to_dict(), **compared}
+            }
+        return {
+            "leak": self.leak,
+            "digest": self.digest,
+            **self.recovery.to_dict(),
+            **compared,
+        }
 
 
 def run(
@@ -87,20 +97,25 @@ def run(
 ) -> list[TextRecovery]:
     """Recover the texts of leaks of one exposure, in the order of the leaks.
 
-    `model` is loaded, or a folder, a .gguf file, a name on the hub or `demo`. `leaks` are files,
-    folders of files, leaks or arrays. `method` is a name of the registry or an attack; without it
-    the leak decides. `corpus` is a file of texts like those to be found, for an attack that learns
-    from one. `noise` is the known strength of the leaks' noise, in standard deviations of the leak.
-    `expose` says what arrays and files of other programs hold (`hidden:3`, `kv:0`); without it,
-    that is inferred. `truth` are the true texts, one for each leak. Every result is appended to the
-    file `out`, and leaks that it holds already are not read again. `notify` gets the results that
-    need no attack (from `out`, or of encrypted files), then each new one.
+    `model` is loaded, or a folder, a .gguf file, a name on the hub or `demo`. `leaks`
+    are files, folders of files, leaks or arrays. `method` is a name of the registry or
+    an attack; without it the leak decides. `corpus` is a file of texts like those to be
+    found, for an attack that learns from one. `noise` is the known strength of the
+    leaks' noise, in standard deviations of the leak. `expose` says what arrays and
+    files of other programs hold (`hidden:3`, `kv:0`); without it, that is inferred.
+    `truth` are the true texts, one for each leak. Every result is appended to the file
+    `out`, and leaks that it holds already are not read again. `notify` gets the results
+    that need no attack (from `out`, or of encrypted files), then each new one.
     """
-    loaded, opened = open_leaks(model, leaks, expose, device=device, allow_pickle=allow_pickle)
+    loaded, opened = open_leaks(
+        model, leaks, expose, device=device, allow_pickle=allow_pickle
+    )
     if noise is not None:
         opened = [replace(file, leak=file.leak.with_noise(noise)) for file in opened]
     target = target_of(loaded.model, loaded.tokenizer, [file.leak for file in opened])
-    texts = checked_leaks(target, [file.leak for file in opened])  # before anything is written
+    texts = checked_leaks(
+        target, [file.leak for file in opened]
+    )  # before anything is written
     attack = _named_attack(target, texts[0], method, corpus)
     originals = _originals(target, truth, len(opened))
     done: dict[int, TextRecovery] = {}
@@ -124,14 +139,21 @@ def run(
                 recovery = journal.recall(file.leak.digest, TextRecovery.from_dict)
                 finish(read_of(number, recovery, before=True))
             elif file.sealed:
-                sealed = recover_each(target, {number: texts[number]}, Sealed(file.sealed))
+                sealed = recover_each(
+                    target, {number: texts[number]}, Sealed(file.sealed)
+                )
                 finish(read_of(*next(sealed)))
         overall(len(done))
-        fresh = {number: text for number, text in enumerate(texts) if number not in done}
+        fresh = {
+            number: text for number, text in enumerate(texts) if number not in done
+        }
         if attack is None and all(file.ids is not None for file in opened):
             attack = WrittenIds([opened[number].ids or () for number in fresh])
         tokens = sum(leak.length or 0 for leak in fresh.values())
-        progress = track(f"tokens from {texts[0].exposure}", tokens or None) if fresh else silent
+        if fresh:
+            progress = track(f"tokens from {texts[0].exposure}", tokens or None)
+        else:
+            progress = silent
         target = replace(target, progress=progress, track=track)
         for number, recovery in recover_each(target, fresh, attack):
             read = read_of(number, recovery)
@@ -147,7 +169,8 @@ def _compared(read: LeakRead, original: Original | None, tokenizer: Any) -> Leak
     if original is None:
         return read
     ids = read.recovery.ids
-    exact, shared = original.is_exactly(tokenizer, ids), original.shared(tokenizer, ids)
+    exact = original.is_exactly(tokenizer, ids)
+    shared = original.shared(tokenizer, ids)
     return replace(read, exact=exact, shared=shared)
 
 
@@ -182,12 +205,16 @@ def _named_attack(
     if method is None and corpus is not None:
         method = WITH_CORPUS
         if method not in names:
-            raise InputError(f"no attack on {leak.exposure} reads a corpus: leave --corpus out")
+            raise InputError(
+                f"no attack on {leak.exposure} reads a corpus: leave --corpus out"
+            )
     if not isinstance(method, str):
         return method
     if ATTACKS[method].name not in names:
         known = " or ".join(names) or "none"
-        raise InputError(f"{method} does not read {leak.exposure} of {target.kind}: choose {known}")
+        raise InputError(
+            f"{method} does not read {leak.exposure} of {target.kind}: choose {known}"
+        )
     return ATTACKS.make(method, corpus=corpus)
 
 
@@ -201,7 +228,8 @@ def open_leaks(
 ) -> tuple[Loaded, list[Opened]]:
     """Open the model, with the head that such leaks need, and the leaks of all sources.
 
-    Arrays may be readable in several ways; the reading that gives a verified text counts.
+    Arrays may be readable in several ways; the reading that gives a verified text
+    counts.
     """
     sources = read_sources(leaks)
     exposure = None if expose is None else Exposure.parse(expose)
@@ -216,7 +244,8 @@ def open_leaks(
 def _verifies(target: Target, leak: Leak) -> bool:
     """Return whether a text of this leak is found that the judge verifies.
 
-    With a wrong reading no token fits, so a left-to-right search tries only the likeliest.
+    With a wrong reading no token fits, so a left-to-right search tries only the
+    likeliest.
     """
     likely = DecoderStates(most=_LIKELY)
     attack = CachedKeys(decoder=likely) if leak.kind == "kv" else likely
@@ -240,15 +269,22 @@ def recover_text(
 ) -> TextRecovery:
     """Recover the text of a leak, verified by running the model on it.
 
-    `leak` may also be an array of NumPy or torch, or several by name. `expose` says what it holds
-    (`hidden:3`); without it, that is inferred from its shape and its numbers.
+    `leak` may also be an array of NumPy or torch, or several by name. `expose` says
+    what it holds (`hidden:3`); without it, that is inferred from its shape and its
+    numbers.
     """
     if not isinstance(leak, tuple(TYPES.values())):
-        target, dump = Target.of(model, tokenizer), Dump("", arrays_of(leak))
+        target = Target.of(model, tokenizer)
+        dump = Dump("", arrays_of(leak))
         opened = opened_by(
-            target, [dump], None if expose is None else Exposure.parse(expose), _verifies
+            target,
+            [dump],
+            None if expose is None else Exposure.parse(expose),
+            _verifies,
         )
         if len(opened) > 1:
-            raise InputError(f"the arrays hold {len(opened)} texts: use recover.run for several")
+            raise InputError(
+                f"the arrays hold {len(opened)} texts: use recover.run for several"
+            )
         leak = opened[0].leak
     return recover_texts(model, tokenizer, [leak], method=method, progress=progress)[0]

@@ -1,39 +1,41 @@
 """Secrets that hide a leak (rotated, shielded, cloaked), and how known texts give them away.
 
-`secrets_of` and `hidden_by` put a leak behind such a secret. `unrotated` and `unshielded` take
-texts whose plain leaks are known and return other leaks without it; `by_lengths` needs no known
-text.
+`secrets_of` and `hidden_by` put a leak behind such a secret. `unrotated` and
+`unshielded` take texts whose plain leaks are known and return other leaks without it;
+`by_lengths` needs no known text.
 
-Rows that attention reads can be multiplied by a secret matrix if the weights are changed to match.
-So a cache or a store may hold secret rows without any change in the model's answers. For each
-matrix of rows X (n, k) of a leak (hidden states have one, keys and values one for each head), with
-blocks of b = 16 tokens:
+Rows that attention reads can be multiplied by a secret matrix if the weights are
+changed to match. So a cache or a store may hold secret rows without any change in the
+model's answers. For each matrix of rows X (n, k) of a leak (hidden states have one,
+keys and values one for each head), with blocks of b = 16 tokens:
 
     rotated      X R            R orthogonal, secret, the same for all texts
     shielded     X Π            Π permutes the numbers of a row, secret, the same for all texts
     cloaked      S P (X M + A)  S (b, b) orthogonal and secret; P permutes the tokens of a block,
-                                drawn for every block, head and text; M rotates each rotary plane;
-                                A is one secret row of a block, as large as the text's numbers ask;
-                                the last block is filled up to b rows. S and M are the same for all
-                                texts
+                                drawn for every block, head and text; M rotates each
+                                rotary plane; A is one secret row of a block, as large
+                                as the text's numbers ask; the last block is filled up
+                                to b rows. S and M are the same for all texts
 
-The last two are for caches. *A First Look At Efficient And Secure On-Device LLM Inference Against
-KV Leakage* (arXiv 2409.04040) proposes `shielded` (KV-Shield), *Shadow in the Cache* (arXiv
-2508.09442) `cloaked` (KV-Cloak).
+The last two are for caches. *A First Look At Efficient And Secure On-Device LLM
+Inference Against KV Leakage* (arXiv 2409.04040) proposes `shielded` (KV-Shield),
+*Shadow in the Cache* (arXiv 2508.09442) `cloaked` (KV-Cloak).
 
 An attacker who also uses the server has texts with known rows X and leaks Y. Then:
 
 - A rotation keeps all distances. With U Σ Wᵀ the singular value decomposition of XᵀY, the
-  orthogonal matrix that best maps X to Y is U Wᵀ (Schönemann, 1966). It is unique only on the span
-  of the pairs. With r singular values above rounding, the r numbers y W_r equal f U_r for every
-  other vector f and its stored form y; of the rest of f only the length is known. So m pairs give m
-  numbers of every stored vector, as if it had been cut to m dimensions.
+  orthogonal matrix that best maps X to Y is U Wᵀ (Schönemann, 1966). It is unique only
+  on the span of the pairs. With r singular values above rounding, the r numbers y W_r
+  equal f U_r for every other vector f and its stored form y; of the rest of f only the
+  length is known. So m pairs give m numbers of every stored vector, as if it had been
+  cut to m dimensions.
 - If tokens are mixed as well (S P X M), rows are no pairs. But KV-Cloak's M has so few unknowns
   that the span of a block gives it away (layers/mixed.py).
 - A permutation of numbers is known from a single row without repeated numbers: columns with equal
   numbers match.
 - Rotations and permutations keep the length of each head's keys and values. In a first layer the
-  lengths identify the token (`by_lengths`), and the tokens give pairs. No known text is needed.
+  lengths identify the token (`by_lengths`), and the tokens give pairs. No known text is
+  needed.
 """
 
 from __future__ import annotations
@@ -53,10 +55,13 @@ from keyhole.recover.leaks import HiddenStates, KeyValues, Leak, Pooled
 
 SECRETS = ("rotated", "shielded", "cloaked")
 BLOCK = 16  # tokens
-# Singular values below this share of the largest are rounding of float32: those of rows, and those
-# of XᵀY, about the squares of them.
-_SPANNED, _ROUNDING = 1e-6, 1e-11
-_MAX_OUTSIDE = 1e-6  # the share of a leak's squares that may lie outside the span of known rows
+# Singular values below this share of the largest are rounding of float32: those of
+# rows, and those of XᵀY, about the squares of them.
+_SPANNED = 1e-6
+_ROUNDING = 1e-11
+_MAX_OUTSIDE = (
+    1e-6  # the share of a leak's squares that may lie outside the span of known rows
+)
 _UNIT = 2.84  # KV-Cloak's unit for what it adds, times the largest number of a cache
 
 
@@ -68,14 +73,17 @@ def matrices_of(leak: Leak) -> list[Tensor]:
         return [leak.values]
     if isinstance(leak, Pooled):
         return [leak.values[None]]
-    raise InputError(f"no secret is applied to {leak.exposure}: only to states, caches and vectors")
+    raise InputError(
+        f"no secret is applied to {leak.exposure}: only to states, caches and vectors"
+    )
 
 
 def with_matrices(leak: Leak, matrices: list[Tensor]) -> Leak:
     """Return the leak with other rows."""
     if isinstance(leak, KeyValues):
         half = len(matrices) // 2
-        keys, values = torch.stack(matrices[:half]), torch.stack(matrices[half:])
+        keys = torch.stack(matrices[:half])
+        values = torch.stack(matrices[half:])
         return replace(leak, keys=keys.float(), values=values.float())
     rows = matrices[0].float()
     return replace(leak, values=rows[0] if isinstance(leak, Pooled) else rows)
@@ -84,7 +92,9 @@ def with_matrices(leak: Leak, matrices: list[Tensor]) -> Leak:
 def hidden_by(secrets: Sequence[Secret], leak: Leak) -> Leak:
     """Return the leak as an attacker finds it who does not know the secrets."""
     pairs = zip(secrets, matrices_of(leak), strict=True)
-    return with_matrices(leak, [secret.hide(matrix.double()) for secret, matrix in pairs])
+    return with_matrices(
+        leak, [secret.hide(matrix.double()) for secret, matrix in pairs]
+    )
 
 
 def shown_again(hidden: Leak, secrets: Sequence[Secret], like: Leak) -> Leak:
@@ -112,17 +122,23 @@ class Secret:
         parts = rows.split(BLOCK)
         if self.added is not None:
             parts = [part + self.added for part in parts]
-        return torch.cat([mix @ part for mix, part in zip(self.mixes, parts, strict=True)])
+        return torch.cat(
+            [mix @ part for mix, part in zip(self.mixes, parts, strict=True)]
+        )
 
     def show(self, rows: Tensor) -> Tensor:
         if self.mixes is not None:
             pairs = zip(self.mixes, rows.split(BLOCK), strict=True)
             parts = [torch.linalg.solve(mix, part) for mix, part in pairs]
-            rows = torch.cat(parts if self.added is None else [p - self.added for p in parts])
+            rows = torch.cat(
+                parts if self.added is None else [p - self.added for p in parts]
+            )
         return rows @ torch.linalg.inv(self.map)
 
 
-def secrets_of(leak: Leak, form: str, key: int, stream: torch.Generator) -> list[Secret]:
+def secrets_of(
+    leak: Leak, form: str, key: int, stream: torch.Generator
+) -> list[Secret]:
     """Return a secret for each matrix of a leak.
 
     `key` determines what all texts share, `stream` draws what is new for every text.
@@ -131,12 +147,15 @@ def secrets_of(leak: Leak, form: str, key: int, stream: torch.Generator) -> list
         raise InputError(f"unknown form {form}: choose one of {', '.join(SECRETS)}")
     if form != "rotated" and not isinstance(leak, KeyValues):
         raise InputError(f"only keys and values can be {form}, not {leak.exposure}")
-    matrices, secret = matrices_of(leak), torch.Generator().manual_seed(key)
+    matrices = matrices_of(leak)
+    secret = torch.Generator().manual_seed(key)
     if form == "cloaked":
         return [_cloak(matrix.double(), secret, stream) for matrix in matrices]
     widths = [matrix.shape[1] for matrix in matrices]
     if form == "shielded":
-        drawn = [_permutation(torch.randperm(width, generator=secret)) for width in widths]
+        drawn = [
+            _permutation(torch.randperm(width, generator=secret)) for width in widths
+        ]
     else:
         drawn = [random_rotation(width, secret) for width in widths]
     return [Secret(None, each) for each in drawn]
@@ -157,7 +176,8 @@ def _cloak(rows: Tensor, secret: torch.Generator, stream: torch.Generator) -> Se
     """Return KV-Cloak's secret for one head's keys or values, with its default settings."""
     half = rows.shape[1] // 2
     angles = 2 * torch.pi * torch.rand(half, generator=secret, dtype=torch.float64)
-    cos, sin = angles.cos().diag(), angles.sin().diag()
+    cos = angles.cos().diag()
+    sin = angles.sin().diag()
     rotation = torch.cat([torch.cat([cos, sin], 1), torch.cat([-sin, cos], 1)])
     mix = random_rotation(BLOCK, secret)
     added = torch.zeros(BLOCK, rows.shape[1], dtype=torch.float64)
@@ -170,7 +190,9 @@ def _cloak(rows: Tensor, secret: torch.Generator, stream: torch.Generator) -> Se
 
 def random_rotation(size: int, stream: torch.Generator) -> Tensor:
     """Return a random orthogonal matrix in float64."""
-    return torch.linalg.qr(torch.randn(size, size, generator=stream, dtype=torch.float64)).Q
+    return torch.linalg.qr(
+        torch.randn(size, size, generator=stream, dtype=torch.float64)
+    ).Q
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,7 +225,9 @@ def undo_rotation(known: Tensor, stored: Tensor) -> Alignment:
     return Alignment(wt[:rank].T, u[:, :rank])
 
 
-Pairs = Sequence[tuple[Leak, Leak]]  # of known texts: the plain leak, and the leak with the secret
+Pairs = Sequence[
+    tuple[Leak, Leak]
+]  # of known texts: the plain leak, and the leak with the secret
 
 
 def unrotated(known: Pairs, leaks: Sequence[Leak]) -> list[Leak]:
@@ -211,7 +235,9 @@ def unrotated(known: Pairs, leaks: Sequence[Leak]) -> list[Leak]:
     pairs = _rows(known)
     _expect_spanned([stored for _, stored in pairs], leaks)
     found = [undo_rotation(plain, stored) for plain, stored in pairs]
-    return _multiplied(leaks, [alignment.stored @ alignment.own.T for alignment in found])
+    return _multiplied(
+        leaks, [alignment.stored @ alignment.own.T for alignment in found]
+    )
 
 
 def unshielded(known: Pairs, leaks: Sequence[Leak]) -> list[Leak]:
@@ -240,8 +266,12 @@ def by_lengths(target: Target, leaks: Sequence[Leak]) -> Pairs:
         length = 1 if target.parts.rotary else len(rows)
 
         def misfit(tokens: Tensor, rows: Tensor = rows, length: int = length) -> Tensor:
-            given = capture(target.model, exposure, ids=tokens[:, None].expand(-1, length))
-            lengths = torch.cat([given["keys"].norm(dim=-1), given["values"].norm(dim=-1)], 1)
+            given = capture(
+                target.model, exposure, ids=tokens[:, None].expand(-1, length)
+            )
+            lengths = torch.cat(
+                [given["keys"].norm(dim=-1), given["values"].norm(dim=-1)], 1
+            )
             return (lengths.permute(2, 0, 1) - rows[:, None].to(lengths)).norm(dim=-1)
 
         ids = target.nearest_tokens(misfit, 1)[:, 0]
@@ -282,6 +312,8 @@ def _rows(known: Pairs) -> list[tuple[Tensor, Tensor]]:
 
 def _multiplied(leaks: Sequence[Leak], maps: list[Tensor]) -> list[Leak]:
     return [
-        with_matrices(leak, [m.double() @ b for m, b in zip(matrices_of(leak), maps, strict=True)])
+        with_matrices(
+            leak, [m.double() @ b for m, b in zip(matrices_of(leak), maps, strict=True)]
+        )
         for leak in leaks
     ]

@@ -1,8 +1,9 @@
 """Leaks for experiments: `leak_of` runs a model on a text, `degrade` makes the leak less exact.
 
-Leaks in practice are not float32. Caches are kept in bfloat16, or in 8 bits with a scale for each
-token and head; an endpoint may add noise. Hidden states may be normalised to length one (vLLM's
-token embeddings), cut to their first numbers, incomplete, or in another order than the text's.
+Leaks in practice are not float32. Caches are kept in bfloat16, or in 8 bits with a
+scale for each token and head; an endpoint may add noise. Hidden states may be
+normalised to length one (vLLM's token embeddings), cut to their first numbers,
+incomplete, or in another order than the text's.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ from keyhole.recover.leaks import PRECISIONS, TYPES, HiddenStates, Leak, Logits,
 from keyhole.recover.secrets import SECRETS, hidden_by, secrets_of
 
 FORMS = {
-    "normalised": "normalised", "permuted": "permuted", "subset": "subset:K",
-    "truncated": "truncated:K", "log-probabilities": "log-probabilities",
+    "normalised": "normalised",
+    "permuted": "permuted",
+    "subset": "subset:K",
+    "truncated": "truncated:K",
+    "log-probabilities": "log-probabilities",
     **{name: f"{name}:KEY" for name in SECRETS},
-}  # fmt: skip
+}
 MAX_LENGTH = 512  # tokens of a text whose leak is simulated
 
 
@@ -46,8 +50,8 @@ def leak_of(
 ) -> Leak:
     """Return one exposure of a text (or of token ids) in float32, with the model's identity.
 
-    A text is cut off after `max_length` tokens; ids are not. With states (m, e) of an `encoder`,
-    the leak is of the decoder that attends to them.
+    A text is cut off after `max_length` tokens; ids are not. With states (m, e) of an
+    `encoder`, the leak is of the decoder that attends to them.
     """
     if encoder is not None:
         model = decoder_of(model)
@@ -95,17 +99,19 @@ def degrade(
 ) -> Leak:
     """Return the leak in other forms, with added noise, rounded to `precision`.
 
-    The noise is `noise` times the leak's standard deviation. The `forms` are applied in this order:
+    The noise is `noise` times the leak's standard deviation. The `forms` are applied in
+    this order:
 
     - of hidden states and pooled embeddings: `truncated:K` keeps the first K numbers of each row,
       `normalised` divides each row by its length
     - of hidden states: `subset:K` keeps K rows and makes the others NaN, `permuted` shuffles rows
     - of logits: `log-probabilities`
     - of keys and values: one secret, `rotated:KEY`, `shielded:KEY` or `cloaked:KEY` (secrets.py);
-      the first of hidden states too. It is drawn from the whole number KEY: texts share it.
+      the first of hidden states too. It is drawn from the whole number KEY: texts share
+      it.
 
-    The leak states its forms and its precision, as a server's documentation and a file's dtype
-    would. It states neither the secret nor the noise.
+    The leak states its forms and its precision, as a server's documentation and a
+    file's dtype would. It states neither the secret nor the noise.
     """
     changes = parse_forms(forms)
     secrets = {name: changes.pop(name) for name in SECRETS if name in changes}
@@ -113,7 +119,10 @@ def degrade(
         raise InputError(f"give one secret, not {' and '.join(secrets)}")
     expect_among("precision", precision, PRECISIONS)
     expect_number("noise", noise, least=0)
-    stream = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
+    if isinstance(seed, torch.Generator):
+        stream = seed
+    else:
+        stream = torch.Generator().manual_seed(seed)
     leak = _reshaped(leak, changes, stream)
     for form, key in secrets.items():
         leak = hidden_by(secrets_of(leak, form, key or 0, stream), leak)
@@ -121,7 +130,9 @@ def degrade(
     for name, tensor in leak.tensors.items():
         if noise:
             spread = tensor[tensor.isfinite()].std()
-            tensor = tensor + noise * spread * torch.randn(tensor.shape, generator=stream)
+            tensor = tensor + noise * spread * torch.randn(
+                tensor.shape, generator=stream
+            )
         changed[name] = ROUNDINGS[precision](tensor)
     return replace(leak, **changed, precision=precision)
 
@@ -132,16 +143,25 @@ def parse_forms(forms: Sequence[str]) -> dict[str, int | None]:
     for form in forms:
         name, colon, count = form.partition(":")
         counted = name in ("subset", "truncated", *SECRETS)
-        whole = count.isascii() and count.isdecimal() and 0 < len(count) < 10 and int(count) > 0
+        whole = (
+            count.isascii()
+            and count.isdecimal()
+            and 0 < len(count) < 10
+            and int(count) > 0
+        )
         if name not in FORMS or bool(colon) != counted or (counted and not whole):
-            raise InputError(f"unknown form {form}: choose one of {', '.join(FORMS.values())}")
+            raise InputError(
+                f"unknown form {form}: choose one of {', '.join(FORMS.values())}"
+            )
         if name in parsed:
             raise InputError(f"form {name} is given twice")
         parsed[name] = int(count) if counted else None
     return parsed
 
 
-def _reshaped(leak: Leak, forms: dict[str, int | None], stream: torch.Generator) -> Leak:
+def _reshaped(
+    leak: Leak, forms: dict[str, int | None], stream: torch.Generator
+) -> Leak:
     """Return the leak in all forms that are no secret."""
     if not forms:
         return leak
@@ -150,15 +170,23 @@ def _reshaped(leak: Leak, forms: dict[str, int | None], stream: torch.Generator)
     if "log-probabilities" in forms:
         raise InputError(f"only logits can be {', '.join(forms)}, not {leak.exposure}")
     of_rows = [form for form in forms if form in ("subset", "permuted")]
-    if not isinstance(leak, HiddenStates | Pooled) or (isinstance(leak, Pooled) and of_rows):
+    if not isinstance(leak, HiddenStates | Pooled) or (
+        isinstance(leak, Pooled) and of_rows
+    ):
         wrong = of_rows if isinstance(leak, Pooled) else forms
-        raise InputError(f"only hidden states can be {', '.join(wrong)}, not {leak.exposure}")
-    values, about = leak.values, {}
+        raise InputError(
+            f"only hidden states can be {', '.join(wrong)}, not {leak.exposure}"
+        )
+    values = leak.values
+    about = {}
     width = forms.get("truncated")
     if width is not None:
         if width > values.shape[-1]:
-            raise InputError(f"truncated:{width} exceeds the {values.shape[-1]} numbers of a row")
-        values, about = values[..., :width], {"width": width}
+            raise InputError(
+                f"truncated:{width} exceeds the {values.shape[-1]} numbers of a row"
+            )
+        values = values[..., :width]
+        about = {"width": width}
         if isinstance(leak, Pooled):
             about["unit"] = "normalised" in forms
     if "normalised" in forms:
@@ -215,9 +243,9 @@ def capture(
 ) -> list[Path]:
     """Run a model on texts, and write their leaks to files for an attacker.
 
-    `expose` is `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled` or `logits`. `out` is a file,
-    or a folder for several texts. `precision`, `noise` and `forms` are those of `degrade`. `notify`
-    gets each file and its leak.
+    `expose` is `hidden:3`, `kv:0`, `maps:1`, `attention:1`, `pooled` or `logits`. `out`
+    is a file, or a folder for several texts. `precision`, `noise` and `forms` are those
+    of `degrade`. `notify` gets each file and its leak.
     """
     expect_seed(seed)
     parse_forms(forms)

@@ -1,7 +1,8 @@
 """The texts of leaks: an attack proposes token ids, and a judge runs the model on them.
 
-`recover_each` is the path of every leak. The attack (attack.py) yields a `Proposal`, the judge of
-this kind of leak gives a `Verdict`, and the two make a `TextRecovery` (recovery.py).
+`recover_each` is the path of every leak. The attack (attack.py) yields a `Proposal`,
+the judge of this kind of leak gives a `Verdict`, and the two make a `TextRecovery`
+(recovery.py).
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def recover_texts(
     progress: Progress = silent,
 ) -> list[TextRecovery]:
     """Recover the texts of many leaks of one exposure, in the order of the leaks."""
-    recoveries = dict(recovering(model, tokenizer, leaks, method=method, progress=progress))
+    recoveries = dict(
+        recovering(model, tokenizer, leaks, method=method, progress=progress)
+    )
     return [recoveries[number] for number in range(len(leaks))]
 
 
@@ -54,11 +57,13 @@ def recovering(
 ) -> Iterator[tuple[int, TextRecovery]]:
     """Yield the number of each leak with its recovery, as soon as it is there.
 
-    `progress` gets the number of tokens that fit so far and the total. `track` follows the parts of
-    an attack that has several.
+    `progress` gets the number of tokens that fit so far and the total. `track` follows
+    the parts of an attack that has several.
     """
     target = replace(target_of(model, tokenizer, leaks), progress=progress, track=track)
-    yield from recover_each(target, dict(enumerate(checked_leaks(target, leaks))), method)
+    yield from recover_each(
+        target, dict(enumerate(checked_leaks(target, leaks))), method
+    )
 
 
 def target_of(model: Any, tokenizer: Any, leaks: Sequence[Leak]) -> Target:
@@ -76,14 +81,16 @@ def recover_each(
 ) -> Iterator[tuple[int, TextRecovery]]:
     """Yield the number of each checked leak with its recovery; the leak decides without `method`.
 
-    Leaks of a decoder are attacked one by one, each with its encoder's states. Of caches, those
-    that a secret has mixed come first.
+    Leaks of a decoder are attacked one by one, each with its encoder's states. Of
+    caches, those that a secret has mixed come first.
     """
     left = dict(leaks)
     for number, leak in leaks.items():
         if leak.encoder is not None:
             with behind(target.model, leak.encoder):
-                yield from recover_each(target, {number: replace(leak, encoder=None)}, method)
+                yield from recover_each(
+                    target, {number: replace(leak, encoder=None)}, method
+                )
             del left[number]
             continue
         mixed = unmixed(target, leak) if method is None else None
@@ -101,7 +108,9 @@ def _attack_and_judge(
 ) -> Iterator[tuple[int, TextRecovery]]:
     """Attack leaks of one kind, judge every proposal, and time each of them."""
     since = time.perf_counter()
-    left, numbers, texts = dict(leaks), list(leaks), list(leaks.values())
+    left = dict(leaks)
+    numbers = list(leaks)
+    texts = list(leaks.values())
     target = replace(target, count=TokenCount(texts, target.progress))
     try:
         attack = attack or _default_attack(target, texts[0])
@@ -109,13 +118,19 @@ def _attack_and_judge(
             for place, proposal in attack(target, texts):
                 recovery = _recovery(target, left.pop(numbers[place]), attack, proposal)
                 target.count.set(place, len(recovery.ids))
-                yield numbers[place], replace(recovery, seconds=time.perf_counter() - since)
+                yield (
+                    numbers[place],
+                    replace(recovery, seconds=time.perf_counter() - since),
+                )
                 since = time.perf_counter()
     except Unsuccessful as end:
         seconds = (time.perf_counter() - since) / max(1, len(left))
         name = "" if attack is None else type(attack).__name__
         for number in left:
-            yield number, TextRecovery(end.status, end.reason, name, [], "", False, 0, seconds)
+            yield (
+                number,
+                TextRecovery(end.status, end.reason, name, [], "", False, 0, seconds),
+            )
 
 
 def _default_attack(target: Target, leak: Leak) -> Attack:
@@ -128,7 +143,9 @@ def _default_attack(target: Target, leak: Leak) -> Attack:
     raise Unsuccessful(Status.NOT_APPLICABLE, reason)
 
 
-def _recovery(target: Target, leak: Leak, attack: Attack, proposal: Proposal) -> TextRecovery:
+def _recovery(
+    target: Target, leak: Leak, attack: Attack, proposal: Proposal
+) -> TextRecovery:
     """Judge a proposal, and explain the verdict for this kind of leak."""
     ids = proposal.ids
     if not ids or len(ids) != (leak.length or len(ids)):
@@ -136,14 +153,20 @@ def _recovery(target: Target, leak: Leak, attack: Attack, proposal: Proposal) ->
         verdict = Verdict.without_fit(Status.UNSOLVED, reason, len(ids))
     else:
         verdict = _JUDGES.get(leak.kind, judge_rows)(target, leak, ids)
-    status, lost, unread = verdict.status, _lost(target, leak, ids), ""
+    status = verdict.status
+    lost = _lost(target, leak, ids)
+    unread = ""
     if lost and status is Status.RECOVERED:
-        status = Status.INEXACT  # every token is right, but not every character is known
+        status = (
+            Status.INEXACT
+        )  # every token is right, but not every character is known
     if status is Status.UNSOLVED and proposal.excluded and (verdict.residual or 0) > 1:
-        status, unread = Status.MISMATCH, proposal.excluded
+        status = Status.MISMATCH
+        unread = proposal.excluded
     if leak.kind == "pooled" and status in (Status.UNSOLVED, Status.MISMATCH):
         # A search for one vector goes through too few texts to rule anything out.
-        status, unread = Status.BUDGET, f"{NOT_ARRIVED}: {LEARN_MORE}"
+        status = Status.BUDGET
+        unread = f"{NOT_ARRIVED}: {LEARN_MORE}"
     notes = (verdict.reason, *lost, unread, proposal.note)
     return TextRecovery(
         status=status,
@@ -173,16 +196,23 @@ def _lost(target: Target, leak: Leak, ids: list[int]) -> list[str]:
     count = ids.count(unknown) if unknown is not None else 0
     if count:
         name = target.tokenizer.convert_ids_to_tokens(unknown)
-        notes.append(f"{count} {name}: the text had characters that the tokenizer has no token for")
+        notes.append(
+            f"{count} {name}: the text had characters that the tokenizer has no token for"
+        )
     if leak.length == target.parts.max_length:
-        notes.append(f"as long as the model's limit of {leak.length} tokens: probably cut off")
+        notes.append(
+            f"as long as the model's limit of {leak.length} tokens: probably cut off"
+        )
     return notes
 
 
 def checked_leaks(target: Target, leaks: Sequence[Leak]) -> list[Leak]:
     """Return the leaks without trailing padding; refuse what cannot be this model's."""
     texts = [_checked(target, leak) for leak in leaks]
-    same = {(text.kind, text.exposure, text.in_no_order, text.encoder is None) for text in texts}
+    same = {
+        (text.kind, text.exposure, text.in_no_order, text.encoder is None)
+        for text in texts
+    }
     if len(same) > 1:
         raise InputError("the leaks are of several exposures: recover each by itself")
     return texts
@@ -213,7 +243,8 @@ def _checked(target: Target, leak: Leak) -> Leak:
 
 def _shapes(target: Target, leak: Leak) -> dict[str, tuple[int | None, ...]]:
     """Return the shape that each tensor of a leak must have to be this model's."""
-    parts, length = target.parts, leak.length
+    parts = target.parts
+    length = leak.length
     if length is not None and length > parts.max_length:
         raise InputError(
             f"the leak has {length} positions, and the model takes at most {parts.max_length}"
@@ -222,10 +253,15 @@ def _shapes(target: Target, leak: Leak) -> dict[str, tuple[int | None, ...]]:
         usual = (1, parts.key_heads, 0, parts.head_dim)
         keys, values = parts.cached.get(leak.exposure.block(parts)) or (usual, usual)
         positions = leak.keys.shape[1]
-        return {"keys": (keys[1], positions, keys[3]), "values": (values[1], positions, values[3])}
+        return {
+            "keys": (keys[1], positions, keys[3]),
+            "values": (values[1], positions, values[3]),
+        }
     width = leak.exposure.width or parts.width
     if width > parts.width:
-        raise InputError(f"the rows have {width} numbers, and the model is {parts.width} wide")
+        raise InputError(
+            f"the rows have {width} numbers, and the model is {parts.width} wide"
+        )
     shapes = {
         "hidden": (length, width),
         "attention": (length, parts.width),

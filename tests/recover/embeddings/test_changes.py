@@ -7,7 +7,12 @@ import random
 import pytest
 import torch
 
-from keyhole.recover.embeddings.changes import DELETED, INSERTED, REPLACED, SingleChanges
+from keyhole.recover.embeddings.changes import (
+    DELETED,
+    INSERTED,
+    REPLACED,
+    SingleChanges,
+)
 from keyhole.recover.embeddings.encoder import Texts
 
 PARENTS = [[3, 4, 5, 6], [7, 8]]
@@ -26,7 +31,8 @@ def by_hand(single: SingleChanges, row: int, changes: list[int]) -> list[int]:
     tokens: list[list[int]] = [[token] for token in PARENTS[row]]
     gaps: list[list[int]] = [[] for _ in range(single.width + 1)]
     for change in changes:
-        place, token = int(single.places[change]), int(single.tokens[row, change])
+        place = int(single.places[change])
+        token = int(single.tokens[row, change])
         match int(single.kinds[change]):
             case kind if kind == REPLACED:
                 tokens[place] = [token]
@@ -39,7 +45,9 @@ def by_hand(single: SingleChanges, row: int, changes: list[int]) -> list[int]:
 
 
 def test_every_change_of_its_kind_and_place_is_there_once(single):
-    counts = [int((single.kinds == kind).sum()) for kind in (REPLACED, INSERTED, DELETED)]
+    counts = [
+        int((single.kinds == kind).sum()) for kind in (REPLACED, INSERTED, DELETED)
+    ]
     assert counts == [8, 5, 4]
     assert int(single.slots.max()) == 2 * single.width
     second = single.allowed[1]  # of two tokens
@@ -66,5 +74,7 @@ def test_sets_of_changes_are_applied_as_by_hand(single, row):
 
 def test_a_text_of_maximum_length_gets_no_token_inserted():
     full = Texts.of([[3, 4]], 2)
-    single = SingleChanges.of(full, torch.tensor([[[5], [5]]]), torch.tensor([[[5]] * 3]), 2)
+    single = SingleChanges.of(
+        full, torch.tensor([[[5], [5]]]), torch.tensor([[[5]] * 3]), 2
+    )
     assert not single.allowed[0, single.kinds == INSERTED].any()

@@ -15,7 +15,9 @@ from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
 from keyhole.recover.run import run
 
-LINES = [" ".join(f"w{(k * j + k) % 60}" for j in range(1, 2 + k % 5)) for k in range(1, 400)]
+LINES = [
+    " ".join(f"w{(k * j + k) % 60}" for j in range(1, 2 + k % 5)) for k in range(1, 400)
+]
 SECRETS = ["w3 w14 w5", "w31 w2", "w8 w27 w19"]
 
 
@@ -35,10 +37,16 @@ def secrets(loaded, encoder):
     return ids, encoder.vectors(Texts.of(ids, 3))
 
 
-def test_the_odds_point_at_the_tokens_of_texts_that_are_not_in_the_corpus(counted, secrets):
+def test_the_odds_point_at_the_tokens_of_texts_that_are_not_in_the_corpus(
+    counted, secrets
+):
     ids, goals = secrets
     best = counted.token_odds.odds(goals).topk(20).indices.tolist()  # of 200
-    held = [token in first for tokens, first in zip(ids, best, strict=True) for token in tokens]
+    held = [
+        token in first
+        for tokens, first in zip(ids, best, strict=True)
+        for token in tokens
+    ]
     assert sum(held) >= 6  # of 8; by chance less than one
 
 
@@ -54,16 +62,23 @@ def test_no_special_token_is_tried(counted, secrets):
     likely = LikelyTokens.of(counted, goals)
     parents = Texts.of([[10, 11], [12]], 4)
     changes = likely.changes(
-        parents, goals[:2] - goals[2], torch.tensor([0, 1]), torch.tensor([0, 3]),
-        torch.Generator().manual_seed(0), 4, 1000, Shares(500, 500, 500),
-    )  # fmt: skip
+        parents,
+        goals[:2] - goals[2],
+        torch.tensor([0, 1]),
+        torch.tensor([0, 3]),
+        torch.Generator().manual_seed(0),
+        4,
+        1000,
+        Shares(500, 500, 500),
+    )
     assert not torch.isin(counted.special, changes.tokens[changes.allowed]).any()
     tried = [set(row.tolist()) for row in changes.tokens[:, changes.kinds == 0]]
     assert all(len(tokens) >= 190 for tokens in tried)  # of 200, if so many are wanted
 
 
 def test_the_search_reads_texts_alone_and_in_a_batch(encoder, counted, secrets):
-    ids, goals = secrets[0][1:], secrets[1][1:]
+    ids = secrets[0][1:]
+    goals = secrets[1][1:]
     search = SumSearch(passes=12_000)
     readings = search(encoder, goals, counted, 3)
     assert [reading.tokens for reading in readings] == ids
@@ -75,14 +90,19 @@ def test_the_search_reads_texts_alone_and_in_a_batch(encoder, counted, secrets):
 
 def test_a_search_ends_when_its_passes_are_spent(encoder, lines, secrets):
     counted = Counted.of(encoder, lines, 5)
-    reading = SumSearch(passes=100, arrived=-1.0)(encoder, secrets[1][:1], counted, 4)[0]
+    reading = SumSearch(passes=100, arrived=-1.0)(encoder, secrets[1][:1], counted, 4)[
+        0
+    ]
     assert 1 <= len(reading.tokens) <= 4
     assert 100 <= reading.passes < 1000
 
 
 def test_texts_are_read_back_and_verified(loaded, tmp_path):
     texts = SECRETS[1:2]
-    leaks = [leak_of(loaded.model, loaded.tokenizer, text, Exposure("pooled")) for text in texts]
+    leaks = [
+        leak_of(loaded.model, loaded.tokenizer, text, Exposure("pooled"))
+        for text in texts
+    ]
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("\n".join([*LINES[:80], "w31 w3"]), "utf-8")
     recoveries = run(loaded, leaks, corpus=corpus)
@@ -95,10 +115,14 @@ def test_texts_are_read_back_and_verified(loaded, tmp_path):
 def test_a_corpus_without_texts_is_refused(loaded):
     leak = leak_of(loaded.model, loaded.tokenizer, SECRETS[0], Exposure("pooled"))
     with pytest.raises(InputError, match="the corpus holds no text"):
-        recover_texts(loaded.model, loaded.tokenizer, [leak], method=CountedReader(["", "  "]))
+        recover_texts(
+            loaded.model, loaded.tokenizer, [leak], method=CountedReader(["", "  "])
+        )
 
 
-def test_an_unlikely_token_is_found_after_the_best_text_has_stood(encoder, lines, secrets):
+def test_an_unlikely_token_is_found_after_the_best_text_has_stood(
+    encoder, lines, secrets
+):
     """No line holds the last token, and its odds are set to the lowest of all."""
     counted = Counted.of(encoder, lines, 5)
     odd = len(encoder.table) - 1

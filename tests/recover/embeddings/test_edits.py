@@ -72,7 +72,9 @@ def test_alternatives_are_one_edit_away_and_of_every_kind():
     same = alternatives_to(vectors, text, own, same_length=True)
     assert {len(edit) for edit in same.texts} == {len(text)}
     assert torch.equal(vectors(alternatives.texts), alternatives.vectors)
-    for edit, touched in zip(alternatives.texts, alternatives.touched.tolist(), strict=True):
+    for edit, touched in zip(
+        alternatives.texts, alternatives.touched.tolist(), strict=True
+    ):
         if len(edit) == len(text):
             assert touched == [a != b for a, b in zip(text, edit, strict=True)]
         elif len(edit) < len(text):

@@ -22,7 +22,9 @@ def test_vectors_are_those_of_the_model_whatever_the_padding(loaded, encoder):
 
 
 def test_slopes_are_those_of_finite_differences(loaded, encoder):
-    texts = Texts.of(loaded.tokenizer(["w1 w2 w3", "w4"], add_special_tokens=False)["input_ids"], 3)
+    texts = Texts.of(
+        loaded.tokenizer(["w1 w2 w3", "w4"], add_special_tokens=False)["input_ids"], 3
+    )
     goals = encoder.vectors(Texts.of([[20], [30]], 3))
     cosines, slopes = encoder.gradient(
         texts, lambda values: (encoder.directions(values) * goals).sum(-1)
@@ -32,20 +34,29 @@ def test_slopes_are_those_of_finite_differences(loaded, encoder):
     ids, mask = encoder.framed(texts)
     words = encoder.target.parts.tokens(ids).detach()
     step = torch.zeros_like(words)
-    step[0, 2] = torch.randn(words.shape[-1], generator=torch.Generator().manual_seed(0))
+    step[0, 2] = torch.randn(
+        words.shape[-1], generator=torch.Generator().manual_seed(0)
+    )
 
     def cosine(size):
-        given = capture(loaded.model, Exposure("pooled"), embeddings=words + size * step, mask=mask)
-        return float((torch.nn.functional.normalize(given["values"], dim=-1) * goals)[0].sum())
+        given = capture(
+            loaded.model, Exposure("pooled"), embeddings=words + size * step, mask=mask
+        )
+        return float(
+            (torch.nn.functional.normalize(given["values"], dim=-1) * goals)[0].sum()
+        )
 
     slope = (cosine(1e-2) - cosine(-1e-2)) / 2e-2
-    assert slope == pytest.approx(float((slopes[0, 1] * step[0, 2]).sum()), rel=2e-2, abs=1e-4)
+    assert slope == pytest.approx(
+        float((slopes[0, 1] * step[0, 2]).sum()), rel=2e-2, abs=1e-4
+    )
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a_causal_model_gives_the_log_probability_of_texts(family):
     """Against one pass for each beginning of each text."""
-    model, words = tiny.language_model(family), tiny.tokenizer(causal=True)
+    model = tiny.language_model(family)
+    words = tiny.tokenizer(causal=True)
     encoder = Encoder(Target.of(model, words), Exposure("pooled", pooling="last"))
     texts = Texts.of([[20, 21, 22, 23], [30], [31, 9]], 5)
     vectors, log_p = encoder.read(texts)
@@ -77,7 +88,8 @@ def test_an_encoder_does_not_predict_tokens(encoder):
 
 def test_half_precision_gives_nearly_the_same():
     target = Target.of(tiny.language_model("llama"), tiny.tokenizer(causal=True))
-    exposure, texts = Exposure("pooled", pooling="last"), Texts.of([[20, 21, 22], [30]], 4)
+    exposure = Exposure("pooled", pooling="last")
+    texts = Texts.of([[20, 21, 22], [30]], 4)
     whole, half = (Encoder(target, exposure, dtype) for dtype in (None, torch.bfloat16))
     inside = texts.mask & ~whole.read(texts)[1].isnan()
     torch.testing.assert_close(

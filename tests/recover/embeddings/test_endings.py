@@ -40,7 +40,9 @@ def test_vectors_are_those_of_the_texts(encoder, endings):
     for row in (3, size - 1, size + 3, 2 * size - 1):
         tokens = endings.texts.tokens(row)
         expected = encoder.vectors(Texts.of([tokens], len(tokens)))[0]
-        assert torch.allclose(endings.vectors[row // size, row % size], expected, atol=1e-5)
+        assert torch.allclose(
+            endings.vectors[row // size, row % size], expected, atol=1e-5
+        )
     assert torch.equal(endings.of_tokens, endings.vectors[1])
 
 

@@ -37,7 +37,9 @@ def test_every_family_and_head(family, way, log_probabilities):
     values = capture(model, exposure, ids=ids)["values"][0]
     own = model(ids).logits[0, -1]
     own = own.log_softmax(-1) if log_probabilities else own
-    assert torch.equal(values[0], own) or torch.allclose(values[0], own, atol=1e-12, rtol=0)
+    assert torch.equal(values[0], own) or torch.allclose(
+        values[0], own, atol=1e-12, rtol=0
+    )
     states = final_states(model, exact(Logits(values, log_probabilities), values))
     truth = capture(model, Exposure("hidden", 3), ids=ids)["values"][0, -1:]
     assert states.shape == truth.shape == (1, 32)
@@ -45,7 +47,8 @@ def test_every_family_and_head(family, way, log_probabilities):
 
 
 def test_float32_and_rounded_logits_give_the_vector_of_the_last_state():
-    model, words = tiny.language_model("llama"), tiny.tokenizer(causal=True)
+    model = tiny.language_model("llama")
+    words = tiny.tokenizer(causal=True)
     texts = ["w3 w14 w15", "w9 w2"]
     leaks = [leak_of(model, words, text, "logits") for text in texts]
     vectors, exposure = vectors_of(model, leaks)
@@ -57,7 +60,8 @@ def test_float32_and_rounded_logits_give_the_vector_of_the_last_state():
 
 
 def test_logits_that_did_not_leak_are_left_out():
-    model, words = tiny.language_model("gpt2"), tiny.tokenizer(causal=True)
+    model = tiny.language_model("gpt2")
+    words = tiny.tokenizer(causal=True)
     leak = leak_of(model, words, "w3 w14", "logits")
     best = leak.values[0].topk(40).indices
     some = torch.full_like(leak.values, torch.nan)
@@ -66,7 +70,9 @@ def test_logits_that_did_not_leak_are_left_out():
     assert torch.allclose(whole, part, atol=1e-5)
     assert Logits(some).rows(Logits(some).tensors).shape == (1, 40)
     some[0, best[31:]] = torch.nan
-    with pytest.raises(Unsuccessful, match="31 logits leaked, and 32 are needed") as caught:
+    with pytest.raises(
+        Unsuccessful, match="31 logits leaked, and 32 are needed"
+    ) as caught:
         vectors_of(model, [Logits(some)])
     assert caught.value.status is Status.NOT_IDENTIFIABLE
 

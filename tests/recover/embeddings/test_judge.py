@@ -26,8 +26,12 @@ FORMS = {
     "int8": lambda leak: degrade(leak, "int8"),
     "int4": lambda leak: degrade(leak, "int4"),
     "binary": lambda leak: degrade(leak, "binary"),
-    "half the numbers": lambda leak: degrade(leak, forms=["truncated:96", "normalised"]),
-    "the first numbers of a unit vector": lambda leak: degrade(leak, forms=["truncated:96"]),
+    "half the numbers": lambda leak: degrade(
+        leak, forms=["truncated:96", "normalised"]
+    ),
+    "the first numbers of a unit vector": lambda leak: degrade(
+        leak, forms=["truncated:96"]
+    ),
     "noise of 1%, stated": lambda leak: replace(
         degrade(leak, noise=0.01), noise=0.01 * float(leak.values.std())
     ),
@@ -54,7 +58,10 @@ def nearest():
     text = vectors.inside(ids)
     everything = sorted(reference.one_edit_away(text, range(1, 200)))
     order = (vectors(everything) @ vectors([text])[0]).argsort(descending=True)[:20]
-    return [[*vectors.before, *everything[place], *vectors.after] for place in order.tolist()]
+    return [
+        [*vectors.before, *everything[place], *vectors.after]
+        for place in order.tolist()
+    ]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -133,9 +140,12 @@ def test_few_bits_do_not_verify_a_long_text():
     assert not verdict.verified
     assert "16 of 16 signs agree" in verdict.reason
     # Where the only other candidates are far away, the bits alone decide.
-    short, apart = ids[:2] + ids[-1:], {}
+    short = ids[:2] + ids[-1:]
+    apart = {}
     for width in (2, 96):
-        leak = degrade(leak_for(short), "int8", forms=[f"truncated:{width}", "normalised"])
+        leak = degrade(
+            leak_for(short), "int8", forms=[f"truncated:{width}", "normalised"]
+        )
         apart[width] = judge_vector(target(), replace(leak, tokens=3), short)
     assert apart[96].verified
     assert "bits do not tell it from all others, 22 would" in apart[2].reason
@@ -147,7 +157,11 @@ def test_random_vectors_are_not_verified(form):
     first, second = (leak_for(ids) for ids in TEXTS)
     other = Target.of(tiny.shared("bert", seed=5, hidden_size=192), tiny.tokenizer())
     mean = torch.nn.functional.normalize(first.values + second.values, dim=0)
-    for values in (torch.randn(192, generator=stream) / 14, mean, leak_for(TEXTS[0], other).values):
+    for values in (
+        torch.randn(192, generator=stream) / 14,
+        mean,
+        leak_for(TEXTS[0], other).values,
+    ):
         leak = replace(FORMS[form](Pooled(values)), precision=None)
         verdict = judge_vector(target(), leak, TEXTS[0])
         assert not verdict.verified
@@ -155,7 +169,8 @@ def test_random_vectors_are_not_verified(form):
 
 
 def test_no_text_is_run_twice():
-    leak, ids = leak_for(TEXTS[0]), TEXTS[0]
+    leak = leak_for(TEXTS[0])
+    ids = TEXTS[0]
     vectors = Vectors(target(), leak.exposure, ids)
     first = judge_vector(target(), leak, ids, vectors)
     again = judge_vector(target(), degrade(leak, "float16"), ids, vectors)
@@ -173,14 +188,20 @@ def test_other_families_and_poolings(family, pooling):
     way = Exposure("pooled", 0, pooling, normalised=False)
     leak = replace(leak_of(whose.model, whose.tokenizer, ids, way), tokens=None)
     assert judge_vector(whose, leak, ids).verified
-    assert not judge_vector(whose, leak, [*ids[:2], ids[2] % 100 + 50, *ids[3:]]).verified
+    assert not judge_vector(
+        whose, leak, [*ids[:2], ids[2] % 100 + 50, *ids[3:]]
+    ).verified
 
 
 def test_nothing_is_verified_if_noise_lets_similar_texts_fit():
     """A text two edits away is not tried: it must not fit, and so one at a neighbour's distance."""
     stream = torch.Generator().manual_seed(0)
-    own = torch.nn.functional.normalize(torch.randn(384, generator=stream), dim=0).double()
-    along = torch.nn.functional.normalize(torch.randn(384, generator=stream), dim=0).double()
+    own = torch.nn.functional.normalize(
+        torch.randn(384, generator=stream), dim=0
+    ).double()
+    along = torch.nn.functional.normalize(
+        torch.randn(384, generator=stream), dim=0
+    ).double()
     noise = 0.01
     stored = Stored.of(Pooled(own.float(), noise=noise), own)
     for far, apart in ((10, False), (17, False), (18, True), (30, True)):

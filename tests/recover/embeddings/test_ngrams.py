@@ -17,7 +17,9 @@ LINES = [[0, 1, 2], [0, 1], [3, 1, 2, 2], [0, 4]]
 
 def naive(a, b):
     pairs = Counter(
-        pair for line in LINES for pair in zip([SIZE, *line], [*line, SIZE], strict=True)
+        pair
+        for line in LINES
+        for pair in zip([SIZE, *line], [*line, SIZE], strict=True)
     )
     total = sum(count for (first, _), count in pairs.items() if first == a)
     kinds = sum(first == a for first, _ in pairs)
@@ -38,7 +40,9 @@ def ngrams():
 def test_pairs_are_those_of_the_formula(ngrams):
     places = torch.arange(SIZE + 1)
     first, second = torch.meshgrid(places, places, indexing="ij")
-    expected = torch.tensor([[naive(a, b) for b in range(SIZE + 1)] for a in range(SIZE + 1)])
+    expected = torch.tensor(
+        [[naive(a, b) for b in range(SIZE + 1)] for a in range(SIZE + 1)]
+    )
     assert torch.allclose(ngrams.pairs(first, second), expected, atol=1e-5)
     assert torch.allclose(expected.exp().sum(-1), torch.ones(SIZE + 1), atol=1e-5)
 
@@ -55,7 +59,11 @@ def test_texts_are_as_likely_as_their_pairs(ngrams):
 def test_a_language_model_counts_half(ngrams):
     texts = Texts.of([[0, 1], [5]], 2)
     own = torch.tensor([[math.nan, -0.5], [-3.0, math.nan]])
-    first = naive(SIZE, 0) + math.log((math.exp(naive(0, 1)) + math.exp(-0.5)) / 2) + naive(1, SIZE)
+    first = (
+        naive(SIZE, 0)
+        + math.log((math.exp(naive(0, 1)) + math.exp(-0.5)) / 2)
+        + naive(1, SIZE)
+    )
     second = math.log((math.exp(naive(SIZE, 5)) + math.exp(-3.0)) / 2) + naive(5, SIZE)
     assert ngrams.log_p(texts, own).tolist() == pytest.approx([first, second], abs=1e-4)
 
@@ -74,7 +82,8 @@ def test_kinds_of_tokens_change_the_probability_of_the_next():
     first, second = torch.meshgrid(places, places, indexing="ij")
     p = ngrams.pairs(first, second).exp()
     assert torch.allclose(p.sum(-1), torch.ones(SIZE + 1), atol=1e-5)
-    # Of pairs that were not seen, a piece is likelier behind a word, and not at the beginning.
+    # Of pairs that were not seen, a piece is likelier behind a word, and not at the
+    # beginning.
     plain = NGrams.of([[0, 3], [1, 3, 4], [2]], SIZE).pairs(first, second).exp()
     assert p[0, 5] / p[0, 1] > plain[0, 5] / plain[0, 1]
     assert p[SIZE, 5] < plain[SIZE, 5]

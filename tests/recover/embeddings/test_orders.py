@@ -37,7 +37,9 @@ def test_the_change_of_log_p_is_that_of_the_whole_text():
     original = Texts.of([TEXT], len(TEXT))
     changed = apply(Texts.of([TEXT] * cuts.shape[1], len(TEXT)), cuts)
     expected = NGRAMS.log_p(changed) - NGRAMS.log_p(original)
-    torch.testing.assert_close(likelier(original, cuts, NGRAMS)[0], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        likelier(original, cuts, NGRAMS)[0], expected, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("count", [3, 1000])
@@ -47,7 +49,9 @@ def test_texts_of_different_lengths_keep_their_tokens(count):
     texts, rows = exchanged(parents, NGRAMS, count, torch.Generator().manual_seed(0))
     for number, row in enumerate(rows.tolist()):
         assert sorted(texts.tokens(number)) == sorted(lists[row])
-        assert texts.tokens(number) != lists[row] or len(set(lists[row])) < len(lists[row])
+        assert texts.tokens(number) != lists[row] or len(set(lists[row])) < len(
+            lists[row]
+        )
     for row, n in enumerate(map(len, lists)):
         everything = len({tuple(cut) for cut in all_cuts(n).T.tolist()}) if n > 1 else 0
         assert int((rows == row).sum()) == min(count, everything)

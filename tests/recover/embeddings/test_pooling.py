@@ -25,14 +25,20 @@ from keyhole.recover.simulate import MAX_LENGTH, degrade, leak_of
 
 TEXTS = ["w1 w20 w3 w4", "w9 w8", "w77 w66 w3 w12 w14"]
 OTHERS = ["w5 w6 w7", "w100 w101", "w150 w2 w3 w4 w5", "w11 w12 w13 w14"]
-MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()
+MODEL = tiny.model("bert", num_hidden_layers=1)
+WORDS = tiny.tokenizer()
 
 
-@pytest.mark.parametrize("way", ways(MODEL), ids=lambda way: f"{way.pooling} {way.normalised}")
+@pytest.mark.parametrize(
+    "way", ways(MODEL), ids=lambda way: f"{way.pooling} {way.normalised}"
+)
 def test_every_pooling_is_found(way):
     vectors = embeddings(MODEL, WORDS, TEXTS, way)
     pooling = from_texts(MODEL, WORDS, TEXTS, vectors)
-    assert (pooling.exposure.pooling, pooling.exposure.normalised) == (way.pooling, way.normalised)
+    assert (pooling.exposure.pooling, pooling.exposure.normalised) == (
+        way.pooling,
+        way.normalised,
+    )
     assert pooling.sure
     assert pooling.error == 0.0
     # The same where nobody knows which of the vectors they are.
@@ -66,9 +72,10 @@ def test_a_prefix_is_found(prefix, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "way", [way for way in ways(MODEL, 20) if way.pooling == "mean"],
+    "way",
+    [way for way in ways(MODEL, 20) if way.pooling == "mean"],
     ids=lambda way: f"{way.pooling} {way.normalised} {way.unit}",
-)  # fmt: skip
+)
 def test_the_first_numbers_of_every_pooling_are_found(way):
     vectors = embeddings(MODEL, WORDS, TEXTS, way)
     assert vectors.shape == (3, 20)
@@ -82,7 +89,9 @@ def test_the_first_numbers_of_every_pooling_are_found(way):
 
 @pytest.mark.parametrize("unit", [True, False])
 @pytest.mark.parametrize("normalised", [True, False])
-def test_the_lengths_of_truncated_vectors_show_what_was_normalised(normalised, unit, tmp_path):
+def test_the_lengths_of_truncated_vectors_show_what_was_normalised(
+    normalised, unit, tmp_path
+):
     way = Exposure("pooled", 0, "mean", normalised, 20, unit)
     vectors = embeddings(MODEL, WORDS, OTHERS, way)
     (tmp_path / "1_Pooling").mkdir()
@@ -96,12 +105,17 @@ def test_the_lengths_of_truncated_vectors_show_what_was_normalised(normalised, u
             20,
             False,
         )
-        assert (pooling.exposure.normalised, pooling.exposure.unit) == (normalised or unit, unit)
+        assert (pooling.exposure.normalised, pooling.exposure.unit) == (
+            normalised or unit,
+            unit,
+        )
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "int8"])
 def test_rounding_does_not_matter(precision):
-    leaks = [degrade(leak_of(MODEL, WORDS, text, "pooled"), precision) for text in TEXTS]
+    leaks = [
+        degrade(leak_of(MODEL, WORDS, text, "pooled"), precision) for text in TEXTS
+    ]
     vectors = torch.stack([leak.tensors["values"] for leak in leaks])
     pooling = from_texts(MODEL, WORDS, TEXTS, vectors)
     assert (pooling.exposure.pooling, pooling.exposure.normalised, pooling.sure) == (
@@ -160,19 +174,29 @@ def test_settings_that_name_no_pooling(tmp_path):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", [name for name in POOLINGS if name not in ("cls", "pooler")])
+@pytest.mark.parametrize(
+    "name", [name for name in POOLINGS if name not in ("cls", "pooler")]
+)
 def test_padding_does_not_change_an_embedding(name, side):
     """Against a loop over the positions of the text, on states of the whole batch."""
     ids = tiny.ids(texts=3, length=7)
     mask = torch.ones_like(ids)
     spared = slice(0, 2) if side == "left" else slice(5, 7)
     mask[1, spared] = 0
-    states = capture(MODEL, Exposure("hidden", 1), ids=ids, mask=mask)["values"].double().numpy()
+    states = (
+        capture(MODEL, Exposure("hidden", 1), ids=ids, mask=mask)["values"]
+        .double()
+        .numpy()
+    )
     way = Exposure("pooled", 0, name, normalised=False)
     pooled = capture(MODEL, way, ids=ids, mask=mask)["values"].double().numpy()
     for row in range(3):
         text = [states[row, place] for place in range(7) if mask[row, place]]
-        expected = {"mean": sum(text) / len(text), "last": text[-1], "max": np.max(text, axis=0)}
+        expected = {
+            "mean": sum(text) / len(text),
+            "last": text[-1],
+            "max": np.max(text, axis=0),
+        }
         assert np.abs(pooled[row] - expected[name]).max() < 1e-6
 
 

@@ -21,7 +21,9 @@ def populations(encoder):
     return Populations(encoder, ngrams, goals, trust, 3, 4, generator)
 
 
-def take(populations: Populations, lists: list[list[int]], rows: list[int]) -> torch.Tensor:
+def take(
+    populations: Populations, lists: list[list[int]], rows: list[int]
+) -> torch.Tensor:
     return populations.take(Texts.of(lists, 4), torch.tensor(rows))[0]
 
 
@@ -38,7 +40,8 @@ def test_a_population_keeps_the_best_texts_once_each(populations, encoder):
 
 def test_the_score_weighs_the_vector_and_the_order(populations):
     take(populations, [[10, 11], [13, 11]], [1, 1])
-    cosines, likelihoods = populations.cosines[1, :2], populations.likelihoods[1, :2]
+    cosines = populations.cosines[1, :2]
+    likelihoods = populations.likelihoods[1, :2]
     trust = 2.0 * 2 / populations.goals.shape[1]
     scores = trust * likelihoods - (1 - cosines + 1e-4).log()
     assert scores[0] >= scores[1]
@@ -53,7 +56,8 @@ def test_the_right_text_is_kept_as_the_best(populations):
 
 def test_texts_of_the_same_tokens_take_turns(populations):
     take(populations, [[10, 11], [11, 10], [40]], [0, 0, 0])
-    rows, seen = torch.tensor([0]), []
+    rows = torch.tensor([0])
+    seen = []
     for _ in range(40):
         parents = populations.parents(rows)
         seen.append((tuple(sorted(parents.texts.tokens(0))), int(parents.turns)))
@@ -61,9 +65,12 @@ def test_texts_of_the_same_tokens_take_turns(populations):
     assert {tokens for tokens, _ in seen} == {(10, 11), (40,)}
 
 
-def test_a_population_that_does_not_improve_starts_again_but_not_the_nearest(populations):
+def test_a_population_that_does_not_improve_starts_again_but_not_the_nearest(
+    populations,
+):
     take(populations, [[10, 11], [30, 31, 32]], [0, 1])
-    rows, nearest = torch.tensor([0, 1]), populations.cosines[0].max()
+    rows = torch.tensor([0, 1])
+    nearest = populations.cosines[0].max()
     far = populations.cosines[1].max()
     assert nearest > far
     for _ in range(4):
@@ -75,11 +82,15 @@ def test_a_population_that_does_not_improve_starts_again_but_not_the_nearest(pop
 
 
 def test_no_texts_can_be_taken(populations):
-    assert populations.take(Texts.of([], 4), torch.zeros(0, dtype=torch.long))[0].shape[0] == 0
+    assert (
+        populations.take(Texts.of([], 4), torch.zeros(0, dtype=torch.long))[0].shape[0]
+        == 0
+    )
 
 
 def test_best_of_each_row():
-    rows, scores = torch.tensor([2, 0, 2, 2]), torch.tensor([1.0, 5.0, 3.0, 2.0])
+    rows = torch.tensor([2, 0, 2, 2])
+    scores = torch.tensor([1.0, 5.0, 3.0, 2.0])
     touched, places = best_of_each(rows, scores, 2)
     assert touched.tolist() == [0, 2]
     assert places.tolist() == [[1, -1], [2, 3]]

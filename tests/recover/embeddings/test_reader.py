@@ -39,12 +39,16 @@ def test_the_corpus_that_ships_is_sentences_and_none_of_what_the_demo_reads():
 
 @pytest.fixture
 def keyhole(tmp_path, monkeypatch, capsys):
-    return lambda *words: inside(*words, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    return lambda *words: inside(
+        *words, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
+    )
 
 
 def test_a_short_text_is_read_with_a_corpus(keyhole, tmp_path):
     demo = load_demo()
-    leak_of(demo.model, demo.tokenizer, NOTES[0], "pooled").save(tmp_path / "leak.safetensors")
+    leak_of(demo.model, demo.tokenizer, NOTES[0], "pooled").save(
+        tmp_path / "leak.safetensors"
+    )
     (tmp_path / "own.txt").write_text(f"this is no secret .\n{NOTES[0]}\nan old coin\n")
     done = keyhole("recover", "demo", "leak.safetensors", "--corpus", "own.txt")
     assert done.returncode == 1, done.stderr
@@ -56,7 +60,11 @@ def test_a_short_text_is_read_with_a_corpus(keyhole, tmp_path):
 def test_a_store_is_read_without_a_corpus(keyhole, tmp_path):
     demo = load_demo()
     note = min(NOTES, key=len)
-    vectors = embeddings(demo.model, demo.tokenizer, [note], Exposure("pooled")).float().numpy()
+    vectors = (
+        embeddings(demo.model, demo.tokenizer, [note], Exposure("pooled"))
+        .float()
+        .numpy()
+    )
     name = jsonl(tmp_path, vectors, [note])
     done = keyhole("audit", name, "--model", "demo")
     assert done.returncode == 1, done.stderr
@@ -66,12 +74,15 @@ def test_a_store_is_read_without_a_corpus(keyhole, tmp_path):
 
 
 def test_its_settings_follow_from_the_corpus():
-    first, second = CountedReader(), CountedReader(["a text"])
+    first = CountedReader()
+    second = CountedReader(["a text"])
     assert first.settings["corpus"] != second.settings["corpus"]
     assert first.settings == CountedReader(SHIPPED).settings
 
 
-LINES = [" ".join(f"w{(k * j + k) % 40}" for j in range(1, 2 + k % 3)) for k in range(1, 200)]
+LINES = [
+    " ".join(f"w{(k * j + k) % 40}" for j in range(1, 2 + k % 3)) for k in range(1, 200)
+]
 SECRETS = ["w31 w2", "w8 w27"]
 KINDS = {
     "the last state of a decoder": ("gpt2", Exposure("pooled", pooling="last")),
@@ -106,7 +117,8 @@ def test_beginnings_are_of_every_line_and_of_all_lengths():
 
 def test_one_token_is_proposed_for_a_repeated_token():
     """Attention over equal values is that value: the state does not say how often it stood."""
-    model, words = tiny.language_model("llama"), tiny.tokenizer(causal=True)
+    model = tiny.language_model("llama")
+    words = tiny.tokenizer(causal=True)
     attack = CountedReader(
         ["w5 w5", "w7 w7 w7", "w5 w7"], max_length=3, search=SumSearch(passes=500)
     )

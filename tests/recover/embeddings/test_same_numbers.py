@@ -36,8 +36,10 @@ def test_other_orders_and_encoders_are_not_recognised(mixing):
 def test_independent_numbers_are_seldom_recognised():
     """Independent numbers: the right order is one as good as any."""
     plain = torch.eye(12).double()
-    assert not any(same_numbers(drawn(plain, 20, 2 * s), drawn(plain, 20, 2 * s + 1), s)
-                   for s in range(40))  # fmt: skip
+    assert not any(
+        same_numbers(drawn(plain, 20, 2 * s), drawn(plain, 20, 2 * s + 1), s)
+        for s in range(40)
+    )
 
 
 def test_too_few_vectors_and_constant_numbers_are_not_recognised(mixing):

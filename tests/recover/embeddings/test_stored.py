@@ -39,7 +39,9 @@ FORMS = {
     "int8": lambda f: Pooled(in_steps(f)),
     "int4": lambda f: Pooled(in_steps(f, 7)),
     "binary": lambda f: Pooled(f.sign().float()),
-    "steps": lambda f: Pooled((f * 90).round().float() / 90, steps=torch.full((WIDTH,), 1 / 90)),
+    "steps": lambda f: Pooled(
+        (f * 90).round().float() / 90, steps=torch.full((WIDTH,), 1 / 90)
+    ),
     "codes": lambda f: Pooled(in_codes(f), codebook=BOOK),
 }
 
@@ -62,14 +64,19 @@ def test_bits_of_zero_and_one_are_signs_too():
 def test_a_wide_cell_is_as_likely_as_its_normal_integral(form):
     f = unit()[0]
     stored = Stored.of(FORMS[form](f), f)
-    near = f + 0.5 * stored.error * torch.randn(WIDTH, generator=STREAM, dtype=torch.float64)
-    low, high = stored.values - stored.widths / 2, stored.values + stored.widths / 2
+    near = f + 0.5 * stored.error * torch.randn(
+        WIDTH, generator=STREAM, dtype=torch.float64
+    )
+    low = stored.values - stored.widths / 2
+    high = stored.values + stored.widths / 2
     if form == "binary":
         low = torch.where(f > 0, 0.0, -torch.inf)
         high = torch.where(f > 0, torch.inf, 0.0)
     kept = stored.widths > 4 * stored.error
     part = Stored(stored.name, stored.values[kept], stored.widths[kept], stored.error)
-    near, low, high = near[kept], low[kept], high[kept]
+    near = near[kept]
+    low = low[kept]
+    high = high[kept]
     truth = reference.cell_misfit(near.numpy(), low.numpy(), high.numpy(), stored.error)
     assert float(part.misfit(near[None])) == pytest.approx(truth, rel=2e-3, abs=2e-3)
 
@@ -81,7 +88,9 @@ def test_a_step_smaller_than_the_error_only_adds_to_it():
     stored = Stored.of(leak, f)
     step = float(f.abs().max()) / 127
     unit_ = noise**2 + step**2 / 12 + (FLOAT32 * float(f.square().mean().sqrt())) ** 2
-    truth = sum((float(y) - float(x)) ** 2 / unit_ for y, x in zip(leak.values, f, strict=True))
+    truth = sum(
+        (float(y) - float(x)) ** 2 / unit_ for y, x in zip(leak.values, f, strict=True)
+    )
     assert float(stored.misfit(f[None])) == pytest.approx(truth, rel=1e-3)
 
 
@@ -91,7 +100,9 @@ def test_numbers_beyond_the_ends_are_clipped():
     steps = torch.full((WIDTH,), 0.2 / 255)
     values = (ends[0] + ((f.clamp(-0.1, 0.1) + 0.1) / steps).round() * steps).float()
     assert float(f.abs().max()) > 0.15
-    shut, open_ = (Stored.of(Pooled(values, steps=steps, ends=e), f) for e in (None, ends))
+    shut, open_ = (
+        Stored.of(Pooled(values, steps=steps, ends=e), f) for e in (None, ends)
+    )
     assert float(shut.misfit(f[None])) > shut.limit(f)
     assert float(open_.misfit(f[None])) <= open_.limit(f)
     inside = f.abs() < 0.09
@@ -124,14 +135,22 @@ def test_the_right_vector_fits_and_another_does_not(form, share):
     for f in unit(60):
         loud = f + noise * torch.randn(WIDTH, generator=STREAM, dtype=torch.float64)
         leak = FORMS[form](loud)
-        leak = Pooled(leak.values, noise=noise or None, steps=leak.steps, codebook=leak.codebook,
-                      precision=leak.precision)  # fmt: skip
+        leak = Pooled(
+            leak.values,
+            noise=noise or None,
+            steps=leak.steps,
+            codebook=leak.codebook,
+            precision=leak.precision,
+        )
         stored = Stored.of(leak, f)
         assert float(stored.misfit(f[None])) <= stored.limit(f)
         off = unit()[0]
         assert float(stored.misfit(off[None])) > stored.limit(off)
         near = stored.nearest(off)[None]  # at its borders, or 4.5 deviations off
-        assert float(stored.misfit(near)) < 0.05 * float(stored.misfit(off[None])) + 4.5**2 * WIDTH
+        assert (
+            float(stored.misfit(near))
+            < 0.05 * float(stored.misfit(off[None])) + 4.5**2 * WIDTH
+        )
         if not noise:
             assert torch.equal(stored.nearest(f), f)
 
@@ -144,7 +163,9 @@ def test_bits_are_at_most_what_shannon_allows():
         truth = sum(np.log2(1 + spread / noise**2) / 2 for _ in range(WIDTH))
         assert stored.bits == pytest.approx(truth, rel=1e-3)
     fine, coarse = (Stored.of(FORMS[form](f), f).bits for form in ("int8", "int4"))
-    assert coarse + 3.5 * WIDTH < fine < coarse + 4.5 * WIDTH  # a factor of 127/7 in the step
+    assert (
+        coarse + 3.5 * WIDTH < fine < coarse + 4.5 * WIDTH
+    )  # a factor of 127/7 in the step
 
 
 @pytest.mark.parametrize(
@@ -156,7 +177,10 @@ def test_bits_are_at_most_what_shannon_allows():
         ({"steps": torch.full((64,), torch.nan)}, "steps must be finite"),
         ({"ends": torch.ones(2, 64)}, r"ends need steps and shape \(2, 64\)"),
         ({"codebook": torch.ones(3, 4, 5)}, "a codebook must have shape .* being 64"),
-        ({"codebook": BOOK, "steps": torch.ones(64)}, "give steps or a codebook, not both"),
+        (
+            {"codebook": BOOK, "steps": torch.ones(64)},
+            "give steps or a codebook, not both",
+        ),
     ],
 )
 def test_stated_forms_must_fit_the_vector(given, words):

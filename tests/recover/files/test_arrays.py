@@ -18,7 +18,9 @@ ROWS = torch.arange(12.0).reshape(3, 4)
 
 
 def shapes(path):
-    return {name: tuple(array.shape) for name, array in read_dump(path)[1].arrays.items()}
+    return {
+        name: tuple(array.shape) for name, array in read_dump(path)[1].arrays.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,9 @@ def test_files_of_each_kind(tmp_path):
     np.save(tmp_path / "rows.npy", ROWS.numpy())
     np.savez(tmp_path / "rows.npz", a=ROWS.numpy(), b=ROWS.half().numpy())
     save_file({"a": ROWS}, tmp_path / "rows.safetensors")
-    torch.save({"a": ROWS, "about": "text", "inner": [ROWS, None]}, tmp_path / "rows.pt")
+    torch.save(
+        {"a": ROWS, "about": "text", "inner": [ROWS, None]}, tmp_path / "rows.pt"
+    )
     torch.save(ROWS, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     assert shapes(tmp_path / "rows.npy") == {"": (3, 4)}
     assert read_dump(tmp_path / "rows.npz")[1].arrays["b"].dtype == torch.float16
@@ -45,7 +49,9 @@ def test_the_order_of_bytes_does_not_matter(tmp_path):
     assert torch.equal(read_dump(tmp_path / "rows.npy")[1].arrays[""], ROWS)
 
 
-@pytest.mark.skipif(np.dtype(np.longdouble).itemsize == 8, reason="the same as float64 here")
+@pytest.mark.skipif(
+    np.dtype(np.longdouble).itemsize == 8, reason="the same as float64 here"
+)
 def test_numbers_that_torch_lacks_are_refused():
     with pytest.raises(InputError, match=r"cannot read a of .*: save it as float32"):
         arrays_of({"a": ROWS.numpy().astype(np.longdouble)})

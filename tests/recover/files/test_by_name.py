@@ -16,7 +16,8 @@ IDS = torch.tensor([[5, 6, 7, 8, 9], [15, 16, 17, 18, 19]])
 
 def expect_exposed(model, arrays, exposures, ids=IDS):
     sections = {
-        str(section.exposure): section for section in sections_by_name(arrays, anatomy(model))
+        str(section.exposure): section
+        for section in sections_by_name(arrays, anatomy(model))
     }
     assert set(sections) == set(exposures)
     for section in sections.values():
@@ -43,8 +44,13 @@ def test_names_of_transformer_lens(family):
             arrays[f"blocks.{layer}.attn.hook_rot_k"] = keys
             keys = torch.zeros_like(keys)
         arrays[f"blocks.{layer}.attn.hook_k"] = keys
-    arrays["blocks.2.hook_resid_post"] = torch.zeros_like(whole.hidden_states[0])  # before the norm
-    layers = [*(f"hidden:{layer}" for layer in range(3)), *(f"kv:{layer}" for layer in range(3))]
+    arrays["blocks.2.hook_resid_post"] = torch.zeros_like(
+        whole.hidden_states[0]
+    )  # before the norm
+    layers = [
+        *(f"hidden:{layer}" for layer in range(3)),
+        *(f"kv:{layer}" for layer in range(3)),
+    ]
     expect_exposed(model, arrays, layers)
 
 
@@ -76,7 +82,10 @@ def test_unknown_names():
     parts = anatomy(tiny.model("bert"))
     assert role_of("activations", parts) is None
     assert role_of("encoder.layer.7", parts) is None
-    keys = {"layers.0.keys": torch.zeros(4, 5, 8), "layers.0.values": torch.zeros(4, 6, 8)}
+    keys = {
+        "layers.0.keys": torch.zeros(4, 5, 8),
+        "layers.0.values": torch.zeros(4, 6, 8),
+    }
     with pytest.raises(InputError, match="keys and values must have the same shape"):
         sections_by_name(keys, parts)
 

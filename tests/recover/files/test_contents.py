@@ -14,18 +14,24 @@ from keyhole import recover
 from keyhole.core.errors import InputError
 from keyhole.models import Loaded, identity
 
-FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
+FULL = pytest.mark.skipif(
+    not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it"
+)
 TEXTS = ["w1 w20 w3 w4 w99", "w7 w8 w9", "w100 w101 w102 w103"]
 
 
 def loaded(family, **changes):
     model = tiny.shared(family, **changes)
-    return Loaded(model, tiny.tokenizer(family in tiny.DECODERS), identity(model), family)
+    return Loaded(
+        model, tiny.tokenizer(family in tiny.DECODERS), identity(model), family
+    )
 
 
 def outputs(subject, texts, side="right", **options):
     subject.tokenizer.padding_side = side
-    batch = subject.tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False)
+    batch = subject.tokenizer(
+        texts, padding=True, return_tensors="pt", return_token_type_ids=False
+    )
     with torch.no_grad():
         return batch, subject.model(**batch, output_hidden_states=True, **options)
 
@@ -38,7 +44,11 @@ def read(subject, source, **options):
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 def test_a_layer_is_found(family):
-    layers = 2 if family == "bert" else 3  # a search at each layer that it is not takes long
+    # a search at each layer that it is not takes long
+    if family == "bert":
+        layers = 2
+    else:
+        layers = 3
     subject = loaded(family, num_hidden_layers=layers)
     _, given = outputs(subject, TEXTS[:1])
     for rows in given.hidden_states:
@@ -72,10 +82,15 @@ def test_a_batch_with_its_mask(family, tmp_path):
     subject = loaded(family)
     for side in ("right", "left")[: 2 if family == "llama" else 1]:
         batch, given = outputs(subject, TEXTS, side)
-        arrays = {"hidden_states": given.hidden_states, "attention_mask": batch["attention_mask"]}
+        arrays = {
+            "hidden_states": given.hidden_states,
+            "attention_mask": batch["attention_mask"],
+        }
         torch.save(arrays, tmp_path / "batch.pt")
         for layer in (1, 3):
-            assert read(subject, tmp_path / "batch.pt", expose=f"hidden:{layer}") == TEXTS
+            assert (
+                read(subject, tmp_path / "batch.pt", expose=f"hidden:{layer}") == TEXTS
+            )
 
 
 @pytest.mark.parametrize("counted", [True, False])
@@ -83,26 +98,35 @@ def test_a_batch_with_its_mask(family, tmp_path):
 def test_padding_before_a_text_may_count_in_its_positions(family, counted, tmp_path):
     subject = loaded(family)
     subject.tokenizer.padding_side = "left"
-    batch = subject.tokenizer(TEXTS, padding=True, return_tensors="pt", return_token_type_ids=False)
+    batch = subject.tokenizer(
+        TEXTS, padding=True, return_tensors="pt", return_token_type_ids=False
+    )
     places = {}  # a plain call counts the padding, and generate() does not
     if not counted:
         places = {"position_ids": (batch["attention_mask"].cumsum(-1) - 1).clamp(min=0)}
     with torch.no_grad():
-        given = subject.model(**batch, **places, output_hidden_states=True, use_cache=True)
+        given = subject.model(
+            **batch, **places, output_hidden_states=True, use_cache=True
+        )
     first = given.past_key_values.layers[0]
     for arrays in (
         {"past_key_values.0.0": first.keys, "past_key_values.0.1": first.values},
         {"hidden_states.1": given.hidden_states[1]},
         {"hidden_states.1": given.hidden_states[1], "input_ids": batch["input_ids"]},
     ):
-        torch.save({**arrays, "attention_mask": batch["attention_mask"]}, tmp_path / "batch.pt")
+        torch.save(
+            {**arrays, "attention_mask": batch["attention_mask"]}, tmp_path / "batch.pt"
+        )
         assert read(subject, tmp_path / "batch.pt") == TEXTS
 
 
 def test_padding_counts_in_an_encoder_as_well():
     subject = loaded("bert")
     batch, given = outputs(subject, TEXTS[:2], "left")
-    arrays = {"hidden": given.hidden_states[1], "attention_mask": batch["attention_mask"]}
+    arrays = {
+        "hidden": given.hidden_states[1],
+        "attention_mask": batch["attention_mask"],
+    }
     assert read(subject, arrays, expose="hidden:1") == TEXTS[:2]
 
 
@@ -118,19 +142,27 @@ def test_caches(family, tmp_path):
     _, given = outputs(subject, TEXTS[:1], use_cache=True)
     cache = given.past_key_values
     torch.save(cache, tmp_path / "cache.pt")
-    torch.save(tuple((layer.keys, layer.values) for layer in cache.layers), tmp_path / "tuple.pt")
+    torch.save(
+        tuple((layer.keys, layer.values) for layer in cache.layers),
+        tmp_path / "tuple.pt",
+    )
     for name in ("cache.pt", "tuple.pt"):
         assert read(subject, tmp_path / name) == TEXTS[:1]
         assert read(subject, tmp_path / name, expose="kv:2") == TEXTS[:1]
     one_layer = torch.stack([cache.layers[1].keys, cache.layers[1].values])
     assert read(subject, one_layer) == TEXTS[:1]  # which layer is found out
-    halves = {"keys": cache.layers[1].keys.bfloat16(), "values": cache.layers[1].values.bfloat16()}
+    halves = {
+        "keys": cache.layers[1].keys.bfloat16(),
+        "values": cache.layers[1].values.bfloat16(),
+    }
     assert read(subject, halves, expose="kv:1") == TEXTS[:1]
 
 
 SOON = ("llama", 1, 2)
 WRONG = [
-    pytest.param(family, layer, other, marks=() if (family, layer, other) == SOON else FULL)
+    pytest.param(
+        family, layer, other, marks=() if (family, layer, other) == SOON else FULL
+    )
     for family in ("bert", "llama")
     for layer, other in permutations(range(4), 2)
 ]
@@ -140,7 +172,9 @@ WRONG = [
 def test_a_wrong_layer_is_never_verified(family, layer, other):
     subject = loaded(family)
     _, given = outputs(subject, TEXTS[:1])
-    (result,) = recover.run(subject, given.hidden_states[layer], expose=f"hidden:{other}")
+    (result,) = recover.run(
+        subject, given.hidden_states[layer], expose=f"hidden:{other}"
+    )
     assert not result.verified
 
 
@@ -148,7 +182,8 @@ def test_rows_of_no_layer_are_refused():
     subject = loaded("gpt2")
     noise = torch.randn(1, 6, 32, generator=torch.Generator().manual_seed(1))
     with pytest.raises(
-        InputError, match=r"no text explains these numbers at hidden:.*say what it is with --expo"
+        InputError,
+        match=r"no text explains these numbers at hidden:.*say what it is with --expo",
     ):
         recover.run(subject, noise)
 
@@ -177,9 +212,18 @@ def test_leaks_of_another_model_are_refused():
         "of int64: is it another": (np.zeros((5, 32), np.int64), None),
         "the file holds hidden:0, hidden:1": (states, "hidden:3"),
         "must be from 0 to 3": (given.hidden_states[1], "hidden:9"),
-        "expected mask of shape": ({**states, "attention_mask": torch.ones(2, 9)}, None),
-        "only padding": ({**states, "attention_mask": torch.zeros(1, 7, dtype=torch.long)}, None),
-        "a, b are of several kinds": ({"a": torch.ones(3, 32), "b": torch.ones(3, 4, 32)}, None),
+        "expected mask of shape": (
+            {**states, "attention_mask": torch.ones(2, 9)},
+            None,
+        ),
+        "only padding": (
+            {**states, "attention_mask": torch.zeros(1, 7, dtype=torch.long)},
+            None,
+        ),
+        "a, b are of several kinds": (
+            {"a": torch.ones(3, 32), "b": torch.ones(3, 4, 32)},
+            None,
+        ),
     }
     for words, (arrays, expose) in wrong.items():
         with pytest.raises(InputError, match=words) as raised:

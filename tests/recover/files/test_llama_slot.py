@@ -43,7 +43,9 @@ def saved_slot(weights, *settings):
     with tiny_gguf.serving(weights, f"slots={weights.parent}/", *settings) as url:
         asked = {"prompt": TEXT, "n_predict": 1, "temperature": 0}
         httpx.post(f"{url}/completion", json=asked, timeout=60).raise_for_status()
-        saved = httpx.post(f"{url}/slots/0?action=save", json={"filename": "slot.bin"}, timeout=60)
+        saved = httpx.post(
+            f"{url}/slots/0?action=save", json={"filename": "slot.bin"}, timeout=60
+        )
         saved.raise_for_status()
     return weights.parent / "slot.bin"
 
@@ -51,7 +53,9 @@ def saved_slot(weights, *settings):
 def test_the_ids_are_read_and_checked(slot, loaded):
     (result,) = recover.run(loaded, slot)
     assert (result.method, result.text, result.verified) == ("WrittenIds", TEXT, True)
-    assert result.ids == loaded.tokenizer(TEXT)["input_ids"] == list(read_slot(slot).ids)
+    assert (
+        result.ids == loaded.tokenizer(TEXT)["input_ids"] == list(read_slot(slot).ids)
+    )
 
 
 def test_a_slot_on_the_command_line(slot, weights, monkeypatch, capsys):
@@ -70,7 +74,9 @@ def test_keys_and_values_alone_give_the_text(layer, slot, loaded):
 def test_ids_of_another_text_do_not_fit(slot, loaded, tmp_path):
     content = bytearray(slot.read_bytes())
     place = 8 + 4 * (1 + 3) + 4 * 5  # the sixth id
-    assert int.from_bytes(content[place : place + 4], "little") == read_slot(slot).ids[5]
+    assert (
+        int.from_bytes(content[place : place + 4], "little") == read_slot(slot).ids[5]
+    )
     content[place] ^= 1
     (tmp_path / "changed.bin").write_bytes(content)
     (result,) = recover.run(loaded, tmp_path / "changed.bin")
@@ -109,32 +115,60 @@ def test_layers_with_a_window_come_after_the_others(tmp_path):
             content += words(1) + (8).to_bytes(8, "little") + rows.numpy().tobytes()
         return content
 
-    (tmp_path / "two.bin").write_bytes(b"qsgg" + words(2, 2, 7, 8) + cache(1, 0) + cache(2, 10))
+    (tmp_path / "two.bin").write_bytes(
+        b"qsgg" + words(2, 2, 7, 8) + cache(1, 0) + cache(2, 10)
+    )
     slot = read_slot(tmp_path / "two.bin")
     assert (slot.ids, len(slot.cache.keys), len(slot.sliding.keys)) == ((7, 8), 1, 2)
     model = tiny.language_model("gemma3", num_hidden_layers=3)
     parts = anatomy(model)
-    model.config.layer_types[:] = ["sliding_attention", "full_attention", "sliding_attention"]
-    first = {name: float(rows[0, 0]) for name, rows in arrays_of_slot(slot).items() if "g" in name}
+    model.config.layer_types[:] = [
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+    ]
+    first = {
+        name: float(rows[0, 0])
+        for name, rows in arrays_of_slot(slot).items()
+        if "g" in name
+    }
     assert {role_of(name, parts)[1:]: number for name, number in first.items()} == {
-        (0, "paired"): 10, (1, "paired"): 0, (2, "paired"): 11,
-        (0, "rows"): 12, (1, "rows"): 1, (2, "rows"): 13,
-    }  # fmt: skip
+        (0, "paired"): 10,
+        (1, "paired"): 0,
+        (2, "paired"): 11,
+        (0, "rows"): 12,
+        (1, "rows"): 1,
+        (2, "rows"): 13,
+    }
 
 
 def test_the_precision_of_a_file_s_weights(loaded):
-    linear = [each for each in loaded.model.modules() if isinstance(each, torch.nn.Linear)]
+    linear = [
+        each for each in loaded.model.modules() if isinstance(each, torch.nn.Linear)
+    ]
     assert {getattr(each, STORED) for each in linear} == {"Q4_1"}
 
 
 def test_older_files_and_transposed_values(tmp_path):
     """As servers before the words around the ids wrote them, and without flash attention."""
-    ids, cells, width = [7, 8, 9], 3, 4
+    ids = [7, 8, 9]
+    cells = 3
+    width = 4
     keys = torch.arange(12, dtype=torch.float16).reshape(cells, width)
-    words = [3, *ids, 1, cells, *(word for at in range(cells) for word in (at, 1, 0)), 1, 1]
+    words = [
+        3,
+        *ids,
+        1,
+        cells,
+        *(word for at in range(cells) for word in (at, 1, 0)),
+        1,
+        1,
+    ]
     content = b"qsgg" + b"".join(word.to_bytes(4, "little") for word in (2, *words))
     content += (
-        (1).to_bytes(4, "little") + (2 * width).to_bytes(8, "little") + keys.numpy().tobytes()
+        (1).to_bytes(4, "little")
+        + (2 * width).to_bytes(8, "little")
+        + keys.numpy().tobytes()
     )
     content += b"".join(word.to_bytes(4, "little") for word in (1, 2, width))
     content += (keys + 100).T.contiguous().numpy().tobytes()
@@ -143,8 +177,10 @@ def test_older_files_and_transposed_values(tmp_path):
     assert slot.ids == (7, 8, 9)
     assert torch.equal(slot.cache.keys[0], keys)
     assert torch.equal(slot.cache.values[0], keys + 100)
-    other = content.replace((1).to_bytes(4, "little") + (8).to_bytes(8, "little"),
-                            (99).to_bytes(4, "little") + (8).to_bytes(8, "little"))  # fmt: skip
+    other = content.replace(
+        (1).to_bytes(4, "little") + (8).to_bytes(8, "little"),
+        (99).to_bytes(4, "little") + (8).to_bytes(8, "little"),
+    )
     (tmp_path / "other.bin").write_bytes(other)
     with pytest.raises(InputError, match="Q4_0, not of type 99"):
         read_slot(tmp_path / "other.bin")
@@ -157,7 +193,12 @@ def test_the_arithmetic_of_the_server(slot, loaded):
     leak = recover.leak_of(loaded.model, loaded.tokenizer, list(read.ids), "kv:0")
     with eight_bit_activations(loaded.model), torch.no_grad():
         rounded = loaded.model(ids, use_cache=True).past_key_values.layers[0].values[0]
-    served = read.cache.values[0].float().unflatten(-1, (tiny_gguf.KEY_HEADS, -1)).transpose(0, 1)
+    served = (
+        read.cache.values[0]
+        .float()
+        .unflatten(-1, (tiny_gguf.KEY_HEADS, -1))
+        .transpose(0, 1)
+    )
     off = (served - rounded).norm() / served.norm()
     assert off < 1e-3 < 3e-3 < (served - leak.values).norm() / served.norm()
 
@@ -166,7 +207,9 @@ def test_blocks_of_eight_bits():
     numbers = torch.linspace(-3, 5, 64)
     given = in_blocks(numbers)
     steps = numbers.reshape(2, 32).abs().amax(-1) / 127
-    assert ((given - numbers).reshape(2, 32).abs().amax(-1) <= 0.51 * steps + 2e-3).all()
+    assert (
+        (given - numbers).reshape(2, 32).abs().amax(-1) <= 0.51 * steps + 2e-3
+    ).all()
     assert (given != numbers).any()
     assert torch.equal(in_blocks(numbers[:31]), numbers[:31])
     assert torch.equal(in_blocks(torch.zeros(32)), torch.zeros(32))
@@ -180,8 +223,13 @@ def test_blocks_are_as_large_as_the_type_of_the_weights_says(stored, size):
     given = as_multiplied(numbers, stored)
     for start in range(0, 512, size):
         step = float(numbers[start : start + size].abs().max()) / 127
-        for before, after in zip(numbers[start : start + size].tolist(),
-                                 given[start : start + size].tolist(), strict=True):  # fmt: skip
-            assert after == pytest.approx(round(before / step) * step, rel=1e-3, abs=1e-6)
+        for before, after in zip(
+            numbers[start : start + size].tolist(),
+            given[start : start + size].tolist(),
+            strict=True,
+        ):
+            assert after == pytest.approx(
+                round(before / step) * step, rel=1e-3, abs=1e-6
+            )
     assert torch.equal(as_multiplied(numbers, "F32"), numbers)
     assert torch.equal(as_multiplied(numbers, "F16"), numbers.half().float())

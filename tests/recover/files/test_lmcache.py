@@ -1,6 +1,7 @@
 """Chunks of caches as LMCache's and vLLM's own code names and lays them out, plain and encrypted.
 
-`benchmarks/peers/lmcache_files.py` has LMCache write them; here the same bytes are put together.
+`benchmarks/peers/lmcache_files.py` has LMCache write them; here the same bytes are put
+together.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def kept(subject, text):
     with torch.no_grad():
         layers = subject.model(ids, use_cache=True).past_key_values.layers
     both = [
-        torch.stack([getattr(layer, side)[0] for layer in layers]) for side in ("keys", "values")
+        torch.stack([getattr(layer, side)[0] for layer in layers])
+        for side in ("keys", "values")
     ]
     return torch.stack(both).transpose(2, 3).flatten(3)
 
@@ -60,7 +62,7 @@ def content(numbers):
         (SERVER.format("@tenant"), torch.float16),
         (SERVER.format("@tenant"), torch.float8_e4m3fn),
     ],
-)  # fmt: skip
+)
 def test_a_chunk_gives_its_text(name, dtype, subject, chunk, tmp_path):
     (tmp_path / name).write_bytes(content(chunk.to(dtype)))
     (result,) = recover.run(subject, tmp_path)
@@ -70,7 +72,9 @@ def test_a_chunk_gives_its_text(name, dtype, subject, chunk, tmp_path):
 def test_sizes_may_come_first(subject, chunk, tmp_path):
     numbers = chunk.to(torch.float16)
     words = [len(content(numbers)), 1, 2, *numbers.shape]  # KV_2LTD, float16
-    path = tmp_path / "org-SEP-model@1@0@-1f@bfloat16.data"  # they count, and not the name
+    path = (
+        tmp_path / "org-SEP-model@1@0@-1f@bfloat16.data"
+    )  # they count, and not the name
     path.write_bytes(struct.pack("<7i", *words) + content(numbers))
     (result,) = recover.run(subject, path)
     assert (result.text, result.verified) == (TEXT, True)

@@ -12,23 +12,35 @@ from keyhole.core.errors import InputError
 from keyhole.recover.gradients import Batch, Protocol, Update, load_update, update_of
 from keyhole.recover.gradients.update import DELTA, adapters_of, epsilon_of, noise_for
 
-HEADS = {"classification": "AutoModelForSequenceClassification", "causal": "AutoModelForCausalLM"}
+HEADS = {
+    "classification": "AutoModelForSequenceClassification",
+    "causal": "AutoModelForCausalLM",
+}
 
 
 def case(family, task, texts=3):
-    model, causal = tiny.model(family, head=HEADS[task]), family in tiny.DECODERS
+    model = tiny.model(family, head=HEADS[task])
+    causal = family in tiny.DECODERS
     ids = tiny.ids(texts, 7, causal=causal).tolist()
     ids[0] = ids[0][:5]  # one is shorter: there is padding
-    labels = tuple(number % 2 for number in range(texts)) if task == "classification" else ()
+    if task == "classification":
+        labels = tuple(number % 2 for number in range(texts))
+    else:
+        labels = ()
     return model, Batch(tuple(map(tuple, ids)), labels)
 
 
-@pytest.mark.parametrize(("family", "task"), [("bert", "classification"), ("llama", "causal")])
+@pytest.mark.parametrize(
+    ("family", "task"), [("bert", "classification"), ("llama", "causal")]
+)
 def test_it_is_the_gradient_of_the_library_s_own_loss(family, task):
     model, batch = case(family, task)
     update = update_of(model, batch)
     ids, mask = batch.padded(0, torch.device("cpu"))
-    labels = torch.tensor(batch.labels) if batch.labels else ids.masked_fill(mask == 0, -100)
+    if batch.labels:
+        labels = torch.tensor(batch.labels)
+    else:
+        labels = ids.masked_fill(mask == 0, -100)
     model.requires_grad_(True)
     model(input_ids=ids, attention_mask=mask, labels=labels).loss.backward()
     for name, weight in model.named_parameters():
@@ -42,7 +54,9 @@ def test_each_text_is_clipped_and_noise_has_its_strength():
     length = torch.stack([each.norm() for each in clipped.values.values()]).norm()
     assert 0 < float(length) <= 1e-3
     noisy = update_of(model, batch, Protocol(clip=1e-3, noise=2.0), seed=3)
-    off = torch.cat([(noisy.values[n] - clipped.values[n]).flatten() for n in clipped.values])
+    off = torch.cat(
+        [(noisy.values[n] - clipped.values[n]).flatten() for n in clipped.values]
+    )
     assert float(off.std()) == pytest.approx(2.0 * 1e-3 / 3, rel=0.02)
 
 
@@ -50,11 +64,15 @@ def test_each_text_is_clipped_and_noise_has_its_strength():
 def test_noise_gives_its_privacy(epsilon):
     noise = noise_for(epsilon)
     at, step = np.linspace(-40, 40, 400_001, retstep=True)
-    there, absent = (np.exp(-((at - mean) ** 2) / (2 * noise**2)) for mean in (1.0, 0.0))
+    there, absent = (
+        np.exp(-((at - mean) ** 2) / (2 * noise**2)) for mean in (1.0, 0.0)
+    )
     more = np.maximum(there - np.exp(epsilon) * absent, 0).sum() * step
     assert more / (noise * np.sqrt(2 * np.pi)) == pytest.approx(DELTA, rel=1e-3)
     assert epsilon_of(noise) == pytest.approx(epsilon)
-    assert Protocol(clip=0.5, epsilon=epsilon).noise_in(2) == pytest.approx(noise * 0.5 / 2)
+    assert Protocol(clip=0.5, epsilon=epsilon).noise_in(2) == pytest.approx(
+        noise * 0.5 / 2
+    )
 
 
 @pytest.mark.parametrize("noise", [1e-6, 1e-3, 0.1])
@@ -69,7 +87,8 @@ def test_adapters_get_their_own_gradients(family):
     model, batch = case(family, "classification")
     model.config.pad_token_id = 0
     rules = Protocol(lora=3)
-    update, adapters = update_of(model, batch, rules), adapters_of(model, rules)
+    update = update_of(model, batch, rules)
+    adapters = adapters_of(model, rules)
     leaves = {name: each.requires_grad_() for name, each in adapters.items()}
     weights = dict(model.named_parameters())
     for name in {each.rsplit("lora_", 1)[0] for each in leaves}:
@@ -77,7 +96,11 @@ def test_adapters_get_their_own_gradients(family):
         change = change.mT if family == "gpt2" else change
         weights[f"{name}weight"] = weights[f"{name}weight"] - change.detach() + change
     ids, mask = batch.padded(0, torch.device("cpu"))
-    given = {"input_ids": ids, "attention_mask": mask, "labels": torch.tensor(batch.labels)}
+    given = {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": torch.tensor(batch.labels),
+    }
     functional_call(model, weights, kwargs=given).loss.backward()
     assert set(leaves) < set(update.values)
     for name, leaf in leaves.items():
@@ -95,12 +118,16 @@ def test_several_steps_give_the_difference_of_weights():
     steps = torch.optim.SGD(copy.parameters(), lr=0.1)
     for _ in range(3):
         steps.zero_grad()
-        copy(input_ids=ids, attention_mask=mask, labels=torch.tensor(batch.labels)).loss.backward()
+        copy(
+            input_ids=ids, attention_mask=mask, labels=torch.tensor(batch.labels)
+        ).loss.backward()
         steps.step()
     before = dict(model.named_parameters())
     for name, weight in copy.named_parameters():
         if name in update.values:
-            assert torch.allclose(update.values[name], weight - before[name], atol=1e-6), name
+            assert torch.allclose(
+                update.values[name], weight - before[name], atol=1e-6
+            ), name
 
 
 def test_embeddings_can_be_left_out():
@@ -109,7 +136,8 @@ def test_embeddings_can_be_left_out():
         update_of(model, batch, hide=["embeddings"]).values
     )
     assert names == {
-        f"bert.embeddings.{each}_embeddings.weight" for each in ("word", "position", "token_type")
+        f"bert.embeddings.{each}_embeddings.weight"
+        for each in ("word", "position", "token_type")
     }
 
 
@@ -119,13 +147,22 @@ def test_an_update_is_saved_and_loaded(tmp_path):
     update.save(tmp_path / "g.safetensors")
     again = load_update(tmp_path / "g.safetensors")
     assert again.values.keys() == update.values.keys()
-    assert all(torch.equal(again.values[name], each) for name, each in update.values.items())
-    assert (again.protocol, again.precision, again.texts) == (Protocol(clip=1.0), "bfloat16", 3)
+    assert all(
+        torch.equal(again.values[name], each) for name, each in update.values.items()
+    )
+    assert (again.protocol, again.precision, again.texts) == (
+        Protocol(clip=1.0),
+        "bfloat16",
+        3,
+    )
     update = update_of(model, batch, Protocol(lora=2))
     update.save(tmp_path / "adapters.safetensors")
     again = load_update(tmp_path / "adapters.safetensors")
     assert again.values.keys() == update.values.keys()
-    assert all(torch.equal(again.adapters[name], each) for name, each in update.adapters.items())
+    assert all(
+        torch.equal(again.adapters[name], each)
+        for name, each in update.adapters.items()
+    )
 
 
 @pytest.mark.parametrize(

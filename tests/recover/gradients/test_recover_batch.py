@@ -11,16 +11,31 @@ import tiny_models as tiny
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.recover.attack import Target
-from keyhole.recover.gradients import Batch, BatchRecovery, Protocol, recover_batch, update_of
+from keyhole.recover.gradients import (
+    Batch,
+    BatchRecovery,
+    Protocol,
+    recover_batch,
+    update_of,
+)
 from keyhole.recover.gradients.update import judge
 
-CLASSES, NEXT = "AutoModelForSequenceClassification", "AutoModelForCausalLM"
-CASES = [("bert", CLASSES), ("roberta", CLASSES), ("distilbert", CLASSES), ("gpt2", NEXT),
-         ("llama", NEXT), ("qwen3", NEXT), ("llama", CLASSES)]  # fmt: skip
+CLASSES = "AutoModelForSequenceClassification"
+NEXT = "AutoModelForCausalLM"
+CASES = [
+    ("bert", CLASSES),
+    ("roberta", CLASSES),
+    ("distilbert", CLASSES),
+    ("gpt2", NEXT),
+    ("llama", NEXT),
+    ("qwen3", NEXT),
+    ("llama", CLASSES),
+]
 
 
 def case(family, head, texts=3, length=7, seed=0):
-    model, causal = tiny.model(family, head=head), family in tiny.DECODERS
+    model = tiny.model(family, head=head)
+    causal = family in tiny.DECODERS
     ids = tiny.ids(texts, length, seed, causal=causal).tolist()
     if texts > 1:
         ids[0] = [*ids[0][:4], ids[0][-1]]
@@ -40,7 +55,9 @@ def expect_all(recovery, batch):
 @pytest.mark.parametrize(("family", "head"), CASES)
 def test_a_batch_comes_back_without_the_gradient_of_embeddings(family, head):
     model, words, batch = case(family, head)
-    expect_all(recover_batch(model, words, update_of(model, batch, hide=["embeddings"])), batch)
+    expect_all(
+        recover_batch(model, words, update_of(model, batch, hide=["embeddings"])), batch
+    )
 
 
 @pytest.mark.parametrize(("family", "head"), [("bert", CLASSES), ("llama", NEXT)])
@@ -50,7 +67,9 @@ def test_a_batch_comes_back(family, head):
 
 
 @pytest.mark.parametrize(("family", "head"), [("bert", CLASSES), ("llama", NEXT)])
-@pytest.mark.parametrize("protocol", [Protocol(clip=0.01), Protocol(steps=3, rate=1e-3)])
+@pytest.mark.parametrize(
+    "protocol", [Protocol(clip=0.01), Protocol(steps=3, rate=1e-3)]
+)
 def test_clipping_and_several_steps(family, head, protocol):
     model, words, batch = case(family, head, texts=2)
     recovery = recover_batch(model, words, update_of(model, batch, protocol))
@@ -68,7 +87,9 @@ def test_rounded_gradients(family, head, precision):
     assert [tuple(text.ids) for text in recovery.texts] == list(batch.texts)
 
 
-@pytest.mark.parametrize(("family", "head"), [("bert", CLASSES), ("llama", NEXT), ("gpt2", NEXT)])
+@pytest.mark.parametrize(
+    ("family", "head"), [("bert", CLASSES), ("llama", NEXT), ("gpt2", NEXT)]
+)
 @pytest.mark.parametrize("rules", [Protocol(lora=12), Protocol(lora=14, trained=False)])
 def test_adapters_alone(family, head, rules):
     model, words, batch = case(family, head, texts=1)
@@ -90,7 +111,8 @@ def test_noise_that_tokens_stand_out_from(family, head):
     model, words, batch = case(family, head, texts=1)
     update = update_of(model, batch, Protocol(clip=0.1, noise=1e-4))
     expect_all(recover_batch(model, words, update), batch)
-    target, text = Target.of(model, words), batch.texts[0]
+    target = Target.of(model, words)
+    text = batch.texts[0]
     for place in (1, 3):  # wrong texts are not verified, however strong the noise
         wrong = batch.changed(0, place, 5 + (text[place] + 1) % 190)
         for noise in (1e-4, 1.0):
@@ -149,14 +171,18 @@ def test_a_token_with_the_embedding_of_another_is_not_verified(family, head):
     model, words, batch = case(family, head, texts=2)
     table = model.get_input_embeddings().weight
     table[60] = table[50]
-    right, wrong = batch.changed(1, 2, 60), batch.changed(1, 2, 50)
-    target, hidden = Target.of(model, words), update_of(model, right, hide=["embeddings"])
+    right = batch.changed(1, 2, 60)
+    wrong = batch.changed(1, 2, 50)
+    target = Target.of(model, words)
+    hidden = update_of(model, right, hide=["embeddings"])
     for told in (right, wrong):
         other, own = judge(target, hidden, told)
         assert other.verified
         assert not own.verified
     assert recover_batch(model, words, hidden).status is not Status.RECOVERED
-    shown = update_of(model, right)  # the gradient of the table has a row for each token
+    shown = update_of(
+        model, right
+    )  # the gradient of the table has a row for each token
     assert [verdict.verified for verdict in judge(target, shown, right)] == [True, True]
     assert not any(verdict.verified for verdict in judge(target, shown, wrong))
 
@@ -166,7 +192,10 @@ def test_a_head_of_its_own_tells_equal_embeddings_apart():
     table = model.get_input_embeddings().weight
     table[60] = table[50]
     target = Target.of(model, words)
-    for place, verified in ((2, True), (0, False)):  # the first token is never predicted
+    for place, verified in (
+        (2, True),
+        (0, False),
+    ):  # the first token is never predicted
         right = batch.changed(0, place, 60)
         (verdict,) = judge(target, update_of(model, right, hide=["embeddings"]), right)
         assert verdict.verified == verified
@@ -176,7 +205,10 @@ def test_a_spliced_update_is_not_verified():
     model, words, batch = case("bert", CLASSES, texts=2)
     update = update_of(model, batch)
     other = update_of(model, case("bert", CLASSES, texts=2, seed=9)[2])
-    half = {n: other.values[n] if ".layer.2" in n else each for n, each in update.values.items()}
+    half = {
+        n: other.values[n] if ".layer.2" in n else each
+        for n, each in update.values.items()
+    }
     assert not recover_batch(model, words, replace(update, values=half)).verified
 
 

@@ -11,7 +11,13 @@ import reference
 import tiny_models as tiny
 from keyhole.core import Status, machine
 from keyhole.models import Exposure, branches, capture
-from keyhole.recover import EncoderStates, SubLayerOutput, TokenSearch, recover_text, recover_texts
+from keyhole.recover import (
+    EncoderStates,
+    SubLayerOutput,
+    TokenSearch,
+    recover_text,
+    recover_texts,
+)
 from keyhole.recover.attack import Target
 from keyhole.recover.layers import decoder, judge
 from keyhole.recover.layers.decoder import DecoderStates
@@ -33,7 +39,8 @@ def leaks_of(model, exposure, ids):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize(
-    ("scale", "exposure"), [(0.1, "hidden:1"), (0.5, "hidden:4"), (0.5, "kv:1"), (0.1, "kv:3")]
+    ("scale", "exposure"),
+    [(0.1, "hidden:1"), (0.5, "hidden:4"), (0.5, "kv:1"), (0.1, "kv:3")],
 )
 def test_every_token_of_random_weights(family, scale, exposure):
     model = tiny.shared(family, initializer_range=scale, num_hidden_layers=4)
@@ -54,11 +61,15 @@ def test_as_a_plain_loop_over_the_vocabulary_reads_it():
     leak = leaks_of(model, "hidden:2", ids)[0]
 
     def exposed(text):
-        return capture(model, Exposure("hidden", 2), ids=torch.tensor([text]))["values"][0].numpy()
+        return capture(model, Exposure("hidden", 2), ids=torch.tensor([text]))[
+            "values"
+        ][0].numpy()
 
     result = recover_text(model, WORDS, leak, method=FEW)
     assert (
-        result.ids == reference.left_to_right(exposed, leak.values.numpy(), 60) == ids[0].tolist()
+        result.ids
+        == reference.left_to_right(exposed, leak.values.numpy(), 60)
+        == ids[0].tolist()
     )
 
 
@@ -84,8 +95,12 @@ def test_the_whole_vocabulary_is_tried_in_passes_that_fit_into_memory(monkeypatc
 
 def test_what_no_token_explains_is_a_mismatch():
     ids = tiny.ids(texts=1, length=6, causal=True)
-    leak = leaks_of(tiny.shared("llama", seed=7, initializer_range=0.1), "hidden:3", ids)[0]
-    result = recover_text(tiny.shared("llama", initializer_range=0.1), WORDS, leak, method=FEW)
+    leak = leaks_of(
+        tiny.shared("llama", seed=7, initializer_range=0.1), "hidden:3", ids
+    )[0]
+    result = recover_text(
+        tiny.shared("llama", initializer_range=0.1), WORDS, leak, method=FEW
+    )
     assert result.status is Status.MISMATCH
     assert "no token of the vocabulary fits at position 0" in result.reason
     assert result.tested >= VOCABULARY
@@ -93,7 +108,8 @@ def test_what_no_token_explains_is_a_mismatch():
 
 def test_a_token_accepted_wrongly_is_taken_back(monkeypatch):
     """Eight tokens pass at a coarse row, and only the rows after it show which is right."""
-    model, returned = tiny.model("llama"), []
+    model = tiny.model("llama")
+    returned = []
     table = model.get_input_embeddings().weight
     with torch.no_grad():
         table[5:13] = table[5] + 0.1 * table[20:28]
@@ -116,9 +132,12 @@ def test_a_token_accepted_wrongly_is_taken_back(monkeypatch):
 
 
 def test_rows_in_no_order():
-    model, ids = tiny.shared("gpt2", initializer_range=0.5), tiny.ids(1, 6, seed=2, causal=True)
+    model = tiny.shared("gpt2", initializer_range=0.5)
+    ids = tiny.ids(1, 6, seed=2, causal=True)
     leak = degrade(leaks_of(model, "hidden:3", ids)[0], forms=["permuted"])
-    result = recover_text(model, WORDS, leak, method=UnorderedPrefixes(fans=(1,), samples=256))
+    result = recover_text(
+        model, WORDS, leak, method=UnorderedPrefixes(fans=(1,), samples=256)
+    )
     assert result.ids == ids[0].tolist()
     assert result.verified
 
@@ -127,15 +146,19 @@ def test_rows_in_no_order():
 @pytest.mark.parametrize(
     ("dtype", "exposure"),
     [
-        (torch.bfloat16, "hidden:3"), (torch.bfloat16, "kv:0"),
-        (torch.float16, "hidden:1"), (torch.float16, "kv:2"),
+        (torch.bfloat16, "hidden:3"),
+        (torch.bfloat16, "kv:0"),
+        (torch.float16, "hidden:1"),
+        (torch.float16, "kv:2"),
     ],
-)  # fmt: skip
+)
 def test_models_of_few_bits(dtype, family, exposure):
     model = tiny.language_model(family, initializer_range=0.1).to(dtype)
     ids = tiny.ids(texts=2, length=8, causal=True, seed=4)
     for result, truth in zip(
-        recover_texts(model, WORDS, leaks_of(model, exposure, ids)), ids.tolist(), strict=True
+        recover_texts(model, WORDS, leaks_of(model, exposure, ids)),
+        ids.tolist(),
+        strict=True,
     ):
         assert result.ids == truth
         assert result.status is Status.RECOVERED
@@ -148,7 +171,8 @@ SHORT = SubLayerOutput(TokenSearch(rounds=1, passes=10), STATES)
 
 @pytest.mark.parametrize("exposure", ["hidden:2", "kv:1", "attention:1", "maps:1"])
 def test_an_encoder_of_few_bits(exposure):
-    model, words = tiny.model("bert").to(torch.bfloat16), tiny.tokenizer()
+    model = tiny.model("bert").to(torch.bfloat16)
+    words = tiny.tokenizer()
     leak = leak_of(model, words, "w3 w5 w77 w8 w9 w11", exposure)
     method = SHORT if "attention" in exposure else None
     result = recover_text(model, words, leak, method=method)
@@ -165,7 +189,9 @@ def test_the_arithmetic_is_measured_in_two_shapes():
         # Witness: other texts, in a batch and alone.
         ids = tiny.ids(texts=16, length=12, causal=True, seed=9)
         both = rows_of(capture(model, exposure, ids=ids))
-        alone = torch.cat([rows_of(capture(model, exposure, ids=text[None])) for text in ids])
+        alone = torch.cat(
+            [rows_of(capture(model, exposure, ids=text[None])) for text in ids]
+        )
         moved = (both - alone).norm(dim=-1) / alone.norm(dim=-1)
         assert float(moved.max()) <= 2 * errors[-1]
     assert errors[0] < 1e-5
@@ -174,7 +200,8 @@ def test_the_arithmetic_is_measured_in_two_shapes():
 
 @pytest.mark.parametrize("scale", [0.02, 0.1, 0.5])
 def test_an_encoder_that_is_not_read_is_no_mismatch(scale):
-    model, words = tiny.shared("bert", initializer_range=scale), tiny.tokenizer()
+    model = tiny.shared("bert", initializer_range=scale)
+    words = tiny.tokenizer()
     leak = replace(leak_of(model, words, "w3 w5 w77 w8 w9 w11", "hidden:3"), model=None)
     result = recover_text(model, words, leak, method=STATES)
     assert result.text == "w3 w5 w77 w8 w9 w11" or result.status is Status.UNSOLVED
@@ -186,7 +213,11 @@ def test_a_token_that_shows_in_no_attention_output_is_not_claimed():
     ids = tiny.ids(texts=40, length=4, causal=True, seed=1)[[1, 2, 13]]
     leaks = leaks_of(model, "attention:2", ids)
     told = recover_texts(model, WORDS, leaks, method=FEW)
-    assert [result.status for result in told] == [Status.INEXACT, Status.RECOVERED, Status.INEXACT]
+    assert [result.status for result in told] == [
+        Status.INEXACT,
+        Status.RECOVERED,
+        Status.INEXACT,
+    ]
     for result, truth in zip(told, ids.tolist(), strict=True):
         assert result.ids[:3] == truth[:3]
         assert result.verified == ("1 of 4 tokens could be others" not in result.reason)
@@ -198,7 +229,8 @@ def test_arithmetic_that_moves_rows_far(monkeypatch, machine):
 
     On this machine the text run alone gives the leak exactly; on another, no run does.
     """
-    model, ids = tiny.model("llama", initializer_range=0.5), tiny.ids(1, 6, causal=True, seed=5)
+    model = tiny.model("llama", initializer_range=0.5)
+    ids = tiny.ids(1, 6, causal=True, seed=5)
     stream = torch.Generator().manual_seed(0)
 
     def moved(rows):
@@ -219,4 +251,6 @@ def test_arithmetic_that_moves_rows_far(monkeypatch, machine):
     result = recover_text(model, WORDS, leak, method=FEW)
     assert result.ids == ids[0].tolist()
     assert result.status is Status.RECOVERED
-    assert result.precision == pytest.approx(0.15 if machine == "another" else 3e-5, rel=0.2)
+    assert result.precision == pytest.approx(
+        0.15 if machine == "another" else 3e-5, rel=0.2
+    )

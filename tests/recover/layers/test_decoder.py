@@ -18,7 +18,9 @@ from keyhole.recover.simulate import leak_of
 
 TOKENIZER = tiny.tokenizer(causal=True)
 QUICK = DecoderStates(samples=512)
-SMALL = {"initializer_range": 0.05}  # as in a trained model, tokens show more than contexts
+SMALL = {
+    "initializer_range": 0.05
+}  # as in a trained model, tokens show more than contexts
 
 
 def leaks_of(model, exposure, ids, **about):
@@ -27,16 +29,21 @@ def leaks_of(model, exposure, ids, **about):
     kind = TYPES[exposure.kind]
     return [
         kind(
-            **{name: tensor[text] for name, tensor in given.items()}, layer=exposure.layer, **about
+            **{name: tensor[text] for name, tensor in given.items()},
+            layer=exposure.layer,
+            **about,
         )
         for text in range(len(ids))
     ]
 
 
 @pytest.mark.parametrize("family", tiny.DECODERS)
-@pytest.mark.parametrize("exposure", ["hidden:0", "hidden:1", "hidden:3", "kv:2", "attention:2"])
+@pytest.mark.parametrize(
+    "exposure", ["hidden:0", "hidden:1", "hidden:3", "kv:2", "attention:2"]
+)
 def test_every_token_of_every_family(family, exposure):
-    model, ids = tiny.shared(family, **SMALL), tiny.ids(texts=2, length=9, causal=True, seed=3)
+    model = tiny.shared(family, **SMALL)
+    ids = tiny.ids(texts=2, length=9, causal=True, seed=3)
     for result, truth in zip(
         recover_texts(model, TOKENIZER, leaks_of(model, exposure, ids), method=QUICK),
         ids.tolist(),
@@ -50,8 +57,11 @@ def test_every_token_of_every_family(family, exposure):
 
 
 def test_texts_of_different_lengths_side_by_side():
-    model, ids = tiny.shared("llama", **SMALL), tiny.ids(texts=3, length=12, causal=True)
-    leaks = [leaks_of(model, "hidden:2", ids[n : n + 1, : 12 - 4 * n])[0] for n in range(3)]
+    model = tiny.shared("llama", **SMALL)
+    ids = tiny.ids(texts=3, length=12, causal=True)
+    leaks = [
+        leaks_of(model, "hidden:2", ids[n : n + 1, : 12 - 4 * n])[0] for n in range(3)
+    ]
     single = recover_texts(model, TOKENIZER, leaks, method=replace(QUICK, batch=1))
     many = recover_texts(model, TOKENIZER, leaks, method=replace(QUICK, batch=3))
     for n in range(3):
@@ -66,7 +76,9 @@ def test_padding_before_the_text():
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     values = capture(model, Exposure("hidden", 2), ids=ids, mask=mask)["values"]
-    result = recover_text(model, TOKENIZER, HiddenStates(values, 2, mask=mask), method=QUICK)
+    result = recover_text(
+        model, TOKENIZER, HiddenStates(values, 2, mask=mask), method=QUICK
+    )
     assert result.ids[3:] == ids[0, 3:].tolist()
     assert result.verified
 
@@ -74,21 +86,28 @@ def test_padding_before_the_text():
 @pytest.mark.parametrize("known", [True, False])
 def test_a_first_token_that_the_tokenizer_adds(known):
     """Special tokens are tried first, and dropped if the leak contradicts them."""
-    model, framed = tiny.shared("llama", **SMALL), tiny.tokenizer(causal=False)
+    model = tiny.shared("llama", **SMALL)
+    framed = tiny.tokenizer(causal=False)
     ids = tiny.ids(texts=1, length=8, causal=True)
     ids[0, 0] = 2 if known else 17
-    result = recover_text(model, framed, leaks_of(model, "hidden:3", ids)[0], method=QUICK)
+    result = recover_text(
+        model, framed, leaks_of(model, "hidden:3", ids)[0], method=QUICK
+    )
     assert result.ids == ids[0].tolist()
     assert result.verified
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16", "int8", "noise", "unknown noise"])
+@pytest.mark.parametrize(
+    "precision", ["bfloat16", "float16", "int8", "noise", "unknown noise"]
+)
 @pytest.mark.parametrize("exposure", ["hidden:2", "kv:1"])
 def test_rounded_and_noisy_leaks(precision, exposure):
-    model, ids = tiny.shared("llama", **SMALL), tiny.ids(texts=1, length=10, causal=True)
+    model = tiny.shared("llama", **SMALL)
+    ids = tiny.ids(texts=1, length=10, causal=True)
     leak = leaks_of(model, exposure, ids)[0]
     stream = torch.Generator().manual_seed(0)
-    changed, about = {}, {}
+    changed = {}
+    about = {}
     for name, tensor in leak.tensors.items():
         if precision in ("bfloat16", "float16"):
             changed[name] = tensor.to(getattr(torch, precision))
@@ -99,7 +118,9 @@ def test_rounded_and_noisy_leaks(precision, exposure):
             sigma = 0.02 * float(leak.rows(leak.tensors).std())
             changed[name] = tensor + sigma * torch.randn(tensor.shape, generator=stream)
             about = {"noise": sigma} if precision == "noise" else {}
-    result = recover_text(model, TOKENIZER, replace(leak, **changed, **about), method=QUICK)
+    result = recover_text(
+        model, TOKENIZER, replace(leak, **changed, **about), method=QUICK
+    )
     assert result.ids == ids[0].tolist()
 
 
@@ -124,7 +145,8 @@ def test_the_search_gives_up_and_says_so():
 
 def test_a_position_that_did_not_leak():
     """Tokens before the gap are certain; the gap itself is not verified."""
-    model, ids = tiny.shared("llama", **SMALL), tiny.ids(texts=1, length=8, causal=True)
+    model = tiny.shared("llama", **SMALL)
+    ids = tiny.ids(texts=1, length=8, causal=True)
     leak = leaks_of(model, "hidden:2", ids)[0]
     values = leak.values.clone()
     values[5] = torch.nan
@@ -142,25 +164,37 @@ def test_an_encoder_is_not_read_left_to_right():
 
 
 def test_the_model_is_left_as_it_was():
-    model, ids = tiny.shared("qwen3", **SMALL), tiny.ids(texts=1, length=6, causal=True)
+    model = tiny.shared("qwen3", **SMALL)
+    ids = tiny.ids(texts=1, length=6, causal=True)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     recover_text(model, TOKENIZER, leaks_of(model, "kv:1", ids)[0], method=QUICK)
-    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert all(
+        torch.equal(weight, before[name]) for name, weight in model.state_dict().items()
+    )
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks for module in model.modules()
+    )
 
 
 def test_the_best_token_is_taken_where_noise_is_coarse():
     """A token nearly equal to the right one passes and is tried first, but is not chosen."""
-    model, words = tiny.model("llama"), tiny.tokenizer(causal=True)
+    model = tiny.model("llama")
+    words = tiny.tokenizer(causal=True)
     table = model.get_input_embeddings().weight
     with torch.no_grad():
-        table[6] = table[5] + 0.02 * table[7]  # w0 is listed first and is nearly the same as w1
+        table[6] = (
+            table[5] + 0.02 * table[7]
+        )  # w0 is listed first and is nearly the same as w1
     leak = leak_of(model, words, "w1 w50 w0 w60 w1", "hidden:2")
-    given = recover_text(model, words, replace(leak, noise=0.05 * float(leak.values.std())))
+    given = recover_text(
+        model, words, replace(leak, noise=0.05 * float(leak.values.std()))
+    )
     assert given.text == "w1 w50 w0 w60 w1"
     gap = replace(leak, values=leak.values.clone())
     gap.values[1] = torch.nan
-    given = recover_text(model, words, replace(gap, noise=0.05 * float(leak.values.std())))
+    given = recover_text(
+        model, words, replace(gap, noise=0.05 * float(leak.values.std()))
+    )
     assert len(given.ids) == 5
 
 

@@ -55,7 +55,9 @@ def test_every_family_and_layer(family, layer):
         assert result.status is Status.RECOVERED
         assert result.text == WORDS.decode(truth, skip_special_tokens=True)
         assert result.marks == (Mark.VERIFIED,) * 12
-        assert result.passes >= result.forwards >= 2  # one of the attack, one of the judge
+        assert (
+            result.passes >= result.forwards >= 2
+        )  # one of the attack, one of the judge
         assert result.fitting > 0
 
 
@@ -93,7 +95,9 @@ def test_texts_of_different_lengths_in_the_order_given():
     results = invert.recover_texts(model("roberta"), WORDS, given, method=method)
     assert [result.ids for result in results] == [text.tolist() for text in ids]
     assert all(result.verified for result in results)
-    numbers = [n for n, _ in invert.recovering(model("roberta"), WORDS, given, method=method)]
+    numbers = [
+        n for n, _ in invert.recovering(model("roberta"), WORDS, given, method=method)
+    ]
     assert sorted(numbers) == list(range(6))
 
 
@@ -106,7 +110,9 @@ def test_padding_is_left_alone(side):
     padded = torch.zeros(1, 16, dtype=torch.long)
     padded[mask.bool()] = ids[0]
     values = capture(model(), Exposure("hidden", 2), ids=padded, mask=mask)["values"]
-    result = invert.recover_text(model(), WORDS, invert.HiddenStates(values[0], 2, mask=mask[0]))
+    result = invert.recover_text(
+        model(), WORDS, invert.HiddenStates(values[0], 2, mask=mask[0])
+    )
     assert result.verified
     assert result.text == WORDS.decode(ids[0], skip_special_tokens=True)
 
@@ -230,7 +236,10 @@ def test_the_table_says_how_doubtful_a_token_is():
 def test_lbfgs_solves_many_problems_at_once():
     """Quadratics of different condition agree with the closed form; one leaves early."""
     stream = torch.Generator().manual_seed(0)
-    A = torch.randn(3, 12, 6, generator=stream) * torch.tensor([1.0, 3.0, 0.2])[:, None, None]
+    A = (
+        torch.randn(3, 12, 6, generator=stream)
+        * torch.tensor([1.0, 3.0, 0.2])[:, None, None]
+    )
     b = torch.randn(3, 12, generator=stream)
 
     def objective(rows):
@@ -276,7 +285,9 @@ def test_stages_of_any_length_lead_there(settings):
     """Gradients find the text without forward-only passes."""
     ids = tiny.ids(texts=1, length=10, seed=5)
     method = EncoderStates(feedback=0, samples=300, **settings)
-    results = invert.recover_texts(model("albert"), WORDS, leaks("albert", 3, ids), method=method)
+    results = invert.recover_texts(
+        model("albert"), WORDS, leaks("albert", 3, ids), method=method
+    )
     assert [result.ids for result in results] == ids.tolist()
     assert all(result.verified for result in results)
     assert all(result.forwards < result.passes < 100 for result in results)

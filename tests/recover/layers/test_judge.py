@@ -32,7 +32,9 @@ def target(family="bert", seed=0):
 
 
 def leak_of(ids, layer=2, whose=None):
-    values = capture((whose or target()).model, Exposure("hidden", layer), ids=ids[None])
+    values = capture(
+        (whose or target()).model, Exposure("hidden", layer), ids=ids[None]
+    )
     return invert.HiddenStates(values["values"][0], layer)
 
 
@@ -79,9 +81,15 @@ def test_the_right_text_is_verified_and_one_wrong_token_is_not(damage):
 
 @pytest.mark.parametrize(
     ("damage", "exact"),
-    [("exact", True), ("bfloat16", False), ("float16", False), ("int8", False),
-     ("decimals", False), ("noise 10%", True)],
-)  # fmt: skip
+    [
+        ("exact", True),
+        ("bfloat16", False),
+        ("float16", False),
+        ("int8", False),
+        ("decimals", False),
+        ("noise 10%", True),
+    ],
+)
 def test_rounding_is_read_off_the_numbers(damage, exact):
     leak = leak_of(IDS[0])
     values = DAMAGE[damage](leak.values)
@@ -90,24 +98,32 @@ def test_rounding_is_read_off_the_numbers(damage, exact):
         assert torch.allclose(result.rounding, FLOAT32 * values.square().mean().sqrt())
     else:
         error = float((values - leak.values).square().mean().sqrt())
-        assert float(result.sigma.square().mean().sqrt()) == pytest.approx(error, rel=0.2)
+        assert float(result.sigma.square().mean().sqrt()) == pytest.approx(
+            error, rel=0.2
+        )
 
 
 def test_int4_and_stated_noise():
     leak = leak_of(IDS[0])
     steps = leak.values.abs().amax(-1, keepdim=True) / 7
     found = precision_of(replace(leak, values=rounded(leak.values, 7)))
-    assert torch.allclose(found.rounding * 12**0.5, steps.expand_as(leak.values), rtol=0.01)
+    assert torch.allclose(
+        found.rounding * 12**0.5, steps.expand_as(leak.values), rtol=0.01
+    )
     sigma = 0.1 * float(leak.values.std())
     result = precision_of(replace(leak, noise=sigma))
     assert float(result.sigma.mean()) == pytest.approx(sigma, rel=1e-3)
     verdict = judge_rows(
-        target(), replace(leak, values=noisy(leak.values, 0.1), noise=sigma), IDS[0].tolist()
+        target(),
+        replace(leak, values=noisy(leak.values, 0.1), noise=sigma),
+        IDS[0].tolist(),
     )
     assert verdict.verified
     # The residual is far above the stated noise.
     verdict = judge_rows(
-        target(), replace(leak, values=noisy(leak.values, 0.4), noise=sigma), IDS[0].tolist()
+        target(),
+        replace(leak, values=noisy(leak.values, 0.4), noise=sigma),
+        IDS[0].tolist(),
     )
     assert not verdict.verified
 
@@ -119,7 +135,9 @@ def test_leaks_of_something_else():
     other_layer = replace(leak_of(text, 3), layer=2)
     other_text = leak_of(IDS[1])
     stream = torch.Generator().manual_seed(0)
-    nothing = replace(other_text, values=torch.randn(other_text.values.shape, generator=stream))
+    nothing = replace(
+        other_text, values=torch.randn(other_text.values.shape, generator=stream)
+    )
     for leak in (other_model, other_layer, other_text, nothing):
         verdict = judge_rows(target(), leak, right)
         assert not verdict.verified
@@ -132,10 +150,13 @@ def test_two_texts_in_one_leak_are_never_verified(width):
     """In a spliced or mixed leak each position may fit, but the residual is not noise."""
     whose = Target.of(tiny.shared("bert", hidden_size=width), tiny.tokenizer())
     first, second = tiny.ids(texts=2, length=14, seed=9)
-    a, b = leak_of(first, 1, whose), leak_of(second, 1, whose)
+    a = leak_of(first, 1, whose)
+    b = leak_of(second, 1, whose)
     for cut in (2, 5, 8, 12):
         spliced = replace(a, values=torch.cat([a.values[:cut], b.values[cut:]]))
-        verdict = judge_rows(whose, spliced, [*first[:cut].tolist(), *second[cut:].tolist()])
+        verdict = judge_rows(
+            whose, spliced, [*first[:cut].tolist(), *second[cut:].tolist()]
+        )
         assert not verdict.verified
     for share in (0.02, 0.1, 0.3, 0.5):
         mixed = replace(a, values=(1 - share) * a.values + share * b.values)
@@ -167,10 +188,13 @@ def test_noise_of_unknown_strength_needs_several_positions():
     only = leak.values.clone()
     only[1:] = torch.nan
     assert (
-        judge_rows(target(), replace(leak, values=only), IDS[0].tolist()).status is Status.RECOVERED
+        judge_rows(target(), replace(leak, values=only), IDS[0].tolist()).status
+        is Status.RECOVERED
     )
     verdict = judge_rows(
-        target(), replace(leak, values=noisy(only.nan_to_num(), 0.1) + only * 0), IDS[0].tolist()
+        target(),
+        replace(leak, values=noisy(only.nan_to_num(), 0.1) + only * 0),
+        IDS[0].tolist(),
     )
     assert not verdict.verified
 
@@ -184,7 +208,9 @@ def test_equal_tokens_cannot_be_told_apart():
     doubled = Target.of(model, tiny.tokenizer())
     leak = leak_of(text, whose=doubled)
     for token in (int(text[5]), 150):
-        verdict = judge_rows(doubled, leak, [*text[:5].tolist(), token, *text[6:].tolist()])
+        verdict = judge_rows(
+            doubled, leak, [*text[:5].tolist(), token, *text[6:].tolist()]
+        )
         assert not verdict.verified
         assert verdict.status is Status.INEXACT
         assert verdict.marks[5] is Mark.UNKNOWN  # the equal token is as likely
@@ -209,7 +235,9 @@ def test_positions_that_did_not_leak():
 def test_a_text_of_another_length():
     shorter = WrittenIds([IDS[0][:-1].tolist()])
     whose = target()
-    verdict = invert.recover_text(whose.model, whose.tokenizer, leak_of(IDS[0]), method=shorter)
+    verdict = invert.recover_text(
+        whose.model, whose.tokenizer, leak_of(IDS[0]), method=shorter
+    )
     assert verdict.status is Status.UNSOLVED
     assert "13 tokens proposed for 14 positions" in verdict.reason
 
@@ -247,7 +275,9 @@ def test_an_alternative_that_no_row_excludes_is_not_verified(monkeypatch):
     leak = invert.HiddenStates(noisy(values, 0.05), 2, noise=0.05 * float(values.std()))
     result = judge_rows(target(), leak, ids.tolist())
     assert not result.verified
-    assert [place for place, mark in enumerate(result.marks) if mark is not Mark.VERIFIED] == [3]
+    assert [
+        place for place, mark in enumerate(result.marks) if mark is not Mark.VERIFIED
+    ] == [3]
 
 
 def test_nothing_is_known_of_another_text():
@@ -263,7 +293,9 @@ def test_a_token_whose_position_did_not_leak_needs_a_fine_leak():
     values[3] = torch.nan
     assert judge_rows(target(), replace(leak, values=values), IDS[0].tolist()).verified
     sigma = 0.05 * float(leak.values.std())
-    loud = replace(leak, values=noisy(values.nan_to_num(), 0.05) + values * 0, noise=sigma)
+    loud = replace(
+        leak, values=noisy(values.nan_to_num(), 0.05) + values * 0, noise=sigma
+    )
     verdict = judge_rows(target(), loud, IDS[0].tolist())
     assert verdict.marks[3] is Mark.UNKNOWN
     assert verdict.status is Status.INEXACT
@@ -282,9 +314,15 @@ def test_a_word_of_like_meaning_is_tried_as_an_alternative(share):
     """The classifier gives words of one sentiment similar states, so a wrong one may fit."""
     tokenizer = shipped().tokenizer
     ids = tokenizer("a solid film , well told and refreshingly funny .")["input_ids"]
-    values = capture(shipped().model, Exposure("hidden", 4), ids=torch.tensor([ids]))["values"][0]
+    values = capture(shipped().model, Exposure("hidden", 4), ids=torch.tensor([ids]))[
+        "values"
+    ][0]
     words = ["solid", "enjoyable", "unique", "touching"]
-    words = [number for number in tokenizer.convert_tokens_to_ids(words) if number is not None]
+    words = [
+        number
+        for number in tokenizer.convert_tokens_to_ids(words)
+        if number is not None
+    ]
     noise = share * float(values.std())
     for seed in range(5 if FULL else 1):
         leak = invert.HiddenStates(noisy(values, share, seed), 4, noise=noise)
@@ -322,7 +360,9 @@ def test_noise_does_not_hide_the_right_token_among_many_alternatives():
 
         def margin(noisy, leak=leak, misfits=misfits):
             hidden = torch.zeros_like(right, dtype=torch.bool)
-            compared = Compared(target, leak, wrong, leak.values, given, hidden, misfits)
+            compared = Compared(
+                target, leak, wrong, leak.values, given, hidden, misfits
+            )
             tried = alternatives(compared, noisy)[:, place]
             texts = wrong.repeat(len(tried), 1)
             texts[:, place] = tried
@@ -336,8 +376,11 @@ def test_noise_does_not_hide_the_right_token_among_many_alternatives():
 
 def test_a_row_of_one_number_verifies_no_wrong_token():
     """Its error is a small share of the spread, but among 5000 tokens many fit."""
-    model, tokenizer = tiny.model("gpt2", vocab_size=5000), tiny.tokenizer(causal=True)
-    ids = torch.randint(5, 5000, (3,), generator=torch.Generator().manual_seed(0)).tolist()
+    model = tiny.model("gpt2", vocab_size=5000)
+    tokenizer = tiny.tokenizer(causal=True)
+    ids = torch.randint(
+        5, 5000, (3,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     leak = simulated(model, tokenizer, ids, "hidden:1")
     narrow = degrade(leak, "bfloat16", forms=["truncated:1"])
     result = invert.recover_text(model, tokenizer, narrow)
@@ -350,7 +393,8 @@ def test_a_row_of_one_number_verifies_no_wrong_token():
 
 @pytest.mark.parametrize("exposure", ["hidden:0", "kv:0"])
 def test_a_text_for_which_the_model_gives_nan_does_not_fit(exposure):
-    model, tokenizer = tiny.model("llama"), tiny.tokenizer(causal=True)
+    model = tiny.model("llama")
+    tokenizer = tiny.tokenizer(causal=True)
     ids = tiny.ids(texts=1, length=8, causal=True)[0].tolist()
     leak = simulated(model, tokenizer, ids, exposure)
     wrong = next(token for token in range(5, 200) if token not in ids)
@@ -364,7 +408,8 @@ def test_a_text_for_which_the_model_gives_nan_does_not_fit(exposure):
 @pytest.mark.parametrize("exposure", ["hidden:1", "kv:0"])
 def test_tokens_that_were_never_trained_pass_for_each_other(exposure):
     """Their embeddings are far apart for their size, and all nearly zero."""
-    model, tokenizer = tiny.model("llama"), tiny.tokenizer(causal=True)
+    model = tiny.model("llama")
+    tokenizer = tiny.tokenizer(causal=True)
     stream = torch.Generator().manual_seed(0)
     model.embed_tokens.weight[[50, 60]] = 1e-8 * torch.randn(2, 32, generator=stream)
     ids = tiny.ids(texts=1, length=8, causal=True)[0].tolist()
@@ -378,10 +423,13 @@ def test_tokens_that_were_never_trained_pass_for_each_other(exposure):
 
 def test_a_large_constant_makes_no_leak_fine():
     """The constant is nearly all of the spread, so the noise hides all other numbers."""
-    model, tokenizer = tiny.model("gpt2"), tiny.tokenizer(causal=True)
+    model = tiny.model("gpt2")
+    tokenizer = tiny.tokenizer(causal=True)
     model.wpe.weight[:, 0] += 300
     ids = tiny.ids(texts=1, length=8, causal=True)[0].tolist()
-    leak = degrade(simulated(model, tokenizer, ids, "hidden:1"), noise=0.004).with_noise(0.004)
+    leak = degrade(
+        simulated(model, tokenizer, ids, "hidden:1"), noise=0.004
+    ).with_noise(0.004)
     result = invert.recover_text(model, tokenizer, leak)
     assert result.ids != ids
     assert Mark.VERIFIED not in result.marks

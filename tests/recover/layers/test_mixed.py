@@ -24,27 +24,37 @@ BLOCK = 8
 
 @pytest.fixture(scope="module")
 def llama():
-    return tiny.model("llama", hidden_size=64, num_attention_heads=2, num_key_value_heads=2)
+    return tiny.model(
+        "llama", hidden_size=64, num_attention_heads=2, num_key_value_heads=2
+    )
 
 
 @pytest.fixture(scope="module")
 def words():
     made = tiny.tokenizer(causal=True)
     names = " ".join(made.convert_ids_to_tokens(KNOWN))
-    made.chat_template = "{% for m in messages %}" + names + " {{ m.content }} {% endfor %}"
+    made.chat_template = (
+        "{% for m in messages %}" + names + " {{ m.content }} {% endfor %}"
+    )
     return made
 
 
-def cloaked(model, ids=TEXT, layer=1, size=BLOCK, dtype=torch.float32, seed=0, **options):
+def cloaked(
+    model, ids=TEXT, layer=1, size=BLOCK, dtype=torch.float32, seed=0, **options
+):
     draw = np.random.default_rng(seed)
     plain = leak_of(model, None, ids, Exposure("kv", layer - 1))
     keys, values = (
-        torch.stack([
-            torch.from_numpy(reference.kv_cloak(head.double().numpy(), size, draw, **options))
-            for head in tensor
-        ]).to(dtype)
+        torch.stack(
+            [
+                torch.from_numpy(
+                    reference.kv_cloak(head.double().numpy(), size, draw, **options)
+                )
+                for head in tensor
+            ]
+        ).to(dtype)
         for tensor in plain.tensors.values()
-    )  # fmt: skip
+    )
     return MixedCache(keys, values, layer, size, KNOWN)
 
 
@@ -59,7 +69,9 @@ def cloaked(model, ids=TEXT, layer=1, size=BLOCK, dtype=torch.float32, seed=0, *
         (torch.bfloat16, {}),
     ],
 )
-def test_a_mixed_cache_is_read_whole_from_a_known_beginning(llama, words, dtype, options):
+def test_a_mixed_cache_is_read_whole_from_a_known_beginning(
+    llama, words, dtype, options
+):
     read = recover_text(llama, words, cloaked(llama, dtype=dtype, **options))
     assert read.ids == TEXT
     assert read.verified
@@ -103,19 +115,31 @@ def test_a_template_opens_texts(llama, words):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_wrong_text_is_never_verified(llama, words, dtype):
-    target, leak = Target.of(llama, words), cloaked(llama, dtype=dtype)
+    target = Target.of(llama, words)
+    leak = cloaked(llama, dtype=dtype)
     assert judge_mixed(target, leak, TEXT).verified
     exchanged = [[*TEXT[:n], TEXT[n] + 1, *TEXT[n + 1 :]] for n in (0, 19, 33)]
     swapped = [*TEXT[:20], TEXT[21], TEXT[20], *TEXT[22:]]
-    for other in (*exchanged, swapped, TEXT[:-1], [*TEXT, 5], [*TEXT, TEXT[-1]], TEXT[:16]):
+    for other in (
+        *exchanged,
+        swapped,
+        TEXT[:-1],
+        [*TEXT, 5],
+        [*TEXT, TEXT[-1]],
+        TEXT[:16],
+    ):
         assert not judge_mixed(target, leak, other).verified
     whole = TEXT[:32]  # fills its blocks
     assert judge_mixed(target, cloaked(llama, whole, dtype=dtype), whole).verified
-    assert not judge_mixed(target, cloaked(llama, whole, dtype=dtype), whole[:-1]).verified
+    assert not judge_mixed(
+        target, cloaked(llama, whole, dtype=dtype), whole[:-1]
+    ).verified
 
 
 def test_another_models_cache_is_not_verified(llama, words):
-    other = tiny.model("llama", 1, hidden_size=64, num_attention_heads=2, num_key_value_heads=2)
+    other = tiny.model(
+        "llama", 1, hidden_size=64, num_attention_heads=2, num_key_value_heads=2
+    )
     read = recover_text(llama, words, cloaked(other))
     assert not read.verified
 
@@ -131,7 +155,9 @@ def test_right_tokens_lie_as_far_outside_as_rounding_puts_them(llama):
     leak = cloaked(llama, dtype=torch.bfloat16)
     plain = leak_of(llama, None, TEXT, "kv:0")
     blocks = Blocks.cut(leak, [BLOCK])[0]
-    rows = [(plain.keys if side.keys else plain.values)[side.head] for side in blocks.sides]
+    rows = [
+        (plain.keys if side.keys else plain.values)[side.head] for side in blocks.sides
+    ]
     solved = blocks.solved(rows, torch.arange(len(TEXT)))
     assert 0.7 < solved.level < 1.3  # a chi-square: q = 1
     others = [each.flip(0) for each in rows]
@@ -142,7 +168,11 @@ def test_right_tokens_lie_as_far_outside_as_rounding_puts_them(llama):
 def biased():
     """A model with keys like Qwen2.5's: a bias far larger than what tokens add."""
     made = tiny.model(
-        "llama", hidden_size=128, num_attention_heads=2, num_key_value_heads=2, attention_bias=True
+        "llama",
+        hidden_size=128,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        attention_bias=True,
     )
     bias = made.layers[0].self_attn.k_proj.bias
     bias.data = torch.randn(bias.shape, generator=torch.Generator().manual_seed(0))
@@ -153,7 +183,10 @@ def biased():
 def test_keys_whose_directions_rounding_hides_are_read_by_squares(biased, words):
     leak = cloaked(biased, dtype=torch.bfloat16)
     blocks = Blocks.cut(leak, [BLOCK])[0]
-    assert min(len(base) for side in blocks.sides if side.keys for base in side.bases) < BLOCK - 2
+    assert (
+        min(len(base) for side in blocks.sides if side.keys for base in side.bases)
+        < BLOCK - 2
+    )
     read = recover_text(biased, words, leak)
     assert read.ids == TEXT
     assert read.verified
@@ -175,7 +208,9 @@ def test_squares_are_those_of_least_squares_number_by_number():
         return sum(np.linalg.lstsq((given / s).T, y / s)[1].item() for y, s in pairs)
 
     none = torch.zeros(0, 12, dtype=torch.float64)
-    assert float(fitted(block, spread, rows[None], none)[0]) == pytest.approx(witness(rows.numpy()))
+    assert float(fitted(block, spread, rows[None], none)[0]) == pytest.approx(
+        witness(rows.numpy())
+    )
     found = exchanged(block, spread, rows, none, others)
     for place in range(3):
         for each in range(2):

@@ -78,8 +78,11 @@ def test_the_strength_is_the_one_that_cross_validation_prefers(width):
     matrix, freedom = ordering.ridge(x.mT @ x, x.mT @ y, y.square().sum(0), 60)
     base = torch.zeros(7, width, dtype=torch.float64)
     if width == 7:
-        base = torch.stack([(x[:, k] @ y[:, k]) / (x[:, k] @ x[:, k]) for k in range(7)]).diag()
-    rest, scaled = y - x @ base, x / x.std(0)
+        base = torch.stack(
+            [(x[:, k] @ y[:, k]) / (x[:, k] @ x[:, k]) for k in range(7)]
+        ).diag()
+    rest = y - x @ base
+    scaled = x / x.std(0)
     best = None
     for strength in 60 * np.logspace(-5, 2, 15):
         inner = scaled.mT @ scaled + strength * torch.eye(7, dtype=torch.float64)

@@ -24,8 +24,12 @@ def target():
 
 
 def permuted(text, precision="float32", layer=2, forms=("permuted",)):
-    values = capture(target().model, Exposure("hidden", layer), ids=text[None])["values"][0]
-    return invert.degrade(invert.HiddenStates(values, layer), precision, seed=4, forms=forms)
+    values = capture(target().model, Exposure("hidden", layer), ids=text[None])[
+        "values"
+    ][0]
+    return invert.degrade(
+        invert.HiddenStates(values, layer), precision, seed=4, forms=forms
+    )
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
@@ -42,7 +46,8 @@ def test_the_right_text_is_verified_in_its_own_order_only(precision, forms):
 
 def test_a_row_of_another_text_leaves_nothing_verified():
     text, other = IDS
-    leak, strange = permuted(text), permuted(other)
+    leak = permuted(text)
+    strange = permuted(other)
     values = leak.values.clone()
     values[3] = strange.values[8]
     verdict = judge_rows(target(), replace(leak, values=values), text.tolist())
@@ -57,7 +62,9 @@ def test_tokens_that_could_change_places_are_unknown():
     subject = Target.of(blind, tiny.tokenizer())
     text = IDS[0]
     values = capture(blind, Exposure("hidden", 0), ids=text[None])["values"][0]
-    verdict = judge_rows(subject, invert.HiddenStates(values, 0, permuted=True), text.tolist())
+    verdict = judge_rows(
+        subject, invert.HiddenStates(values, 0, permuted=True), text.tolist()
+    )
     assert verdict.status is not Status.RECOVERED
     assert set(verdict.marks) == {Mark.UNKNOWN}
     assert f"the order of {len(text)} tokens is unknown" in verdict.reason

@@ -14,7 +14,10 @@ from keyhole.recover import AttentionMaps, KeyValues, recover_text
 from keyhole.recover.layers.precision import FLOAT32, precision_of
 
 WORDS = tiny.tokenizer(causal=True)
-WIDE = {"hidden_size": 128, "num_hidden_layers": 2}  # two heads of keys, 32 numbers each
+WIDE = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+}  # two heads of keys, 32 numbers each
 LENGTH = 16
 
 
@@ -26,8 +29,12 @@ def tokens_of(shape):
 def channels_of(shape):
     """Return a group for each head and channel over 16 tokens, as for KIVI's keys."""
     places = np.arange(np.prod(shape)).reshape(shape)
-    return [places[h, t : t + 16, c] for h in range(shape[0]) for t in range(0, shape[1], 16)
-            for c in range(shape[2])]  # fmt: skip
+    return [
+        places[h, t : t + 16, c]
+        for h in range(shape[0])
+        for t in range(0, shape[1], 16)
+        for c in range(shape[2])
+    ]
 
 
 def strided_of(shape):
@@ -57,7 +64,9 @@ def test_steps_of_groups(subject, bits, groups):
     expected = leak.rows({"keys": torch.tensor(steps), "values": torch.tensor(others)})
     right = (found.sigma * 12**0.5 / expected - 1).abs() < 0.01
     assert right.float().mean() > 0.9
-    assert (found.sigma * 12**0.5 > 0.99 * expected).all()  # with few levels the step may be larger
+    assert (
+        found.sigma * 12**0.5 > 0.99 * expected
+    ).all()  # with few levels the step may be larger
     off = leak.rows({"keys": keys, "values": values}) - leak.rows(leak.tensors)
     assert (off.abs() <= 1.001 * found.most).all()
 
@@ -66,7 +75,10 @@ def test_steps_of_groups(subject, bits, groups):
 @pytest.mark.parametrize("scale", [1.0, 0.37])
 def test_eight_bit_floats_with_and_without_a_scale(subject, dtype, scale):
     keys, values = cache(*subject)
-    kept = [(part / scale).to(getattr(torch, dtype)).float() * scale for part in (keys, values)]
+    kept = [
+        (part / scale).to(getattr(torch, dtype)).float() * scale
+        for part in (keys, values)
+    ]
     leak = KeyValues(*kept, layer=1)
     found = precision_of(leak)
     off = leak.rows({"keys": keys, "values": values}) - leak.rows(leak.tensors)
@@ -99,7 +111,9 @@ def test_read_from_the_librarys_own_fp8_cache(subject):
     with torch.no_grad():
         model(torch.tensor([ids]), past_key_values=quantised)
     one_more = torch.zeros(1, 2, 1, 32)
-    keys, values = quantised.update(one_more, one_more, 1)  # the whole cache and this token
+    keys, values = quantised.update(
+        one_more, one_more, 1
+    )  # the whole cache and this token
     leak = KeyValues(keys[:, :, :-1], values[:, :, :-1], layer=1)
     recovery = recover_text(model, WORDS, leak)
     assert recovery.verified

@@ -18,13 +18,17 @@ def test_an_assignment_is_the_best_of_all():
     costs = torch.rand(5, 5, generator=torch.Generator().manual_seed(0))
     best = min(
         itertools.permutations(range(5)),
-        key=lambda order: sum(float(costs[row, place]) for place, row in enumerate(order)),
+        key=lambda order: sum(
+            float(costs[row, place]) for place, row in enumerate(order)
+        ),
     )
     assert assigned(costs).tolist() == list(best)
 
 
 def test_rows_that_did_not_leak_fill_what_is_left():
-    costs = torch.tensor([[9.0, 9, 0, 9], [torch.nan] * 4, [0, 9, 9, 9], [torch.nan] * 4])
+    costs = torch.tensor(
+        [[9.0, 9, 0, 9], [torch.nan] * 4, [0, 9, 9, 9], [torch.nan] * 4]
+    )
     assert assigned(costs).tolist() == [2, 1, 0, 3]
 
 
@@ -37,7 +41,9 @@ def test_rows_of_the_first_layer_find_their_places(family):
     for text in tiny.ids(texts=6, length=12):
         rows = capture(target.model, exposure, ids=text[None])["values"][0]
         shuffle = torch.randperm(12, generator=torch.Generator().manual_seed(1))
-        right += int((shuffle[positions.order(rows[shuffle])] == torch.arange(12)).sum())
+        right += int(
+            (shuffle[positions.order(rows[shuffle])] == torch.arange(12)).sum()
+        )
     assert right >= 0.6 * 6 * 12  # chance gives one in twelve
 
 

@@ -45,7 +45,9 @@ def candidates(places, right, count=6, at=4):
 def test_wrong_tokens_are_replaced_together(batch_size):
     ids, spoilt, misfits = planted()
     places = torch.arange(1, LENGTH - 1)[torch.randperm(LENGTH - 2)]
-    tried = try_rows(misfits, spoilt, places, candidates(places, ids[places]), batch_size)
+    tried = try_rows(
+        misfits, spoilt, places, candidates(places, ids[places]), batch_size
+    )
     assert torch.equal(tried.ids, ids)
     assert tried.loss < 1e-8
     groups = -(-len(places) // batch_size)
@@ -56,10 +58,14 @@ def test_what_no_candidate_explains_stays():
     """The text never gets worse, and a right text is left unchanged."""
     ids, spoilt, misfits = planted()
     before = float(misfits(spoilt[None]).sum())
-    tried = try_rows(misfits, spoilt, WRONG, candidates(WRONG, torch.full_like(WRONG, -1)), 4)
+    tried = try_rows(
+        misfits, spoilt, WRONG, candidates(WRONG, torch.full_like(WRONG, -1)), 4
+    )
     assert tried.loss <= before
     assert tried.loss == pytest.approx(float(misfits(tried.ids[None]).sum()), rel=1e-5)
-    untouched = try_rows(misfits, ids, WRONG, candidates(WRONG, torch.full_like(WRONG, -1)), 4)
+    untouched = try_rows(
+        misfits, ids, WRONG, candidates(WRONG, torch.full_like(WRONG, -1)), 4
+    )
     assert torch.equal(untouched.ids, ids)
 
 

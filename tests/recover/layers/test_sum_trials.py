@@ -33,7 +33,9 @@ def planted(wrong):
 
 
 def candidates(places, right, count=6):
-    lists = torch.randint(5, 60, (len(places), count), generator=torch.Generator().manual_seed(0))
+    lists = torch.randint(
+        5, 60, (len(places), count), generator=torch.Generator().manual_seed(0)
+    )
     lists[:, 3] = right
     return lists
 
@@ -54,12 +56,17 @@ def test_it_is_as_good_as_every_pair():
     lists = candidates(places, torch.tensor([30, 31]))
     tried = try_sums(missing, spoilt, places, lists)
     losses = []
-    for first, second in itertools.product([spoilt[10], *lists[0]], [spoilt[11], *lists[1]]):
+    for first, second in itertools.product(
+        [spoilt[10], *lists[0]], [spoilt[11], *lists[1]]
+    ):
         text = spoilt.clone()
-        text[10], text[11] = first, second
+        text[10] = first
+        text[11] = second
         losses.append(float(missing(text[None]).square().sum()))
     assert tried.loss <= sorted(losses)[3]  # sums are approximate
-    assert tried.loss == pytest.approx(float(missing(tried.ids[None]).square().sum()), rel=1e-5)
+    assert tried.loss == pytest.approx(
+        float(missing(tried.ids[None]).square().sum()), rel=1e-5
+    )
     assert not torch.equal(tried.ids, ids)
 
 

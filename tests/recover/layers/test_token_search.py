@@ -42,13 +42,17 @@ def test_the_vocabularys_coordinates_are_round(bert):
     round_ = (words.table - words.mean) @ words.whiten
     moment = (weights[:, None] * round_).T @ round_
     assert torch.allclose(moment, torch.eye(len(moment)), atol=1e-3)
-    assert torch.allclose(words.factor @ words.whiten, torch.eye(len(moment)), atol=1e-4)
+    assert torch.allclose(
+        words.factor @ words.whiten, torch.eye(len(moment)), atol=1e-4
+    )
 
 
 def test_a_narrowed_prior_is_the_candidates_mean(bert):
     words = Vocabulary.of(Target.of(bert, TOKENIZER))
     agreement = torch.full((2, len(words.table)), -1e4)
-    agreement[0, 17], agreement[1, 20], agreement[1, 30] = 0.0, 0.0, 0.0
+    agreement[0, 17] = 0.0
+    agreement[1, 20] = 0.0
+    agreement[1, 30] = 0.0
     prior = Prior.among(words, agreement)
     assert torch.allclose(prior.means[0], words.table[17], atol=1e-5)
     assert torch.allclose(prior.means[1], words.table[[20, 30]].mean(0), atol=1e-5)
@@ -57,7 +61,8 @@ def test_a_narrowed_prior_is_the_candidates_mean(bert):
 
 
 def test_trials_repair_a_text(bert):
-    target, ids = Target.of(bert, TOKENIZER), tiny.ids(1, 9)[0]
+    target = Target.of(bert, TOKENIZER)
+    ids = tiny.ids(1, 9)[0]
     comparison = Comparison.of(target, AttentionOutput(output_of(bert, ids[None]), 1))
     broken = ids.clone()
     broken[[2, 5]] = 50
@@ -72,7 +77,8 @@ def test_trials_repair_a_text(bert):
 
 @pytest.mark.parametrize("family", tiny.ENCODERS)
 def test_sub_layer_output(family):
-    model, ids = tiny.shared(family), tiny.ids(1, 8, seed=1)
+    model = tiny.shared(family)
+    ids = tiny.ids(1, 8, seed=1)
     leak = AttentionOutput(output_of(model, ids), 1)
     result = recover_text(model, TOKENIZER, leak, method=SubLayerOutput(QUICK, STATES))
     assert result.ids == ids[0].tolist()
@@ -87,7 +93,10 @@ def test_sub_layer_output_rounded_and_with_gaps(bert):
     values = output_of(bert, ids)
     values[3] = torch.nan
     result = recover_text(
-        bert, TOKENIZER, AttentionOutput(values, 1), method=SubLayerOutput(BRIEF, STATES)
+        bert,
+        TOKENIZER,
+        AttentionOutput(values, 1),
+        method=SubLayerOutput(BRIEF, STATES),
     )
     assert len(result.ids) == 8
     assert not result.verified or result.ids == ids[0].tolist()

@@ -47,14 +47,20 @@ def recovered(layer, forms, precision="float32", family="bert", ids=IDS, method=
     ],
 )
 def test_texts_come_back_and_are_verified(layer, forms, precision):
-    for result, truth in zip(recovered(layer, forms, precision), IDS.tolist(), strict=True):
+    for result, truth in zip(
+        recovered(layer, forms, precision), IDS.tolist(), strict=True
+    ):
         assert result.ids == truth
         assert result.verified
         assert result.status is Status.RECOVERED
-        assert result.method == ("UnorderedStates" if "permuted" in forms else "EncoderStates")
+        assert result.method == (
+            "UnorderedStates" if "permuted" in forms else "EncoderStates"
+        )
 
 
-@pytest.mark.parametrize("forms", [["subset:8"], ["subset:9", "permuted"], ["truncated:4"]])
+@pytest.mark.parametrize(
+    "forms", [["subset:8"], ["subset:9", "permuted"], ["truncated:4"]]
+)
 def test_what_is_lost_is_never_claimed(forms):
     method = None if "permuted" in forms else EncoderStates(rounds=4, opening=4, most=0)
     (result,) = recovered(2, forms, ids=IDS[:1], method=method)
@@ -66,8 +72,13 @@ def test_an_order_that_leaks_nothing_is_not_claimed():
     blind = tiny.model("bert", seed=3)
     blind.embeddings.position_embeddings.weight.zero_()
     values = capture(blind, Exposure("hidden", 1), ids=IDS)["values"]
-    leaks = [invert.degrade(invert.HiddenStates(text, 1), forms=["permuted"]) for text in values]
-    for result, truth in zip(invert.recover_texts(blind, WORDS, leaks), IDS.tolist(), strict=True):
+    leaks = [
+        invert.degrade(invert.HiddenStates(text, 1), forms=["permuted"])
+        for text in values
+    ]
+    for result, truth in zip(
+        invert.recover_texts(blind, WORDS, leaks), IDS.tolist(), strict=True
+    ):
         assert sorted(result.ids) == sorted(truth)
         assert not result.verified
         assert "the order of" in result.reason

@@ -17,7 +17,8 @@ IDS = tiny.ids(texts=2, length=12)
 
 
 def recovered(family, layer, forms, precision="float32"):
-    model, stream = tiny.shared(family), torch.Generator().manual_seed(0)
+    model = tiny.shared(family)
+    stream = torch.Generator().manual_seed(0)
     values = capture(model, Exposure("hidden", layer), ids=IDS)["values"]
     leaks = [
         invert.degrade(invert.HiddenStates(text, layer), precision, 0.0, stream, forms)
@@ -29,7 +30,9 @@ def recovered(family, layer, forms, precision="float32"):
 @pytest.mark.parametrize("family", tiny.DECODERS)
 @pytest.mark.parametrize("layer", [1, 3])
 def test_every_family(family, layer):
-    for result, truth in zip(recovered(family, layer, ["permuted"]), IDS.tolist(), strict=True):
+    for result, truth in zip(
+        recovered(family, layer, ["permuted"]), IDS.tolist(), strict=True
+    ):
         assert result.ids == truth
         assert result.verified
         assert result.status is Status.RECOVERED
@@ -47,7 +50,9 @@ def test_without_lengths_too(layer, precision):
 
 def test_embeddings_of_tokens_have_no_order_to_find():
     """Layer 0 of a rotary model shows the set of tokens, and no order."""
-    for result, truth in zip(recovered("llama", 0, ["permuted"]), IDS.tolist(), strict=True):
+    for result, truth in zip(
+        recovered("llama", 0, ["permuted"]), IDS.tolist(), strict=True
+    ):
         assert sorted(result.ids) == sorted(truth)
         assert not result.verified
         assert "the order of" in result.reason

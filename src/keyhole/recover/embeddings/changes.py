@@ -1,26 +1,28 @@
 """Single changes of texts (a token replaced, inserted or deleted), and texts with several of them.
 
-All changes of p texts stand in one table (p, N), with the same kinds and places for every text, so
-that what each does to the vector is one tensor (p, N, d) whose rows can be added (sums.py). Two
-changes are compatible if they take different slots: a token is replaced or deleted once, and one
-token is inserted into a gap.
+All changes of p texts stand in one table (p, N), with the same kinds and places for
+every text, so that what each does to the vector is one tensor (p, N, d) whose rows can
+be added (sums.py). Two changes are compatible if they take different slots: a token is
+replaced or deleted once, and one token is inserted into a gap.
 
-Which tokens are worth trying at a place? For a text with vector e′ and a leaked vector e, token t
-scores
+Which tokens are worth trying at a place? For a text with vector e′ and a leaked vector
+e, token t scores
 
     a·log odds_t(e)  +  b·missing_t(e − e′)  +  c·log p(t between its neighbours)
 
 with the odds of counts.py, counted as 0 for a token that the text has already, and the
-log-probability of its n-grams. Half of the tokens are chosen with weights for a text that is far
-from e, the other half with weights that trust e − e′, which says more the nearer the text is; a few
-are chosen by the odds alone. Each time that a text is changed again, more noise is added to the
-scores, so that tokens further down get their turn. The gradient of the encoder does not help here:
-it ranks the right token among thousands.
+log-probability of its n-grams. Half of the tokens are chosen with weights for a text
+that is far from e, the other half with weights that trust e − e′, which says more the
+nearer the text is; a few are chosen by the odds alone. Each time that a text is changed
+again, more noise is added to the scores, so that tokens further down get their turn.
+The gradient of the encoder does not help here: it ranks the right token among
+thousands.
 
-Exchanges keep the tokens and change their order: two pieces [a, b) and [c, d) of a text, with a < b
-≤ c < d, change places ("glad and tired" becomes "tired and glad"). There are about ⅙n³ + n⁴/24 of
-them; in a long text only a random sample is considered. How an exchange changes the bigrams' log p
-follows from the ends of the pieces alone, and the exchanges to run are drawn by that.
+Exchanges keep the tokens and change their order: two pieces [a, b) and [c, d) of a
+text, with a < b ≤ c < d, change places ("glad and tired" becomes "tired and glad").
+There are about ⅙n³ + n⁴/24 of them; in a long text only a random sample is considered.
+How an exchange changes the bigrams' log p follows from the ends of the pieces alone,
+and the exchanges to run are drawn by that.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ from torch import Tensor
 from keyhole.recover.embeddings.counts import Counted, NGrams, mixed
 from keyhole.recover.embeddings.encoder import Texts
 
-REPLACED, INSERTED, DELETED = 0, 1, 2
+REPLACED = 0
+INSERTED = 1
+DELETED = 2
 _COMMON = 200  # tokens that follow most others: vectors say little about them
 _MISSED = 100  # candidates that a text lacks most
 _ORDINARY = 40  # tokens of a text of ordinary length
@@ -43,9 +47,11 @@ _MOST_CUTS = 1 << 16  # exchanges that are considered in longer texts
 _TURNS = 3  # turns after which the noise grows no more
 _NEVER = -1e3  # the log-odds of a token that no text has
 _HEAT = 2.0  # nats: exchanges are drawn with probability exp(change of log p / heat)
-# The weights a and b of far texts and of near ones, and c, chosen on sentences that the benchmarks
-# do not use. The b of near texts is for e − e′ of length one.
-_FAR, _NEAR, _ORDER = (0.3, 0.4), (0.1, 0.32), 0.6
+# The weights a and b of far texts and of near ones, and c, chosen on sentences that the
+# benchmarks do not use. The b of near texts is for e − e′ of length one.
+_FAR = (0.3, 0.4)
+_NEAR = (0.1, 0.32)
+_ORDER = 0.6
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,21 +70,28 @@ class SingleChanges:
         cls, parents: Texts, replaced: Tensor, inserted: Tensor, max_length: int
     ) -> SingleChanges:
         """Make the changes to tokens (p, n, m) at every place and (p, n + 1, m′) in every gap."""
-        (n, m), gaps = replaced.shape[1:], inserted.shape[2]
+        (n, m) = replaced.shape[1:]
+        gaps = inserted.shape[2]
         device = replaced.device
         places, between = (torch.arange(k, device=device) for k in (n, n + 1))
         inside = places < parents.lengths[:, None]
-        fits = (between <= parents.lengths[:, None]) & (parents.lengths < max_length)[:, None]
+        fits = (between <= parents.lengths[:, None]) & (parents.lengths < max_length)[
+            :, None
+        ]
         new = replaced != parents.ids[:, :n, None]
         may_replace = (inside[..., None] & new).flatten(1)
         may_delete = inside & (parents.lengths > 1)[:, None]
         kinds = [REPLACED] * (n * m) + [INSERTED] * ((n + 1) * gaps) + [DELETED] * n
         return cls(
             parents,
-            torch.cat([replaced.flatten(1), inserted.flatten(1), parents.ids[:, :n]], 1),
+            torch.cat(
+                [replaced.flatten(1), inserted.flatten(1), parents.ids[:, :n]], 1
+            ),
             torch.cat([may_replace, fits.repeat_interleave(gaps, 1), may_delete], 1),
             torch.tensor(kinds).to(device),
-            torch.cat([places.repeat_interleave(m), between.repeat_interleave(gaps), places]),
+            torch.cat(
+                [places.repeat_interleave(m), between.repeat_interleave(gaps), places]
+            ),
             max_length,
         )
 
@@ -97,23 +110,29 @@ class SingleChanges:
 
         Sets are padded by -1.
         """
-        n, every = self.width, torch.arange(len(rows), device=rows.device)
+        n = self.width
+        every = torch.arange(len(rows), device=rows.device)
         parents = self.parents[rows]
         tokens = parents.ids[:, :n].where(parents.mask[:, :n], -1)
         gaps = torch.full((len(rows), n + 1), -1, device=rows.device)
         for column in sets.unbind(1):
             change = column.clamp(min=0)
             kind = self.kinds[change].where(column >= 0, -1)
-            place, token = self.places[change], self.tokens[rows, change]
+            place = self.places[change]
+            token = self.tokens[rows, change]
             token = token.where(kind != DELETED, -1)
-            in_gap, at_place = kind == INSERTED, (kind == REPLACED) | (kind == DELETED)
+            in_gap = kind == INSERTED
+            at_place = (kind == REPLACED) | (kind == DELETED)
             gaps[every[in_gap], place[in_gap]] = token[in_gap]
             tokens[every[at_place], place[at_place]] = token[at_place]
         both = torch.full((len(rows), 2 * n + 1), -1, device=rows.device)
-        both[:, 0::2], both[:, 1::2] = gaps, tokens
+        both[:, 0::2] = gaps
+        both[:, 1::2] = tokens
         order = (both < 0).long().argsort(dim=1, stable=True)
         lengths = (both >= 0).sum(1)
-        texts = Texts(both.gather(1, order).clamp(min=0), lengths).padded(self.max_length)
+        texts = Texts(both.gather(1, order).clamp(min=0), lengths).padded(
+            self.max_length
+        )
         return texts.clean(), (lengths > 0) & (lengths <= self.max_length)
 
 
@@ -151,20 +170,29 @@ class LikelyTokens:
         return cls(counted, odds, ranks)
 
     def changes(
-        self, parents: Texts, off: Tensor, vectors: Tensor, turns: Tensor,
-        generator: torch.Generator, max_length: int, base: int, shares: Shares,
+        self,
+        parents: Texts,
+        off: Tensor,
+        vectors: Tensor,
+        turns: Tensor,
+        generator: torch.Generator,
+        max_length: int,
+        base: int,
+        shares: Shares,
         own: Tensor | None = None,
-    ) -> SingleChanges:  # fmt: skip
+    ) -> SingleChanges:
         """Return the changes to try of texts with residuals `off` (p, d), from `base` candidates.
 
-        `vectors` (p,) are the numbers of their leaked vectors, `turns` (p,) says how often each
-        text was changed before, and `own` (p, n + 1, V) is a language model's log p of every token
-        in each gap.
+        `vectors` (p,) are the numbers of their leaked vectors, `turns` (p,) says how
+        often each text was changed before, and `own` (p, n + 1, V) is a language
+        model's log p of every token in each gap.
         """
-        ngrams, n = self.counted.ngrams, int(parents.lengths.max())
+        ngrams = self.counted.ngrams
+        n = int(parents.lengths.max())
         missing = self.counted.token_odds.missing(off)
         tokens = self._candidates(vectors, missing, base)
-        odds, missing = self.odds[vectors].gather(1, tokens), missing.gather(1, tokens)
+        odds = self.odds[vectors].gather(1, tokens)
+        missing = missing.gather(1, tokens)
         row = ngrams.framed(Texts(parents.ids[:, :n], parents.lengths))
         wide = tokens[:, None].expand(-1, n + 1, -1)
         after = ngrams.pairs(row[:, :-1, None].expand_as(wide), wide)
@@ -178,13 +206,20 @@ class LikelyTokens:
         near_odds = _NEAR[0] * odds + _NEAR[1] * missing / length
         heat = turns.clamp(max=_TURNS)[:, None, None]
 
-        def chosen(log_p: Tensor, count: int, barred: Tensor, by_odds: int = 0) -> Tensor:
+        def chosen(
+            log_p: Tensor, count: int, barred: Tensor, by_odds: int = 0
+        ) -> Tensor:
             """Return the tokens (p, places, count) with the best scores, each once."""
             picks: list[Tensor] = []
             order = _ORDER * (log_p + heat * gumbel(log_p, generator))
-            far, near = order + far_odds[:, None], order + near_odds[:, None]
+            far = order + far_odds[:, None]
+            near = order + near_odds[:, None]
             by_odds_alone = odds[:, None].expand_as(order)
-            for scores, wanted in ((far, count), (near, count), (by_odds_alone, 2 * by_odds)):
+            for scores, wanted in (
+                (far, count),
+                (near, count),
+                (by_odds_alone, 2 * by_odds),
+            ):
                 left = order.shape[2] - sum(pick.shape[2] for pick in picks) - 1
                 most = max(0, min(wanted // 2, left))
                 pick = scores.masked_fill(barred, -torch.inf).topk(most, dim=-1).indices
@@ -193,7 +228,9 @@ class LikelyTokens:
             places = torch.cat(picks, -1)
             return tokens[:, None].expand(-1, places.shape[1], -1).gather(2, places)
 
-        replaced = chosen(after[:, :-1] + before[:, 1:], shares.replaced, same, shares.by_odds)
+        replaced = chosen(
+            after[:, :-1] + before[:, 1:], shares.replaced, same, shares.by_odds
+        )
         anything = torch.zeros_like(wide, dtype=torch.bool)
         inserted = chosen(after + before, shares.put_in, anything)
         return SingleChanges.of(parents, replaced, inserted, max_length)
@@ -203,7 +240,9 @@ class LikelyTokens:
         ranks = self.ranks[vectors]
         ordinary = ranks.shape[1] - len(self.counted.special)
         likeliest = ranks.topk(min(base, ordinary), dim=1)
-        lacking = missing.where((ranks < likeliest.values[:, -1:]) & (ranks > _NEVER), -torch.inf)
+        lacking = missing.where(
+            (ranks < likeliest.values[:, -1:]) & (ranks > _NEVER), -torch.inf
+        )
         more = min(_MISSED, max(0, ordinary - base))
         return torch.cat([likeliest.indices, lacking.topk(more, dim=1).indices], 1)
 
@@ -216,7 +255,9 @@ def exchanged(
     There are fewer if a text has no more.
     """
     n = int(parents.lengths.max())
-    cuts = (_cuts(n) if n <= _ORDINARY else _some_cuts(n, generator)).to(parents.ids.device)
+    cuts = (_cuts(n) if n <= _ORDINARY else _some_cuts(n, generator)).to(
+        parents.ids.device
+    )
     gains = likelier(Texts(parents.ids[:, :n], parents.lengths), cuts, ngrams) / _HEAT
     gains = gains + gumbel(gains, generator)
     gains = gains.where(cuts[3] <= parents.lengths[:, None], -torch.inf)
@@ -246,7 +287,9 @@ def likelier(texts: Texts, cuts: Tensor, ngrams: NGrams) -> Tensor:
 def apply(texts: Texts, cuts: Tensor) -> Texts:
     """Return each text (b, n) after its own exchange (4, b)."""
     a, b, c, d = cuts[..., None]
-    places = torch.arange(texts.ids.shape[1], device=texts.ids.device).expand_as(texts.ids)
+    places = torch.arange(texts.ids.shape[1], device=texts.ids.device).expand_as(
+        texts.ids
+    )
     middle = a + d - c  # where the part between the pieces begins
     last = middle + c - b
     source = torch.where(places < d, places - last + a, places)
@@ -258,8 +301,13 @@ def apply(texts: Texts, cuts: Tensor) -> Texts:
 
 def _some_cuts(n: int, generator: torch.Generator) -> Tensor:
     """Draw exchanges in a long text at random, half of them of neighbouring pieces."""
-    shape, device = (4, _MOST_CUTS), generator.device
-    drawn = torch.randint(n + 1, shape, generator=generator, device=device).sort(dim=0).values
+    shape = (4, _MOST_CUTS)
+    device = generator.device
+    drawn = (
+        torch.randint(n + 1, shape, generator=generator, device=device)
+        .sort(dim=0)
+        .values
+    )
     drawn[2, ::2] = drawn[1, ::2]
     return drawn[:, (drawn[0] < drawn[1]) & (drawn[2] < drawn[3])]
 

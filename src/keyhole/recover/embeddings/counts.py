@@ -1,10 +1,11 @@
 """Statistics of a corpus, counted rather than learnt: seconds on a GPU, a minute or two on a CPU.
 
-The encoder is run once over the lines of the corpus. This gives the log-odds of each token for a
-vector (`TokenOdds`), n-grams (`NGrams`), and the lines themselves, the nearest of which a search
-begins with (sum_search.py). On a GPU the encoder is also run on the lines with some tokens replaced
-at random, so that the odds have seen every token of the vocabulary in some text. For last states
-every token is also run at the end of a text (`Endings`), and a search begins with these texts too.
+The encoder is run once over the lines of the corpus. This gives the log-odds of each
+token for a vector (`TokenOdds`), n-grams (`NGrams`), and the lines themselves, the
+nearest of which a search begins with (sum_search.py). On a GPU the encoder is also run
+on the lines with some tokens replaced at random, so that the odds have seen every token
+of the vocabulary in some text. For last states every token is also run at the end of a
+text (`Endings`), and a search begins with these texts too.
 """
 
 from __future__ import annotations
@@ -50,11 +51,16 @@ class Counted:
 
     @classmethod
     def of(
-        cls, encoder: Encoder, lines: Sequence[Sequence[int]], max_length: int, seed: int = 0
+        cls,
+        encoder: Encoder,
+        lines: Sequence[Sequence[int]],
+        max_length: int,
+        seed: int = 0,
     ) -> Counted:
         """Count a corpus of token lists, for texts of up to `max_length` tokens.
 
-        From then on, the encoder compares vectors whitened by their covariance over the corpus.
+        From then on, the encoder compares vectors whitened by their covariance over the
+        corpus.
         """
         device = encoder.device
         pieces = sorted(
@@ -64,21 +70,32 @@ class Counted:
                 for start in range(0, len(line), max_length)
             }
         )
-        order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(
+            len(pieces), generator=torch.Generator().manual_seed(seed)
+        )
         chosen = [list(pieces[k]) for k in order[: _LINES[device.type]].tolist()]
         texts = Texts.of(chosen, max_length, device)
         enough = len(texts) >= _ENOUGH
         vectors = encoder.whiten(texts) if enough else encoder.vectors(texts, fast=True)
-        frame = torch.tensor(sorted({*encoder.before, *encoder.after, encoder.pad}), device=device)
-        seen, endings = _altered(encoder, texts, vectors, frame, seed), None
+        frame = torch.tensor(
+            sorted({*encoder.before, *encoder.after, encoder.pad}), device=device
+        )
+        seen = _altered(encoder, texts, vectors, frame, seed)
+        endings = None
         if encoder.exposure.pooling == "last":
             endings = Endings.of(encoder, texts, seed)
-        token_odds = TokenOdds.of(*seen, endings.of_tokens if endings else alone(encoder))
+        token_odds = TokenOdds.of(
+            *seen, endings.of_tokens if endings else alone(encoder)
+        )
         size = len(encoder.table)
-        ngrams = NGrams.of(lines, size, token_kinds(encoder.target.tokenizer, size)).to(device)
+        ngrams = NGrams.of(lines, size, token_kinds(encoder.target.tokenizer, size)).to(
+            device
+        )
         return cls(encoder, token_odds, ngrams, texts, vectors, frame, endings)
 
-    def nearest(self, goals: Tensor, count: int, max_length: int) -> tuple[Texts, Tensor]:
+    def nearest(
+        self, goals: Tensor, count: int, max_length: int
+    ) -> tuple[Texts, Tensor]:
         """Return the `count` lines nearest to each vector (v, d), and the number of its vector.
 
         For last states, add as many endings. No text has more than `max_length` tokens.
@@ -102,13 +119,20 @@ def _altered(
     words = torch.ones(len(encoder.table), dtype=torch.bool, device=device)
     words[special] = False
     words = words.nonzero().flatten()
-    parts, runs = [texts], [vectors]
+    parts = [texts]
+    runs = [vectors]
     times = _ALTERED[device.type]
-    lines = _LINES[device.type] * _smallness(encoder.target)  # that a large encoder has time for
+    lines = _LINES[device.type] * _smallness(
+        encoder.target
+    )  # that a large encoder has time for
     for _ in range(min(times, math.ceil(times * lines / len(texts)))):
-        share = _REPLACED * torch.rand(len(texts), 1, generator=generator, device=device)
+        share = _REPLACED * torch.rand(
+            len(texts), 1, generator=generator, device=device
+        )
         chance = torch.rand(texts.ids.shape, generator=generator, device=device)
-        any_ = torch.randint(len(words), texts.ids.shape, generator=generator, device=device)
+        any_ = torch.randint(
+            len(words), texts.ids.shape, generator=generator, device=device
+        )
         ids = texts.ids.where((chance >= share) | ~texts.mask, words[any_])
         parts.append(Texts(ids, texts.lengths))
         runs.append(encoder.vectors(parts[-1], fast=True))
@@ -117,17 +141,18 @@ def _altered(
 
 # Which tokens are in the text behind a vector, at whatever place? (ours)
 #
-# Linear discriminant analysis, one token against the rest. The vectors of texts with token t are
-# modelled as Gaussian around μ + δ_t, all with one covariance C, so the log-odds that t is in the
-# text behind the vector e are linear in e:
+# Linear discriminant analysis, one token against the rest. The vectors of texts with
+# token t are modelled as Gaussian around μ + δ_t, all with one covariance C, so the
+# log-odds that t is in the text behind the vector e are linear in e:
 #
 #     log odds_t(e) = δ_tᵀC⁻¹(e − μ) − δ_tᵀC⁻¹δ_t / 2 + log(share of the texts with t)
 #
-# δ_t is a mean over the texts of a corpus with t. Most tokens are in few texts or in none, so it is
-# shrunk towards a prediction from the token alone: B·(vector of the text "t"; for last states, of
-# texts that end in t), where the linear map B is fitted to the frequent tokens. Everything follows
-# from one run of the encoder over corpus and vocabulary. Because the odds are linear, they also
-# apply to differences: `missing` finds in e − e′ the tokens that a text with vector e′ lacks.
+# δ_t is a mean over the texts of a corpus with t. Most tokens are in few texts or in
+# none, so it is shrunk towards a prediction from the token alone: B·(vector of the text
+# "t"; for last states, of texts that end in t), where the linear map B is fitted to the
+# frequent tokens. Everything follows from one run of the encoder over corpus and
+# vocabulary. Because the odds are linear, they also apply to differences: `missing`
+# finds in e − e′ the tokens that a text with vector e′ lacks.
 
 _DRAWN = 8.0  # texts that the prediction from the token alone is worth
 _SEEN = 0.1  # added to the number of texts with a token
@@ -158,7 +183,9 @@ class TokenOdds:
         centred = vectors - middle
         held = torch.bincount(tokens, minlength=size).double()
         sums = centred.new_zeros(size, centred.shape[1])
-        for some, of_them in zip(rows.split(_AT_ONCE), tokens.split(_AT_ONCE), strict=True):
+        for some, of_them in zip(
+            rows.split(_AT_ONCE), tokens.split(_AT_ONCE), strict=True
+        ):
             sums.index_add_(0, of_them, centred[some])
         means = sums / held.clamp(min=1)[:, None]
         expected = _fitted(own.double(), means, held)
@@ -173,7 +200,9 @@ class TokenOdds:
 def _held(texts: Texts) -> tuple[Tensor, Tensor]:
     """Return every distinct token of every text, as two columns: row and token."""
     size = int(texts.ids.max()) + 1
-    rows = torch.arange(len(texts), device=texts.ids.device)[:, None].expand(texts.ids.shape)
+    rows = torch.arange(len(texts), device=texts.ids.device)[:, None].expand(
+        texts.ids.shape
+    )
     keys = (rows * size + texts.ids)[texts.mask].unique()
     return keys // size, keys % size
 
@@ -181,11 +210,11 @@ def _held(texts: Texts) -> tuple[Tensor, Tensor]:
 def alone(encoder: Encoder) -> Tensor:
     """Return the vector (V, d) of each token as a text of its own.
 
-    On a CPU only a few thousand words are run, the first of the vocabulary, which are the frequent
-    ones. A ridge regression on the rows of the embedding table predicts the vectors of the others.
-    For tokens of the corpus, the right ones then rank as high as with all of them run (median 9 of
-    30,522 in 60 sentences, 14 with all), for others lower (8, and 4 with all), in a seventh of the
-    time.
+    On a CPU only a few thousand words are run, the first of the vocabulary, which are
+    the frequent ones. A ridge regression on the rows of the embedding table predicts
+    the vectors of the others. For tokens of the corpus, the right ones then rank as
+    high as with all of them run (median 9 of 30,522 in 60 sentences, 14 with all), for
+    others lower (8, and 4 with all), in a seventh of the time.
     """
     tokens = torch.arange(len(encoder.table), device=encoder.device)
     most = _ALONE[encoder.device.type] * effort(encoder.target)
@@ -211,7 +240,10 @@ def effort(target: Target) -> float:
 
 def _smallness(target: Target) -> float:
     """Return 1 for a small encoder, and less for a large one."""
-    size = sum(each.numel() for each in target.model.parameters()) - target.parts.table.numel()
+    size = (
+        sum(each.numel() for each in target.model.parameters())
+        - target.parts.table.numel()
+    )
     return min(1.0, _SMALL / max(1, size))
 
 
@@ -228,13 +260,15 @@ def _fitted(own: Tensor, means: Tensor, held: Tensor) -> Tensor:
 #
 #     p(b | a) = max(c(ab) − D, 0) / c(a) + D·(tokens seen after a) / c(a) · q(b)
 #
-# c counts pairs of neighbours, and q(b) is the share of the distinct pairs that end in b: a word
-# that follows many others is likely after a new one. A mark of its own, V, stands before the first
-# token and after the last. Without any lines, all tokens are equally likely everywhere.
+# c counts pairs of neighbours, and q(b) is the share of the distinct pairs that end in
+# b: a word that follows many others is likely after a new one. A mark of its own, V,
+# stands before the first token and after the last. Without any lines, all tokens are
+# equally likely everywhere.
 #
-# Names, numbers and passwords are made of tokens that are neighbours in no corpus. But a corpus
-# shows which kind of token follows which: a word's beginning or a later piece; letters, digits or
-# signs. So q depends on both kinds: q(b | a) = q(b)·p(kind of b | kind of a) / p(kind of b).
+# Names, numbers and passwords are made of tokens that are neighbours in no corpus. But
+# a corpus shows which kind of token follows which: a word's beginning or a later piece;
+# letters, digits or signs. So q depends on both kinds: q(b | a) = q(b)·p(kind of b |
+# kind of a) / p(kind of b).
 
 _DISCOUNT = 0.75
 _NGRAMS_SEEN = 0.05  # added to the number of distinct pairs that end in a token
@@ -260,16 +294,27 @@ class NGrams:
 
     @classmethod
     def of(
-        cls, lines: Iterable[Sequence[int]], vocabulary: int, kinds: Tensor | None = None
+        cls,
+        lines: Iterable[Sequence[int]],
+        vocabulary: int,
+        kinds: Tensor | None = None,
     ) -> NGrams:
         """Count token lists; `kinds` (V,) are the kinds of tokens, by default all the same."""
         size = vocabulary + 1
         mark = torch.tensor([_KINDS - 1])
-        kinds = torch.zeros(size, dtype=torch.long) if kinds is None else torch.cat([kinds, mark])
-        row = torch.tensor([vocabulary, *chain.from_iterable((*x, vocabulary) for x in lines)])
+        if kinds is None:
+            kinds = torch.zeros(size, dtype=torch.long)
+        else:
+            kinds = torch.cat([kinds, mark])
+        row = torch.tensor(
+            [vocabulary, *chain.from_iterable((*x, vocabulary) for x in lines)]
+        )
         keys, counts = (row[:-1] * size + row[1:]).unique(return_counts=True)
-        first, second = keys // size, keys % size
-        totals = torch.zeros(size, dtype=torch.float64).index_add_(0, first, counts.double())
+        first = keys // size
+        second = keys % size
+        totals = torch.zeros(size, dtype=torch.float64).index_add_(
+            0, first, counts.double()
+        )
         followers = torch.bincount(first, minlength=size)
         ends = torch.bincount(second, minlength=size) + _NGRAMS_SEEN
         left = torch.where(totals > 0, _DISCOUNT * followers / totals.clamp(min=1), 1.0)
@@ -300,14 +345,16 @@ class NGrams:
     def log_p(self, texts: Texts, own: Tensor | None = None) -> Tensor:
         """Return log p (b,) of whole texts with their ends.
 
-        `own` (b, n) is a language model's log p of each token. Where it is a number, p is the mean
-        of the n-grams' and the model's.
+        `own` (b, n) is a language model's log p of each token. Where it is a number, p
+        is the mean of the n-grams' and the model's.
         """
         row = self.framed(texts)
         terms = self.pairs(row[:, :-1], row[:, 1:])
         if own is not None:
             terms[:, :-1] = mixed(terms[:, :-1], own)
-        inside = torch.arange(terms.shape[1], device=row.device) <= texts.lengths[:, None]
+        inside = (
+            torch.arange(terms.shape[1], device=row.device) <= texts.lengths[:, None]
+        )
         return terms.where(inside, 0.0).sum(-1)
 
     def to(self, device: Any) -> NGrams:
@@ -317,7 +364,9 @@ class NGrams:
 
 def _ratios(first: Tensor, second: Tensor, ends: Tensor, kinds: Tensor) -> Tensor:
     """Return p(kind of b | kind of a) / p(kind of b), from the kinds of pairs that were seen."""
-    pairs = torch.bincount(first * _KINDS + second, minlength=_KINDS**2).view(_KINDS, _KINDS)
+    pairs = torch.bincount(first * _KINDS + second, minlength=_KINDS**2).view(
+        _KINDS, _KINDS
+    )
     share = torch.zeros(_KINDS).index_add_(0, kinds, ends)
     there = share > 0
     after = (pairs + _KIND_SEEN) * there
@@ -326,8 +375,12 @@ def _ratios(first: Tensor, second: Tensor, ends: Tensor, kinds: Tensor) -> Tenso
 
 def token_kinds(tokenizer: Any, size: int) -> Tensor:
     """Return each token's kind (V,): does it begin a word, and is it letters, digits or signs?"""
-    names: list[str] = [name or "" for name in tokenizer.convert_ids_to_tokens(range(size))]
-    spaced = any(name[:1] in "▁Ġ" for name in names if name)  # a word's beginning is marked
+    names: list[str] = [
+        name or "" for name in tokenizer.convert_ids_to_tokens(range(size))
+    ]
+    spaced = any(
+        name[:1] in "▁Ġ" for name in names if name
+    )  # a word's beginning is marked
 
     def kind(name: str) -> int:
         later = not name.startswith(("▁", "Ġ")) if spaced else name.startswith("##")
@@ -343,14 +396,17 @@ def mixed(counted: Tensor, own: Tensor) -> Tensor:
     return counted.where(own.isnan(), both)
 
 
-# Every token of the vocabulary at the end of a short text: where a search by last states starts.
+# Every token of the vocabulary at the end of a short text: where a search by last
+# states starts.
 #
-# The last state of a causal model depends most on the last token, and in nearly the same way
-# whatever came before. So when each token is run once at the end of some beginning, the right one
-# gives the nearest state. A token alone finds only prompts of one token, because models give the
-# first token of a text a state of a special kind.
+# The last state of a causal model depends most on the last token, and in nearly the
+# same way whatever came before. So when each token is run once at the end of some
+# beginning, the right one gives the nearest state. A token alone finds only prompts of
+# one token, because models give the first token of a text a state of a special kind.
 
-Before = tuple[tuple[int, int], ...]  # for each run, the least and the most tokens before the last
+Before = tuple[
+    tuple[int, int], ...
+]  # for each run, the least and the most tokens before the last
 _BEFORE: dict[str, Before] = {"cuda": ((0, 0), (1, 3), (4, 8)), "cpu": ((0, 0),)}
 
 
@@ -366,13 +422,19 @@ class Endings:
         cls, encoder: Encoder, lines: Texts, seed: int = 0, before: Before | None = None
     ) -> Endings:
         """Run every token after random beginnings of lines, of lengths in `before` for each run."""
-        device, size, width = encoder.device, len(encoder.table), lines.ids.shape[1]
+        device = encoder.device
+        size = len(encoder.table)
+        width = lines.ids.shape[1]
         generator = torch.Generator(device).manual_seed(seed)
         tokens = torch.arange(size, device=device)
         parts: list[Texts] = []
         for least, most in before or _BEFORE[device.type]:
-            rows = torch.randint(len(lines), (size,), generator=generator, device=device)
-            count = torch.randint(least, most + 1, (size,), generator=generator, device=device)
+            rows = torch.randint(
+                len(lines), (size,), generator=generator, device=device
+            )
+            count = torch.randint(
+                least, most + 1, (size,), generator=generator, device=device
+            )
             count = torch.minimum(count, lines.lengths[rows]).clamp(max=width - 1)
             ids = lines.ids[rows].scatter(1, count[:, None], tokens[:, None])
             parts.append(Texts(ids, count + 1).clean())
@@ -396,7 +458,9 @@ class Endings:
         tokens = cosines.topk(min(count, cosines.shape[1]), dim=1).indices
         places = best.indices.gather(1, tokens) * cosines.shape[1] + tokens
         texts = self.texts[places.flatten()]
-        vector = torch.arange(len(goals), device=goals.device).repeat_interleave(places.shape[1])
+        vector = torch.arange(len(goals), device=goals.device).repeat_interleave(
+            places.shape[1]
+        )
         fits = texts.lengths <= max_length
         return texts[fits].padded(max_length), vector[fits]
 

@@ -1,18 +1,18 @@
 """The alternatives to a text: texts one edit away, first those whose vectors may be the same.
 
-One vector stands for a whole text, so whatever changes the text is an alternative: another token at
-a place, two tokens exchanged, one token more, one less. Not all tokens of a vocabulary can be run
-at each place. With J_p the derivative of the vector by the embedding e_p at place p, token v there
-gives about f + J_p (e_v − e_p). The tokens to try are those for which this is nearest to the wanted
-vector y, with the least ‖J_p (e_v − e_p) − (y − f)‖². J_p itself is not computed: E (g·x)² = ‖x‖²
-for independent standard normal numbers g, so with 32 draws, from one backward pass of a batch of
-32,
+One vector stands for a whole text, so whatever changes the text is an alternative:
+another token at a place, two tokens exchanged, one token more, one less. Not all tokens
+of a vocabulary can be run at each place. With J_p the derivative of the vector by the
+embedding e_p at place p, token v there gives about f + J_p (e_v − e_p). The tokens to
+try are those for which this is nearest to the wanted vector y, with the least ‖J_p (e_v
+− e_p) − (y − f)‖². J_p itself is not computed: E (g·x)² = ‖x‖² for independent standard
+normal numbers g, so with 32 draws, from one backward pass of a batch of 32,
 
     ‖x‖² ≈ mean_i (g_iᵀ J_p (e_v − e_p) − g_iᵀ (y − f))²  for all tokens at once.
 
-The tokens of most similar embedding are tried too, because the derivative at e_p may miss them. A
-token is inserted as a copy of a neighbour, which changes little, and as the tokens that the
-gradient of ‖f − y‖² at that copy suggests.
+The tokens of most similar embedding are tried too, because the derivative at e_p may
+miss them. A token is inserted as a copy of a neighbour, which changes little, and as
+the tokens that the gradient of ‖f − y‖² at that copy suggests.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Vectors:
     """
 
     def __init__(self, target: Target, exposure: Exposure, ids: Sequence[int]) -> None:
-        self.target, self.exposure = target, exposure
+        self.target = target
+        self.exposure = exposure
         self.before, self.after = _frame(target, ids)
         whole = replace(exposure, width=None, unit=False)
         self._encoder = Encoder(target, whole, frame=(self.before, self.after))
@@ -94,7 +95,10 @@ class Vectors:
             generator = torch.Generator().manual_seed(0)
             probes = torch.randn(_PROBES, len(own), generator=generator).to(own)
             size = max(1, _TOKENS[own.device.type] // (len(text) + 2))
-            parts = [self.derivatives([text] * len(some), some) for some in probes.split(size)]
+            parts = [
+                self.derivatives([text] * len(some), some)
+                for some in probes.split(size)
+            ]
             self._probed[text] = probes, torch.cat(parts).float()
         return self._probed[text]
 
@@ -120,20 +124,28 @@ def alternatives_to(
     """
     key = text, same_length
     own = vectors([text])[0]
-    plain = torch.equal(wanted.to(own), own)  # so it is for every text that fits without noise
+    plain = torch.equal(
+        wanted.to(own), own
+    )  # so it is for every text that fits without noise
     if plain and key in vectors.alternatives:
         return vectors.alternatives[key]
     tokens, near = _nearest(vectors, text, wanted)
     quiet = near.argsort()[:_PLACES].sort().values.tolist()
     edits = [*_replaced(text, tokens, quiet), *_swapped(text, quiet)]
     if not same_length:
-        edits += [(*text[:place], *text[place + 1 :]) for place in quiet if len(text) > 1]
-        max_length = vectors.target.parts.max_length - len(vectors.before) - len(vectors.after)
+        edits += [
+            (*text[:place], *text[place + 1 :]) for place in quiet if len(text) > 1
+        ]
+        max_length = (
+            vectors.target.parts.max_length - len(vectors.before) - len(vectors.after)
+        )
         if len(text) < max_length:
             edits += _longer(vectors, text, wanted, quiet)
     texts = [edit for edit in dict.fromkeys(edits) if edit != text]
     touched = torch.tensor([_touched(text, edit) for edit in texts])
-    alternatives = Alternatives(texts, vectors(texts), touched.view(len(texts), len(text)))
+    alternatives = Alternatives(
+        texts, vectors(texts), touched.view(len(texts), len(text))
+    )
     if plain:
         vectors.alternatives[key] = alternatives
     return alternatives
@@ -162,18 +174,23 @@ def _nearest(vectors: Vectors, text: Tokens, wanted: Tensor) -> tuple[Tensor, Te
 def _replaced(text: Tokens, tokens: Tensor, places: list[int]) -> list[Tokens]:
     chosen = tokens.tolist()
     return [
-        (*text[:place], token, *text[place + 1 :]) for place in places for token in chosen[place]
+        (*text[:place], token, *text[place + 1 :])
+        for place in places
+        for token in chosen[place]
     ]
 
 
 def _swapped(text: Tokens, places: list[int]) -> list[Tokens]:
     pairs = sorted(combinations(places, 2), key=lambda pair: pair[1] - pair[0])
     return [
-        (*text[:a], text[b], *text[a + 1 : b], text[a], *text[b + 1 :]) for a, b in pairs[:_PAIRS]
+        (*text[:a], text[b], *text[a + 1 : b], text[a], *text[b + 1 :])
+        for a, b in pairs[:_PAIRS]
     ]
 
 
-def _longer(vectors: Vectors, text: Tokens, wanted: Tensor, places: list[int]) -> list[Tokens]:
+def _longer(
+    vectors: Vectors, text: Tokens, wanted: Tensor, places: list[int]
+) -> list[Tokens]:
     """Return texts with one token more: a copy of a neighbour, or what the gradient suggests."""
     if not text:
         return []
@@ -187,9 +204,13 @@ def _longer(vectors: Vectors, text: Tokens, wanted: Tensor, places: list[int]) -
         some = slice(start, start + size)
         slopes = vectors.derivatives(copies[some], off[some])
         at = torch.tensor(gaps[some], device=table.device)
-        change = slopes[torch.arange(len(at), device=table.device), at].float() @ table.T
+        change = (
+            slopes[torch.arange(len(at), device=table.device), at].float() @ table.T
+        )
         change[:, vectors.target.pads()] = torch.inf
-        wished = change.topk(min(_WISHED, change.shape[1]), largest=False).indices.tolist()
+        wished = change.topk(
+            min(_WISHED, change.shape[1]), largest=False
+        ).indices.tolist()
         for gap, tokens in zip(gaps[some], wished, strict=True):
             edits += [(*text[:gap], token, *text[gap:]) for token in tokens]
     return edits
@@ -210,4 +231,6 @@ def _frame(target: Target, ids: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return the tokenizer's special tokens, if they stand around these ids."""
     before, after = target.frame()
     inside = ids[len(before) : len(ids) - len(after)]
-    return (before, after) if inside and [*before, *inside, *after] == list(ids) else ([], [])
+    if inside and [*before, *inside, *after] == list(ids):
+        return (before, after)
+    return ([], [])

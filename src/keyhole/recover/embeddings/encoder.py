@@ -1,14 +1,15 @@
 """From texts to vectors, many at once, and to log-probabilities of tokens.
 
-A text is its tokens without the special ones that the tokenizer puts around it: the first `lengths`
-(b,) of `ids` (b, n). A search compares vectors of length one. Their inner product with the leaked
-vector is the cosine, which only the right text brings to 1, up to rounding.
+A text is its tokens without the special ones that the tokenizer puts around it: the
+first `lengths` (b,) of `ids` (b, n). A search compares vectors of length one. Their
+inner product with the leaked vector is the cosine, which only the right text brings to
+1, up to rounding.
 
-A causal model also gives the probability of each token of a text after those before it, at almost
-no extra cost, because it is run on every text anyway (`read`). Its last states lie in a narrow
-cone. They vary most in what they predict, which many texts share, while directions of little
-variance tell texts apart. So vectors may be whitened (`Whitening`), and then a cosine weighs all
-directions alike.
+A causal model also gives the probability of each token of a text after those before it,
+at almost no extra cost, because it is run on every text anyway (`read`). Its last
+states lie in a narrow cone. They vary most in what they predict, which many texts
+share, while directions of little variance tell texts apart. So vectors may be whitened
+(`Whitening`), and then a cosine weighs all directions alike.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ from keyhole.recover.attack import Target
 
 _TOKENS = {"cuda": 1 << 19, "cpu": 1 << 11}  # in one pass
 _ROUNDING = 1e-3  # of the largest variance: an upper bound on rounding
-_ANSWERS = {"cuda": 1 << 13, "cpu": 1 << 8}  # positions whose log p over the vocabulary fit at once
+_ANSWERS = {
+    "cuda": 1 << 13,
+    "cpu": 1 << 8,
+}  # positions whose log p over the vocabulary fit at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +51,10 @@ class Texts:
     @property
     def mask(self) -> Tensor:
         """A mask (b, n), true on tokens."""
-        return torch.arange(self.ids.shape[-1], device=self.ids.device) < self.lengths[..., None]
+        return (
+            torch.arange(self.ids.shape[-1], device=self.ids.device)
+            < self.lengths[..., None]
+        )
 
     def clean(self) -> Texts:
         """Return the texts with zeros after their ends, so that equal texts are equal rows."""
@@ -63,7 +70,9 @@ class Texts:
         return self.ids[row, : int(self.lengths[row])].tolist()
 
     @classmethod
-    def of(cls, lists: Sequence[Sequence[int]], max_length: int, device: Any = None) -> Texts:
+    def of(
+        cls, lists: Sequence[Sequence[int]], max_length: int, device: Any = None
+    ) -> Texts:
         ids = torch.zeros(len(lists), max_length, dtype=torch.long)
         for row, tokens in enumerate(lists):
             ids[row, : len(tokens)] = torch.tensor(tokens)
@@ -77,17 +86,18 @@ class Texts:
 
     @classmethod
     def cat(cls, parts: list[Texts], dim: int = 0) -> Texts:
-        ids, lengths = [part.ids for part in parts], [part.lengths for part in parts]
+        ids = [part.ids for part in parts]
+        lengths = [part.lengths for part in parts]
         return cls(torch.cat(ids, dim), torch.cat(lengths, dim))
 
 
 class Encoder:
     """Turns texts into vectors: exactly, or `fast`, in half precision where that is faster.
 
-    Half precision is float16 on a GPU, and `half` on a CPU. `frame` are the special tokens before
-    and after every text, by default the tokenizer's. `passes` counts the texts that were run, the
-    unit of a search's cost. After `whiten` all vectors are whitened; to compare others with them,
-    use `directions`.
+    Half precision is float16 on a GPU, and `half` on a CPU. `frame` are the special
+    tokens before and after every text, by default the tokenizer's. `passes` counts the
+    texts that were run, the unit of a search's cost. After `whiten` all vectors are
+    whitened; to compare others with them, use `directions`.
     """
 
     def __init__(
@@ -118,7 +128,8 @@ class Encoder:
 
     def framed(self, texts: Texts) -> tuple[Tensor, Tensor]:
         """Return the ids and the mask to run the model on, with special tokens in their places."""
-        first, last = len(self.before), len(self.after)
+        first = len(self.before)
+        last = len(self.after)
         n = int(texts.lengths.max()) if len(texts) else 0
         ids = torch.full((len(texts), n + first + last), self.pad, device=self.device)
         ids[:, :first] = torch.tensor(self.before, device=self.device, dtype=torch.long)
@@ -140,7 +151,9 @@ class Encoder:
     def directions(self, values: Tensor) -> Tensor:
         """Return a model's vectors (b, d) in float32, whitened if set, with length one."""
         unit = normalize(values.float(), dim=-1)
-        return unit if self._whitening is None else normalize(self._whitening(unit), dim=-1)
+        if self._whitening is None:
+            return unit
+        return normalize(self._whitening(unit), dim=-1)
 
     def vectors(self, texts: Texts, fast: bool = False) -> Tensor:
         """Return the vectors (b, d) of texts in float32, whitened if set, with length one."""
@@ -161,30 +174,39 @@ class Encoder:
     ) -> list[Tensor]:
         """Run texts in batches of similar length, and return the results in their own order."""
         self.passes += len(texts)
-        length, most = texts.ids.shape[1] + 2, _TOKENS[self.device.type]
+        length = texts.ids.shape[1] + 2
+        most = _TOKENS[self.device.type]
         if self.device.type != "cpu":  # that many may not fit
             most = min(most, self.target.parts.at_once(length, modest=False))
         order = texts.lengths.argsort()
         batches = (texts[rows] for rows in order.split(max(1, most // length)))
         results = [run(batch, *self.framed(batch)) for batch in batches]
-        return [torch.cat(parts)[order.argsort()] for parts in zip(*results, strict=True)]
+        return [
+            torch.cat(parts)[order.argsort()] for parts in zip(*results, strict=True)
+        ]
 
     @cached_property
     def predicts(self) -> bool:
         """Whether this is a causal model with its head, which predicts the next token."""
-        head = self.target.model.get_output_embeddings() if self.target.parts.causal else None
+        if self.target.parts.causal:
+            head = self.target.model.get_output_embeddings()
+        else:
+            head = None
         return isinstance(head, nn.Linear)
 
     @torch.no_grad()
     def read(self, texts: Texts) -> tuple[Tensor, Tensor]:
         """Run texts fast, and return their vectors (b, d) and log p (b, n) of each token.
 
-        The model must have a head (`predicts`). A token with no token before it has log p NaN.
+        The model must have a head (`predicts`). A token with no token before it has log
+        p NaN.
         """
 
         def run(batch: Texts, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
             states = self._states(ids, mask)
-            return self.directions(pool(self.exposure, states, mask)), self._log_p(states, batch)
+            return self.directions(pool(self.exposure, states, mask)), self._log_p(
+                states, batch
+            )
 
         vectors, log_p = self._in_batches(texts, run)
         return vectors, log_p
@@ -213,36 +235,53 @@ class Encoder:
     def _before(self, states: Tensor, count: int) -> Tensor:
         """Return the states (b, count, d) before each of the first places of texts, or NaN."""
         first = len(self.before)
-        nothing = states.new_full((len(states), max(0, 1 - first), states.shape[2]), torch.nan)
+        nothing = states.new_full(
+            (len(states), max(0, 1 - first), states.shape[2]), torch.nan
+        )
         rows = torch.cat([nothing, states[:, max(0, first - 1) :]], 1)[:, :count]
-        return nn.functional.pad(rows, (0, 0, 0, count - rows.shape[1]), value=torch.nan)
+        return nn.functional.pad(
+            rows, (0, 0, 0, count - rows.shape[1]), value=torch.nan
+        )
 
     def _log_p(self, states: Tensor, texts: Texts) -> Tensor:
         """Return log p (b, n) of each token of texts, from the states before it."""
-        states, inside = self._before(states, texts.ids.shape[1]), texts.mask
+        states = self._before(states, texts.ids.shape[1])
+        inside = texts.mask
         tokens = texts.ids[inside][:, None].split(_ANSWERS[self.device.type])
         pairs = zip(self._answers(states[inside]), tokens, strict=True)
         log_p = torch.full(texts.ids.shape, torch.nan, device=self.device)
-        log_p[inside] = torch.cat([answers.gather(1, some)[:, 0] for answers, some in pairs])
+        log_p[inside] = torch.cat(
+            [answers.gather(1, some)[:, 0] for answers, some in pairs]
+        )
         return log_p
 
-    def gradient(self, texts: Texts, of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def gradient(
+        self, texts: Texts, of: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """Return numbers (b,) `of` what the model exposes, and the gradients (b, n, e) of each."""
         self.passes += len(texts)
         ids, mask = self.framed(texts)
-        n, first = texts.ids.shape[1], len(self.before)
+        n = texts.ids.shape[1]
+        first = len(self.before)
         with torch.enable_grad():
             embeddings = self.target.parts.tokens(ids).detach().requires_grad_()
-            given = capture(self.target.model, self.exposure, embeddings=embeddings, mask=mask)
+            given = capture(
+                self.target.model, self.exposure, embeddings=embeddings, mask=mask
+            )
             numbers = of(given["values"])
             (slopes,) = torch.autograd.grad(numbers.sum(), embeddings)
         slopes = slopes[:, first : first + n]
-        return numbers.detach(), nn.functional.pad(slopes, (0, 0, 0, n - slopes.shape[1]))
+        return numbers.detach(), nn.functional.pad(
+            slopes, (0, 0, 0, n - slopes.shape[1])
+        )
 
 
 def matrix_half() -> torch.dtype | None:
     """Return the half precision that this CPU has matrix units for: 3 times as fast as float32."""
-    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    if hasattr(torch.cpu, "get_capabilities"):
+        known = torch.cpu.get_capabilities()
+    else:
+        known = {}
     return torch.bfloat16 if known.get("amx_bf16") else None
 
 
@@ -250,8 +289,9 @@ def matrix_half() -> torch.dtype | None:
 class Whitening:
     """An affine map to equal variance in all directions, with a mean (d,) and a map (d, d).
 
-    With mean μ and covariance C = U diag(λ) Uᵀ over some texts, v becomes (v − μ) U diag(λ + ε)^-½.
-    ε is a share of the largest λ, so that rounding does not count as much as the text.
+    With mean μ and covariance C = U diag(λ) Uᵀ over some texts, v becomes (v − μ) U
+    diag(λ + ε)^-½. ε is a share of the largest λ, so that rounding does not count as
+    much as the text.
     """
 
     mean: Tensor

@@ -2,12 +2,12 @@
 
     y = W h + b + c·1,    W (v, d) of full column rank, v ≫ d
 
-with c = 0 for logits and c = −log Σ exp for log-probabilities. So h (and c) is the solution of a
-least squares problem in float64. It has d or d + 1 unknowns and v equations, so that the leak's
-rounding averages out. Tokens whose logit did not leak are left out; d of them (or d + 1) must have
-leaked. h is the state after the final norm, which removes the length of the residual stream. A
-prompt is then read from its logits as text from one vector, `Pooled(last)` of that prompt
-(reader.py).
+with c = 0 for logits and c = −log Σ exp for log-probabilities. So h (and c) is the
+solution of a least squares problem in float64. It has d or d + 1 unknowns and v
+equations, so that the leak's rounding averages out. Tokens whose logit did not leak are
+left out; d of them (or d + 1) must have leaked. h is the state after the final norm,
+which removes the length of the residual stream. A prompt is then read from its logits
+as text from one vector, `Pooled(last)` of that prompt (reader.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _DEPENDENT = 1e-10  # of the largest pivot: columns of W that are linearly depen
 
 def final_states(model: nn.Module, leak: Logits) -> Tensor:
     """Return the state (1, d) that gives the logits, in float64."""
-    head, leaked = unembedding(model), leak.leaked
+    head = unembedding(model)
+    leaked = leak.leaked
     W = head.weight.detach().double().cpu()[leaked]
     answers = leak.values[:, leaked].double()
     bias = cast("Any", head).bias
@@ -44,7 +45,9 @@ def final_states(model: nn.Module, leak: Logits) -> Tensor:
     Q, R = torch.linalg.qr(W)
     pivots = R.diagonal().abs()
     if bool(pivots.min() <= _DEPENDENT * pivots.max()):
-        reason = "other states give the same logits: the unembedding has dependent columns"
+        reason = (
+            "other states give the same logits: the unembedding has dependent columns"
+        )
         raise Unsuccessful(Status.NOT_IDENTIFIABLE, reason)
     return torch.linalg.solve_triangular(R, Q.T @ answers.T, upper=True).T[:, :width]
 

@@ -9,21 +9,23 @@ error allow by chance (`Stored`).
 larger by at least 2 (log V + 10), odds of V·e¹⁰ : 1 for a vocabulary of V tokens.
 
 3. What is stored holds enough bits to exclude the texts that nobody tried. There are V^n texts of n
-tokens, and B bits distinguish at most 2^B of them, so a chance fit among V^n is excluded by odds of
-e¹⁰ : 1 only if B ≥ n log₂ V + 10 log₂ e. A search that tries long texts against few bits finds one
-that fits sooner or later, and its neighbours may all be worse.
+tokens, and B bits distinguish at most 2^B of them, so a chance fit among V^n is
+excluded by odds of e¹⁰ : 1 only if B ≥ n log₂ V + 10 log₂ e. A search that tries long
+texts against few bits finds one that fits sooner or later, and its neighbours may all
+be worse.
 
 4. Where noise was added, the first test alone distinguishes texts one edit apart (`resolves`). If
 it accepts those, it also accepts texts two edits away, which are not tried.
 
-One vector stands for the whole text: where an alternative fits as well, no token is verified.
-Tokens are likely if the odds against every alternative that touches them are e¹⁰ : 1.
+One vector stands for the whole text: where an alternative fits as well, no token is
+verified. Tokens are likely if the odds against every alternative that touches them are
+e¹⁰ : 1.
 
-Where the text does not fit, the rest may be noise that nobody stated. A single vector has no second
-row to estimate noise from, so nothing is verified then. With n numbers and a distance ‖y − f‖², the
-maximum likelihood estimate of the noise is ‖y − f‖²/n, and an alternative's margin n (‖y − f′‖²/‖y
-− f‖² − 1). Tokens whose alternatives are all excluded by it are likely, up to noise of 15% of the
-spread.
+Where the text does not fit, the rest may be noise that nobody stated. A single vector
+has no second row to estimate noise from, so nothing is verified then. With n numbers
+and a distance ‖y − f‖², the maximum likelihood estimate of the noise is ‖y − f‖²/n, and
+an alternative's margin n (‖y − f′‖²/‖y − f‖² − 1). Tokens whose alternatives are all
+excluded by it are likely, up to noise of 15% of the spread.
 """
 
 from __future__ import annotations
@@ -39,7 +41,12 @@ from torch import Tensor
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.recover.attack import Target
-from keyhole.recover.embeddings.edits import NONE, Alternatives, Vectors, alternatives_to
+from keyhole.recover.embeddings.edits import (
+    NONE,
+    Alternatives,
+    Vectors,
+    alternatives_to,
+)
 from keyhole.recover.layers.precision import FLOAT32, rounding_of
 from keyhole.recover.leaks import Pooled
 from keyhole.recover.recovery import LOG_ODDS, Mark, Verdict, verifying_margin
@@ -55,7 +62,8 @@ def judge_vector(
     `vectors` holds earlier results, where a text is judged several times.
     """
     vectors = vectors or Vectors(target, leak.exposure, ids)
-    spent, text = vectors.passes, vectors.inside(ids)
+    spent = vectors.passes
+    text = vectors.inside(ids)
     own = vectors([text])[0]
     stored = Stored.of(leak, own)
     fits = stored.fits(own)
@@ -63,34 +71,54 @@ def judge_vector(
     plausible = fits or residual <= _NOISE
     alternatives = NONE  # a text that is far from the vector is rejected without them
     if plausible:
-        alternatives = alternatives_to(vectors, text, stored.nearest(own), leak.tokens is not None)
+        alternatives = alternatives_to(
+            vectors, text, stored.nearest(own), leak.tokens is not None
+        )
     margin = _margins(stored, own, alternatives, fits)
     verifying = verifying_margin(target.vocabulary)
     needed = _bits_needed(target, len(text))
     resolved = stored.resolves(own, alternatives.vectors)
-    verified = fits and resolved and stored.bits >= needed and bool((margin > verifying).all())
+    verified = (
+        fits and resolved and stored.bits >= needed and bool((margin > verifying).all())
+    )
     # Special tokens are as certain as the text.
-    whole = Mark.VERIFIED if verified else Mark.LIKELY if plausible else Mark.UNKNOWN
+    if verified:
+        whole = Mark.VERIFIED
+    elif plausible:
+        whole = Mark.LIKELY
+    else:
+        whole = Mark.UNKNOWN
     inside = [whole] * len(text)
     if plausible and text and not verified:
         each = margin[:, None].where(alternatives.touched, torch.inf).amin(0)
-        inside = [Mark.LIKELY if m > 2 * LOG_ODDS else Mark.UNKNOWN for m in each.tolist()]
+        inside = [
+            Mark.LIKELY if m > 2 * LOG_ODDS else Mark.UNKNOWN for m in each.tolist()
+        ]
     marks = (*[whole] * len(vectors.before), *inside, *[whole] * len(vectors.after))
     status = _status(inside, verified, fits, residual)
     reason = (
-        f"{stored.agreement(own)}, {'' if fits else 'not '}within its precision ({stored.name})"
+        f"{stored.agreement(own)}, {'' if fits else 'not '}within its precision "
+        f"({stored.name})"
     )
     if fits and not verified:
         reason += _doubt(target, stored, alternatives, margin, needed)
     error = float((stored.widths.nan_to_num(posinf=0).square() / 12).mean())
     precision = math.sqrt(error + stored.error**2) / stored.spread
     return Verdict(
-        status, reason, verified, residual, precision, marks, vectors.passes - spent,
+        status,
+        reason,
+        verified,
+        residual,
+        precision,
+        marks,
+        vectors.passes - spent,
         stored.similarity(own),
-    )  # fmt: skip
+    )
 
 
-def may_be(target: Target, leak: Pooled, ids: list[int], vectors: Vectors | None = None) -> bool:
+def may_be(
+    target: Target, leak: Pooled, ids: list[int], vectors: Vectors | None = None
+) -> bool:
     """Return whether `ids` pass conditions 1 and 3, as a search requires."""
     vectors = vectors or Vectors(target, leak.exposure, ids)
     text = vectors.inside(ids)
@@ -104,14 +132,18 @@ def _bits_needed(target: Target, tokens: int) -> float:
     return tokens * math.log2(target.vocabulary) + LOG_ODDS / math.log(2)
 
 
-def _margins(stored: Stored, own: Tensor, alternatives: Alternatives, fits: bool) -> Tensor:
+def _margins(
+    stored: Stored, own: Tensor, alternatives: Alternatives, fits: bool
+) -> Tensor:
     """Return how much worse (r,) each alternative fits, as twice the log of the odds against it."""
     if not len(alternatives.texts):
         return torch.zeros(0)
     if fits:
         return (stored.misfit(alternatives.vectors) - stored.misfit(own[None])).cpu()
     own_distance = stored.distances(own[None])
-    return (len(own) * (stored.distances(alternatives.vectors) / own_distance - 1)).cpu()
+    return (
+        len(own) * (stored.distances(alternatives.vectors) / own_distance - 1)
+    ).cpu()
 
 
 def _status(marks: list[Mark], verified: bool, fits: bool, residual: float) -> Status:
@@ -125,7 +157,11 @@ def _status(marks: list[Mark], verified: bool, fits: bool, residual: float) -> S
 
 
 def _doubt(
-    target: Target, stored: Stored, alternatives: Alternatives, margin: Tensor, needed: float
+    target: Target,
+    stored: Stored,
+    alternatives: Alternatives,
+    margin: Tensor,
+    needed: float,
 ) -> str:
     """Explain why a text that fits is not verified."""
     close = int((margin <= verifying_margin(target.vocabulary)).sum())
@@ -139,36 +175,41 @@ def _doubt(
 
 # How a vector is stored, and whether a text's own vector may be what was stored.
 #
-# A store keeps f in a form that many vectors share: rounded to floating-point numbers of fewer
-# bits, to whole steps, to signs, or to the nearest of a few centroids in each block (product
-# quantisation, Jégou et al., 2011). So f lies in a known cell, which has a few borders. With m_b(f)
-# the distance of f to border b, positive inside, the borders are those of
+# A store keeps f in a form that many vectors share: rounded to floating-point numbers
+# of fewer bits, to whole steps, to signs, or to the nearest of a few centroids in each
+# block (product quantisation, Jégou et al., 2011). So f lies in a known cell, which has
+# a few borders. With m_b(f) the distance of f to border b, positive inside, the borders
+# are those of
 #
 #     a number in steps of w     two borders, y − w/2 and y + w/2
 #     a sign                     one border, 0
 #     one of K centroids c       K − 1 borders, half-way: (‖f − c′‖² − ‖f − c‖²) / (2 ‖c − c′‖)
 #
-# Before it was stored, f had an error, from arithmetic in another order and from stated noise. With
-# s its standard deviation in each number, the probability of the stored form is about Π_b
-# Φ(m_b(f)/s); this is exact while no two borders are within a few s of f. Where a step is short
-# compared with the error (w ≤ 4 s), the borders blur, and the variance is s² + w²/12 in all. So the
-# misfit of a text with vector f, −2 times its log-likelihood relative to the best possible, is
+# Before it was stored, f had an error, from arithmetic in another order and from stated
+# noise. With s its standard deviation in each number, the probability of the stored
+# form is about Π_b Φ(m_b(f)/s); this is exact while no two borders are within a few s
+# of f. Where a step is short compared with the error (w ≤ 4 s), the borders blur, and
+# the variance is s² + w²/12 in all. So the misfit of a text with vector f, −2 times its
+# log-likelihood relative to the best possible, is
 #
 #     E(f) = Σ_short (y − f)² / (s² + w²/12) − 2 Σ_b log Φ(m_b(f)/s).
 #
-# For the right text each term of the first sum has mean 1 and variance 2. Each border is crossed
-# with probability p = Φ(−|m_b|/s), so its term has mean −2 (p log p + q log q), with q = 1 − p, and
-# second moment 4 (p log² p + q log² q). A text fits if E is at most the sum of the means, plus 4.5
-# standard deviations, plus 20: one border that is crossed against odds of e¹⁰ : 1.
+# For the right text each term of the first sum has mean 1 and variance 2. Each border
+# is crossed with probability p = Φ(−|m_b|/s), so its term has mean −2 (p log p + q log
+# q), with q = 1 − p, and second moment 4 (p log² p + q log² q). A text fits if E is at
+# most the sum of the means, plus 4.5 standard deviations, plus 20: one border that is
+# crossed against odds of e¹⁰ : 1.
 #
-# By Shannon's bound, the stored form holds at most Σ ½ log₂(1 + S²/(s² + w²/12)) bits for numbers
-# of spread S, one bit for a sign, and log₂ K for one of K centroids.
+# By Shannon's bound, the stored form holds at most Σ ½ log₂(1 + S²/(s² + w²/12)) bits
+# for numbers of spread S, one bit for a sign, and log₂ K for one of K centroids.
 
 _SHORT = 4.0  # standard deviations of the error up to which a step counts as short
 _DEVIATIONS = 4.5  # standard deviations that chance explains
 _SURPRISE = 20.0  # what a border that is crossed against odds of e¹⁰ : 1 adds
 _LEVELS = {"int8": 127, "int4": 7}  # steps from zero to the largest number
-_CENTROID = 1e-4  # of a vector's length: the largest distance of a block from its centroid
+_CENTROID = (
+    1e-4  # of a vector's length: the largest distance of a block from its centroid
+)
 _AT_ONCE = 1 << 24  # distances to centroids that are held at a time
 
 
@@ -176,11 +217,11 @@ _AT_ONCE = 1 << 24  # distances to centroids that are held at a time
 class Stored:
     """The stored form of a vector: `values` (k,), and the width of each number's cell.
 
-    `widths` (k,) are 0 for a number that is not rounded and infinite for a sign. With a `codebook`
-    (blocks, codes, numbers), the cells are those of its centroids, and `widths` (blocks,) are
-    infinite. Cells at the `ends` (2, k) of a range are open. `error` is the standard deviation of
-    the error before rounding, and `noise` the part of it that was stated, if that is more than
-    arithmetic's.
+    `widths` (k,) are 0 for a number that is not rounded and infinite for a sign. With a
+    `codebook` (blocks, codes, numbers), the cells are those of its centroids, and
+    `widths` (blocks,) are infinite. Cells at the `ends` (2, k) of a range are open.
+    `error` is the standard deviation of the error before rounding, and `noise` the part
+    of it that was stated, if that is more than arithmetic's.
     """
 
     name: str
@@ -208,10 +249,15 @@ class Stored:
         if leak.precision == "binary" or two_valued(values):
             middle = 0.0 if bool((values < 0).any()) else float(values.max()) / 2
             signs = torch.where(values > middle, 1.0, -1.0).to(values)
-            return cls("binary", signs, torch.full_like(values, torch.inf), error, noise)
+            return cls(
+                "binary", signs, torch.full_like(values, torch.inf), error, noise
+            )
         name, steps = rounding_of(values[None].float(), leak.precision)
-        if name == "float32" and leak.precision in _LEVELS:  # too few numbers to show a grid
-            name, steps = leak.precision, values.abs().max().expand(1, len(values))
+        if (
+            name == "float32" and leak.precision in _LEVELS
+        ):  # too few numbers to show a grid
+            name = leak.precision
+            steps = values.abs().max().expand(1, len(values))
             steps = steps / _LEVELS[leak.precision]
         return cls(name, values, steps[0].double(), error, noise)
 
@@ -238,7 +284,9 @@ class Stored:
     @cached_property
     def spread(self) -> float:
         """The standard deviation of the values: the unit of relative figures."""
-        return float((self.values - self.values.mean()).square().mean().sqrt().clamp(min=1e-30))
+        return float(
+            (self.values - self.values.mean()).square().mean().sqrt().clamp(min=1e-30)
+        )
 
     def misfit(self, vectors: Tensor) -> Tensor:
         """Return E (b,) of vectors (b, k)."""
@@ -246,10 +294,15 @@ class Stored:
         if self.codebook is not None:
             each = max(1, _AT_ONCE // self.codebook.numel())
             return torch.cat(
-                [_surprise(self._margins(part)).sum((-2, -1)) for part in vectors.split(each)]
+                [
+                    _surprise(self._margins(part)).sum((-2, -1))
+                    for part in vectors.split(each)
+                ]
             )
         off = vectors - self.values
-        blurred = off.square() / (self.error**2 + self.widths.where(self._short, 0).square() / 12)
+        blurred = off.square() / (
+            self.error**2 + self.widths.where(self._short, 0).square() / 12
+        )
         sharp = _surprise(self._margins(vectors)).sum(-1)
         return torch.where(self._short, blurred, sharp).sum(-1)
 
@@ -259,8 +312,10 @@ class Stored:
         mean = 2 * (torch.special.entr(wrong) + torch.special.entr(1 - wrong))
         square = 4 * (_squared_log(wrong) + _squared_log(1 - wrong))
         variance = square - mean.square()
-        sharp, short = ~self._short[:, None], int(self._short.sum())
-        mean, variance = mean.where(sharp, 0.0), variance.where(sharp, 0.0)
+        sharp = ~self._short[:, None]
+        short = int(self._short.sum())
+        mean = mean.where(sharp, 0.0)
+        variance = variance.where(sharp, 0.0)
         spread = math.sqrt(float(variance.sum().clamp(min=0)) + 2 * short)
         return float(mean.sum()) + short + _DEVIATIONS * spread + _SURPRISE
 
@@ -271,27 +326,34 @@ class Stored:
     def resolves(self, vector: Tensor, others: Tensor) -> bool:
         """Return whether texts with the other vectors (r, k) would not fit if this was stored.
 
-        With noise s in n numbers, a vector at a distance of x s has a misfit of n + x² ± 2x, and
-        one of up to n + 4.5 √(2n) + 20 is accepted. This matters only where noise is stated.
+        With noise s in n numbers, a vector at a distance of x s has a misfit of n + x²
+        ± 2x, and one of up to n + 4.5 √(2n) + 20 is accepted. This matters only where
+        noise is stated.
         """
         if not self.noise or not len(others):
             return True
-        apart = float((others.double() - vector.double()).norm(dim=-1).min()) / self.error
+        apart = (
+            float((others.double() - vector.double()).norm(dim=-1).min()) / self.error
+        )
         accepted = _DEVIATIONS * math.sqrt(2 * len(vector)) + _SURPRISE
         return apart**2 - 2 * _DEVIATIONS * apart > accepted
 
     def nearest(self, vector: Tensor) -> Tensor:
         """Return the vector (k,) nearest to this one that would be stored in the same form.
 
-        It is this vector itself if only arithmetic differs. Where noise was added, it is the stored
-        vector: another text may explain part of what looks like noise.
+        It is this vector itself if only arithmetic differs. Where noise was added, it
+        is the stored vector: another text may explain part of what looks like noise.
         """
         vector = vector.double()
         margins = self._margins(vector[None])[0]
-        if self.codebook is not None:  # the centroid stands for the nearest point of its cell
+        if (
+            self.codebook is not None
+        ):  # the centroid stands for the nearest point of its cell
             blocks = self.values.unflatten(0, (len(margins), -1))
             inside = (margins >= 0).all(-1, keepdim=True)
-            return torch.where(inside, vector.unflatten(0, (len(margins), -1)), blocks).flatten()
+            return torch.where(
+                inside, vector.unflatten(0, (len(margins), -1)), blocks
+            ).flatten()
         if self.name == "binary":
             return vector.where(margins[:, 0] >= 0, 0.0)
         low, high = self._borders
@@ -326,10 +388,12 @@ class Stored:
     @cached_property
     def _borders(self) -> tuple[Tensor, Tensor]:
         """The lower and the upper border of each number's cell."""
-        low, high = self.values - self.widths / 2, self.values + self.widths / 2
+        low = self.values - self.widths / 2
+        high = self.values + self.widths / 2
         if self.ends is None:
             return low, high
-        # A store may give a cell's middle or its edge: within 0.75 steps of an end is at the end.
+        # A store may give a cell's middle or its edge: within 0.75 steps of an end is
+        # at the end.
         begin, end = self.ends
         low = low.where(self.values - begin > 0.75 * self.widths, -torch.inf)
         return low, high.where(end - self.values > 0.75 * self.widths, torch.inf)
@@ -345,7 +409,9 @@ class Stored:
             normals = own - self.codebook
             middles = (own + self.codebook) / 2
             lengths = normals.norm(dim=-1)
-            inside = torch.einsum("bmk,mck->bmc", blocks, normals) - (middles * normals).sum(-1)
+            inside = torch.einsum("bmk,mck->bmc", blocks, normals) - (
+                middles * normals
+            ).sum(-1)
             return (inside / lengths / self.error).where(lengths > 0, torch.inf)
         if self.name == "binary":
             return (self.values * vectors)[..., None] / self.error
@@ -355,7 +421,8 @@ class Stored:
 
 def two_valued(values: Tensor) -> bool:
     """Return whether there are only two numbers, one of them negative or zero: these are signs."""
-    low, high = values.min(), values.max()
+    low = values.min()
+    high = values.max()
     both = ((values == low) | (values == high)).all()
     return len(values) >= 8 and bool(both) and bool(low <= 0) and bool(high > 0)
 

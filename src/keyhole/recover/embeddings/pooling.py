@@ -1,19 +1,20 @@
 """Which pooling of an encoder made these embeddings?
 
-With a text whose vector is known, the encoder is run on it and pooled in every way: the way that
-gives the same numbers is the right one, and if none does, it is another encoder. Without such a
-text the pooling is a guess, which a text that is verified later confirms. Vectors of length 1 were
-normalised. If sentence-transformers wrote the encoder's folder, the folder names the pooling. If
-not, it is the one whose mean over some texts has the direction of the vectors' mean: sentence
-embeddings lie in a narrow cone (Ethayarajh, 2019), which depends on the pooling more than on the
-texts.
+With a text whose vector is known, the encoder is run on it and pooled in every way: the
+way that gives the same numbers is the right one, and if none does, it is another
+encoder. Without such a text the pooling is a guess, which a text that is verified later
+confirms. Vectors of length 1 were normalised. If sentence-transformers wrote the
+encoder's folder, the folder names the pooling. If not, it is the one whose mean over
+some texts has the direction of the vectors' mean: sentence embeddings lie in a narrow
+cone (Ethayarajh, 2019), which depends on the pooling more than on the texts.
 
-Some encoders expect a prefix that says what a text is for (`PREFIXES`), and programs add it before
-the text is embedded. The vector is then of prefix and text. Known texts show the prefix too;
-without any, it is guessed from the mean of the vectors, for encoders that are known to expect one.
+Some encoders expect a prefix that says what a text is for (`PREFIXES`), and programs
+add it before the text is embedded. The vector is then of prefix and text. Known texts
+show the prefix too; without any, it is guessed from the mean of the vectors, for
+encoders that are known to expect one.
 
-Vectors of fewer numbers than the encoder gives may be the first `width` of them, normalised again
-or not: some encoders are trained for that (Kusupati et al., 2022).
+Vectors of fewer numbers than the encoder gives may be the first `width` of them,
+normalised again or not: some encoders are trained for that (Kusupati et al., 2022).
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ from keyhole.models.capture import POOLINGS, Exposure
 from keyhole.recover.embeddings.judge import two_valued
 from keyhole.recover.simulate import MAX_LENGTH, leak_of
 
-AGREES = 0.02  # of a vector's length: above the error of 8 bits, below that of another pooling
-# The same for weights of a few bits: llama.cpp's arithmetic on SmolLM2 in Q4_1 differs by 0.02 to
-# 0.04 from that of the same weights in float32, and another pooling by 0.5 or more.
+# of a vector's length: above the error of 8 bits, below that of another pooling
+AGREES = 0.02
+# The same for weights of a few bits: llama.cpp's arithmetic on SmolLM2 in Q4_1 differs
+# by 0.02 to 0.04 from that of the same weights in float32, and another pooling by 0.5
+# or more.
 AGREES_QUANTISED = 0.1
 _SURELY = 1e-4  # of a vector's length: float32 on both sides
 _SURE = "--known with texts of the store makes sure"
@@ -49,10 +52,13 @@ _SETTINGS = {
 _OF_NOMIC = ("search_document: ", "search_query: ", "clustering: ", "classification: ")
 PREFIXES = (
     *_OF_NOMIC,
-    "passage: ", "query: ",  # E5
+    "passage: ",
+    "query: ",  # E5
     "Represent this sentence for searching relevant passages: ",  # BGE
-)  # fmt: skip
-_NEARER = 0.75  # of 1 − cosine of the means without a prefix: wrong prefixes stay above it
+)
+_NEARER = (
+    0.75  # of 1 − cosine of the means without a prefix: wrong prefixes stay above it
+)
 _WITNESSES = 8  # vectors that show whether only signs were stored
 _UNIT = 0.01  # by which rounding may change the length of a vector of length 1
 
@@ -61,8 +67,8 @@ _UNIT = 0.01  # by which rounding may change the length of a vector of length 1
 class Pooling:
     """How embeddings were made: the `exposure` of the encoder that gives them.
 
-    `error` is how far its vectors are off on known texts, and None for a guess; up to `agrees`, it
-    is rounding.
+    `error` is how far its vectors are off on known texts, and None for a guess; up to
+    `agrees`, it is rounding.
     """
 
     exposure: Exposure
@@ -98,22 +104,31 @@ def ways(model: Any, width: int | None = None) -> list[Exposure]:
 def encoder_max_length(folder: str | Path) -> int:
     """Return the number of tokens after which sentence-transformers cuts an encoder's texts off.
 
-    It may be less than the model takes: all-MiniLM-L6-v2 has 512 positions and reads 256 tokens.
+    It may be less than the model takes: all-MiniLM-L6-v2 has 512 positions and reads
+    256 tokens.
     """
     path = Path(folder) / "sentence_bert_config.json"
     max_length = _settings(path, "the settings of an encoder").get("max_seq_length")
     if max_length is None:
         return MAX_LENGTH
     if type(max_length) is not int or max_length < 1:
-        raise InputError(f"max_seq_length must be a number in {path}, not {max_length!r:.40}")
+        raise InputError(
+            f"max_seq_length must be a number in {path}, not {max_length!r:.40}"
+        )
     return min(max_length, MAX_LENGTH)
 
 
 def embeddings(
-    model: Any, tokenizer: Any, texts: Sequence[str], way: Exposure, max_length: int = MAX_LENGTH
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    way: Exposure,
+    max_length: int = MAX_LENGTH,
 ) -> Tensor:
     """Return the vectors (texts, d) of texts, cut off at `max_length` tokens, in float64."""
-    leaks = [leak_of(model, tokenizer, text, way, max_length=max_length) for text in texts]
+    leaks = [
+        leak_of(model, tokenizer, text, way, max_length=max_length) for text in texts
+    ]
     return torch.stack([leak.tensors["values"] for leak in leaks]).double()
 
 
@@ -121,16 +136,24 @@ _Made = tuple[Exposure, str]  # a way of pooling, and a prefix
 
 
 def from_texts(
-    model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor,
-    max_length: int = MAX_LENGTH, agrees: float = AGREES, width: int | None = None,
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    vectors: Tensor,
+    max_length: int = MAX_LENGTH,
+    agrees: float = AGREES,
+    width: int | None = None,
     prefixes: Sequence[str] = ("",),
-) -> Pooling:  # fmt: skip
+) -> Pooling:
     """Return the pooling and prefix that turn each text into its vector, or come nearest."""
-    given, errors = vectors.double(), dict[_Made, float]()
+    given = vectors.double()
+    errors = dict[_Made, float]()
     for prefix, way in product(prefixes, ways(model, width)):
         begun = [prefix + text for text in texts]
         made = _as_kept(embeddings(model, tokenizer, begun, way, max_length), given)
-        errors[way, prefix] = float(((made - given).norm(dim=1) / made.norm(dim=1)).median())
+        errors[way, prefix] = float(
+            ((made - given).norm(dim=1) / made.norm(dim=1)).median()
+        )
         if errors[way, prefix] <= _SURELY:
             break  # no other way does that
     return _nearest(errors, "the store's own texts", agrees)
@@ -140,15 +163,21 @@ def _as_kept(made: Tensor, given: Tensor) -> Tensor:
     """Return the signs of vectors if the given ones are signs, else the vectors."""
     if not all(two_valued(row) for row in given[:_WITNESSES]):
         return made
-    low, high = given.min().double(), given.max().double()
+    low = given.min().double()
+    high = given.max().double()
     return torch.where(made > 0, high, low)
 
 
 def from_known(
-    model: Any, tokenizer: Any, texts: Sequence[str], batches: Iterable[tuple[range, Tensor]],
-    max_length: int = MAX_LENGTH, agrees: float = AGREES, width: int | None = None,
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    batches: Iterable[tuple[range, Tensor]],
+    max_length: int = MAX_LENGTH,
+    agrees: float = AGREES,
+    width: int | None = None,
     prefixes: Sequence[str] = ("",),
-) -> Pooling:  # fmt: skip
+) -> Pooling:
     """Do the same for texts that are among the vectors, in unknown places."""
     made = {
         (way, prefix): embeddings(
@@ -156,23 +185,31 @@ def from_known(
         )
         for prefix, way in product(prefixes, ways(model, width))
     }
-    least = {way: torch.full((len(texts),), torch.inf, dtype=torch.float64) for way in made}
+    least = {
+        way: torch.full((len(texts),), torch.inf, dtype=torch.float64) for way in made
+    }
     for _, vectors in batches:
         for way, each in made.items():
             wanted = _as_kept(each, vectors)
-            apart = torch.cdist(wanted, vectors.double()) / wanted.norm(dim=1, keepdim=True)
+            apart = torch.cdist(wanted, vectors.double()) / wanted.norm(
+                dim=1, keepdim=True
+            )
             least[way] = torch.minimum(least[way], apart.amin(1))
     errors = {way: float(each.median()) for way, each in least.items()}
     return _nearest(errors, "the known texts", agrees)
 
 
-def from_settings(folder: str | Path, vectors: Tensor, width: int | None = None) -> Pooling | None:
+def from_settings(
+    folder: str | Path, vectors: Tensor, width: int | None = None
+) -> Pooling | None:
     """Return the pooling that sentence-transformers wrote next to an encoder, or None."""
     path = Path(folder) / "1_Pooling" / "config.json"
     chosen = _settings(path, "the settings of a pooling")
     names = [name for key, name in _SETTINGS.items() if chosen.get(key) is True]
     names = names or [
-        name for name in POOLINGS if chosen.get("pooling_mode") in (name, f"{name}token")
+        name
+        for name in POOLINGS
+        if chosen.get("pooling_mode") in (name, f"{name}token")
     ]
     if len(names) != 1:
         return None  # no file, several ways side by side, or an unknown one
@@ -193,20 +230,31 @@ def _settings(path: Path, what: str) -> dict[str, Any]:
 
 
 def from_statistics(
-    model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor, width: int | None = None
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    vectors: Tensor,
+    width: int | None = None,
 ) -> Pooling:
     """Guess the pooling from vectors of unknown texts, and any texts of the same language."""
-    (normalised, unit), mean = _normalised(vectors, width), vectors.double().mean(0)
+    (normalised, unit) = _normalised(vectors, width)
+    mean = vectors.double().mean(0)
     cosines = {
         way: float(
-            torch.cosine_similarity(embeddings(model, tokenizer, texts, way).mean(0), mean, 0)
+            torch.cosine_similarity(
+                embeddings(model, tokenizer, texts, way).mean(0), mean, 0
+            )
         )
         for way in ways(model, width)
-        if way.unit == unit and (way.normalised == normalised or way.pooling == "pooler")
+        if way.unit == unit
+        and (way.normalised == normalised or way.pooling == "pooler")
     }
     order = sorted(cosines, key=lambda way: -cosines[way])
     ranking = ", ".join(f"{way.pooling} {cosines[way]:.2f}" for way in order)
-    length = "length 1" if unit or (normalised and width is None) else "other lengths than 1"
+    if unit or (normalised and width is None):
+        length = "length 1"
+    else:
+        length = "other lengths than 1"
     best = order[0]
     reason = (
         f"guessed {_words(best)}: the vectors have {length}, and their "
@@ -218,8 +266,8 @@ def from_statistics(
 def _normalised(vectors: Tensor, width: int | None) -> tuple[bool, bool]:
     """Return whether vectors were normalised, and whether their first numbers were again.
 
-    It follows from their lengths: the first numbers of a vector of length 1 are shorter. Zeros
-    stand for texts that were not embedded.
+    It follows from their lengths: the first numbers of a vector of length 1 are
+    shorter. Zeros stand for texts that were not embedded.
     """
     lengths = vectors.double().norm(dim=1)
     lengths = lengths[lengths > 0]
@@ -234,14 +282,18 @@ def likely_prefix(
 ) -> str:
     """Guess the prefix of these vectors' texts, by their mean and the mean of any texts.
 
-    Only encoders that expect a prefix are considered: Nomic's, and those whose folder names some.
+    Only encoders that expect a prefix are considered: Nomic's, and those whose folder
+    names some.
     """
     wanted = _OF_NOMIC if "nomic" in str(model.config.model_type) else _prompts(model)
     if not wanted:
         return ""
-    mean, cosines = vectors.double().mean(0), dict[str, float]()
+    mean = vectors.double().mean(0)
+    cosines = dict[str, float]()
     for prefix in ("", *wanted):
-        own = embeddings(model, tokenizer, [prefix + text for text in texts], way).mean(0)
+        own = embeddings(model, tokenizer, [prefix + text for text in texts], way).mean(
+            0
+        )
         cosines[prefix] = float(torch.cosine_similarity(own, mean, 0))
     best = max(cosines, key=lambda prefix: cosines[prefix])
     return best if 1 - cosines[best] < _NEARER * (1 - cosines[""]) else ""
@@ -251,13 +303,18 @@ def _prompts(model: Any) -> list[str]:
     """Return the prefixes that sentence-transformers wrote next to an encoder."""
     path = Path(str(model.name_or_path)) / "config_sentence_transformers.json"
     prompts = _settings(path, "the settings of an encoder").get("prompts")
-    return [text for text in prompts.values() if text] if isinstance(prompts, dict) else []
+    if isinstance(prompts, dict):
+        return [text for text in prompts.values() if text]
+    return []
 
 
 def _nearest(errors: Mapping[_Made, float], witness: str, agrees: float) -> Pooling:
     best, prefix = min(errors, key=lambda way: errors[way])
-    error, words = errors[best, prefix], _words(best, prefix)
-    reason = f"{words}: gives the vectors of {witness} within {error:.1e} of their length"
+    error = errors[best, prefix]
+    words = _words(best, prefix)
+    reason = (
+        f"{words}: gives the vectors of {witness} within {error:.1e} of their length"
+    )
     if error > agrees:
         reason = (
             f"no pooling of this encoder gives the vectors of {witness} (the nearest, {words}, is "
@@ -267,7 +324,9 @@ def _nearest(errors: Mapping[_Made, float], witness: str, agrees: float) -> Pool
 
 
 def _words(way: Exposure, prefix: str = "") -> str:
-    words = f"{way.pooling} pooling, {'normalised' if way.normalised else 'not normalised'}"
+    words = (
+        f"{way.pooling} pooling, {'normalised' if way.normalised else 'not normalised'}"
+    )
     if way.pooling == "pooler":
         words = "the pooler's output"
     if way.width is not None:
@@ -276,12 +335,14 @@ def _words(way: Exposure, prefix: str = "") -> str:
     return words + f', of texts that begin with "{prefix.strip()}"' if prefix else words
 
 
-# Are two sets of vectors, of other texts, made of the same numbers of one encoder? (Mantel, 1967)
+# Are two sets of vectors, of other texts, made of the same numbers of one encoder?
+# (Mantel, 1967)
 #
-# Which numbers of a vector are correlated depends on the encoder's weights more than on the texts.
-# So the correlations r_ij of its numbers i and j over some texts correlate with those over other
-# texts. Those of another encoder do not, nor do its own with the numbers in another order. The
-# correlation of correlations must be larger than for all of many random orders.
+# Which numbers of a vector are correlated depends on the encoder's weights more than on
+# the texts. So the correlations r_ij of its numbers i and j over some texts correlate
+# with those over other texts. Those of another encoder do not, nor do its own with the
+# numbers in another order. The correlation of correlations must be larger than for all
+# of many random orders.
 
 _ORDERS = 1_999  # random orders: by chance alone, none is larger once in 2,000 times
 _NUMBERS = 128  # numbers that are compared: enough, and quick
@@ -293,7 +354,8 @@ def same_numbers(own: Tensor, given: Tensor, seed: int = 0) -> bool:
         return False  # two vectors have only correlations of 1 and -1
     # A number that never varies has the correlation NaN.
     ours, theirs = (
-        torch.corrcoef(each[:, :_NUMBERS].double().T).nan_to_num(0.0) for each in (own, given)
+        torch.corrcoef(each[:, :_NUMBERS].double().T).nan_to_num(0.0)
+        for each in (own, given)
     )
     count = len(ours)
     first, second = torch.triu_indices(count, count, 1)

@@ -1,13 +1,14 @@
 """Text from one vector, by token statistics of a corpus and a search (ours).
 
-One vector stands for a whole text: a pooled embedding, or the last state of a causal model, which
-follows from its next-token logits (final_state.py). The encoder is run once over the attacker's
-corpus, or else over the corpus that ships. That gives the odds of each token for a vector, n-grams,
-and the nearest lines (counts.py). With these, a search changes several tokens at once, each chosen
-by what it does alone (sum_search.py). No model is trained. On a GPU all vectors are searched at
-once; on a CPU one by one, with fewer passes each. A last state depends most on the end of a text,
-and a prompt may end anywhere: so for last states, beginnings of lines are counted as well as whole
-lines.
+One vector stands for a whole text: a pooled embedding, or the last state of a causal
+model, which follows from its next-token logits (final_state.py). The encoder is run
+once over the attacker's corpus, or else over the corpus that ships. That gives the odds
+of each token for a vector, n-grams, and the nearest lines (counts.py). With these, a
+search changes several tokens at once, each chosen by what it does alone
+(sum_search.py). No model is trained. On a GPU all vectors are searched at once; on a
+CPU one by one, with fewer passes each. A last state depends most on the end of a text,
+and a prompt may end anywhere: so for last states, beginnings of lines are counted as
+well as whole lines.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ _ENOUGH = 100  # lines that are counted in any case
 class CountedReader:
     """Count a `corpus` (a file of texts, or texts) and search with the counts.
 
-    `max_length` is the largest number of tokens of a text, special ones left out. `counted` are
-    counts that `ready` made before.
+    `max_length` is the largest number of tokens of a text, special ones left out.
+    `counted` are counts that `ready` made before.
     """
 
     corpus: str | Path | Sequence[str] = SHIPPED
@@ -55,31 +56,47 @@ class CountedReader:
     def __post_init__(self) -> None:
         expect_count("max_length", self.max_length)
 
-    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
+    def __call__(
+        self, target: Target, leaks: Sequence[Leak]
+    ) -> Iterator[tuple[int, Proposal]]:
         vectors, exposure = vectors_of(target.model, leaks)
         counted = self.counted
         if counted is None:
-            prefix = self._prefix(target, exposure, vectors) if isinstance(leaks[0], Pooled) else ""
+            if isinstance(leaks[0], Pooled):
+                prefix = self._prefix(target, exposure, vectors)
+            else:
+                prefix = ""
             counted = self._count(target, exposure, prefix)
         encoder = counted.encoder
-        max_length, specials = self._max_length(encoder), len(encoder.before + encoder.after)
+        max_length = self._max_length(encoder)
+        specials = len(encoder.before + encoder.after)
         counting = 0 if self.counted else encoder.passes // len(leaks)
         size = _BATCH_SIZE[encoder.device.type]
         for start in range(0, len(leaks), size):
             batch = range(start, min(start + size, len(leaks)))
             goals = encoder.directions(vectors[list(batch)].to(encoder.device))
-            lengths = [leaks[number].length or max_length + specials for number in batch]
+            lengths = [
+                leaks[number].length or max_length + specials for number in batch
+            ]
             readings = self.search(
-                encoder, goals, counted, max(1, min(max_length, max(lengths) - specials)),
-                silent if len(batch) == 1 else target.track("search for texts", len(batch)),
+                encoder,
+                goals,
+                counted,
+                max(1, min(max_length, max(lengths) - specials)),
+                silent
+                if len(batch) == 1
+                else target.track("search for texts", len(batch)),
                 _plausibility(target, encoder, [leaks[number] for number in batch]),
-            )  # fmt: skip
+            )
             for number, reading in zip(batch, readings, strict=True):
                 tokens = reading.tokens
                 if leaks[number].length is None:
                     tokens = _shortest(encoder, tokens)
                 ids = [*encoder.before, *tokens, *encoder.after]
-                yield number, Proposal(ids, reading.passes, reading.passes, counting, self.note)
+                yield (
+                    number,
+                    Proposal(ids, reading.passes, reading.passes, counting, self.note),
+                )
 
     @property
     def note(self) -> str:
@@ -97,7 +114,9 @@ class CountedReader:
             "max_length": self.max_length,
         }
 
-    def ready(self, target: Target, exposure: Exposure, prefix: str = "") -> CountedReader:
+    def ready(
+        self, target: Target, exposure: Exposure, prefix: str = ""
+    ) -> CountedReader:
         """Return a copy that has counted the corpus already, to be called many times.
 
         `prefix` stands before every text, including those of the corpus.
@@ -111,7 +130,10 @@ class CountedReader:
     def _count(self, target: Target, exposure: Exposure, prefix: str) -> Counted:
         """Count the corpus, with a prefix that the search leaves as it is."""
         before, after = target.frame()
-        words = target.tokenizer(prefix, add_special_tokens=False)["input_ids"] if prefix else []
+        if prefix:
+            words = target.tokenizer(prefix, add_special_tokens=False)["input_ids"]
+        else:
+            words = []
         encoder = Encoder(target, exposure, matrix_half(), ([*before, *words], after))
         progress = target.track("counting the corpus", 1)
         tokenized = target.tokenizer(
@@ -138,7 +160,9 @@ def beginnings(lines: Sequence[list[int]], max_length: int) -> list[list[int]]:
     return [line[: stream.randint(1, min(len(line), max_length))] for line in lines]
 
 
-def _plausibility(target: Target, encoder: Encoder, leaks: Sequence[Leak]) -> MayBe | None:
+def _plausibility(
+    target: Target, encoder: Encoder, leaks: Sequence[Leak]
+) -> MayBe | None:
     """Return a test whether a text may be the one behind a pooled embedding, or None."""
     if not isinstance(leaks[0], Pooled):
         return None

@@ -1,33 +1,35 @@
 """A search for the texts behind vectors, many at once, by sums of single changes (ours).
 
-Every vector has a few populations of texts, which start from the nearest lines of the corpus. Each
-round has three steps:
+Every vector has a few populations of texts, which start from the nearest lines of the
+corpus. Each round has three steps:
 
 1. Each population gives one text. Its most promising single changes are run through the encoder
-   (changes.py). Sets of changes whose effects add up to the residual are found without the encoder
-   (sums.py) and run; then sets that extend the best of these.
+   (changes.py). Sets of changes whose effects add up to the residual are found without
+   the encoder (sums.py) and run; then sets that extend the best of these.
 2. Pieces of good texts are exchanged.
 3. A population that does not improve starts again, from the best text of any population of its
    vector with a part left out.
 
-The search for a vector ends once a text gives the vector back up to rounding. For a vector stored
-with fewer digits, other texts may come as near; its search ends once the best text has stood for
-some rounds and `may_be` says that it may be the right one. A best text that stands may be wrong in
-a token of low odds, such as a piece of a password, or in an order that the bigrams hold unlikely.
-So many more exchanges are tried then, and many more tokens at each place, finally all of them.
+The search for a vector ends once a text gives the vector back up to rounding. For a
+vector stored with fewer digits, other texts may come as near; its search ends once the
+best text has stood for some rounds and `may_be` says that it may be the right one. A
+best text that stands may be wrong in a token of low odds, such as a piece of a
+password, or in an order that the bigrams hold unlikely. So many more exchanges are
+tried then, and many more tokens at each place, finally all of them.
 
-How good is a text? Let r be the residual of its vector, ‖r‖² = 2(1 − cos). If the d numbers of r
-were noise of one unknown variance, the likelihood of the text would be (‖r‖²)^(−d/2), up to a
-factor. With the log p of the n-grams, and divided by d/2,
+How good is a text? Let r be the residual of its vector, ‖r‖² = 2(1 − cos). If the d
+numbers of r were noise of one unknown variance, the likelihood of the text would be
+(‖r‖²)^(−d/2), up to a factor. With the log p of the n-grams, and divided by d/2,
 
     score = −log(1 − cos) + (2/d)·log p
 
-so that far from the vector likely texts score well, and near it the vector decides. Each population
-weighs the n-grams differently, so that populations keep different texts. Its texts are changed by
-turns: each time that one is changed, all texts of the same tokens in any order lose some score.
+so that far from the vector likely texts score well, and near it the vector decides.
+Each population weighs the n-grams differently, so that populations keep different
+texts. Its texts are changed by turns: each time that one is changed, all texts of the
+same tokens in any order lose some score.
 
-Nothing is learnt: the search needs the encoder, and counts of a corpus (counts.py). It is the same
-on a GPU with hundreds of vectors and on a CPU with one.
+Nothing is learnt: the search needs the encoder, and counts of a corpus (counts.py). It
+is the same on a GPU with hundreds of vectors and on a CPU with one.
 """
 
 from __future__ import annotations
@@ -40,16 +42,26 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from keyhole.core.progress import Progress, silent
-from keyhole.recover.embeddings.changes import LikelyTokens, Shares, SingleChanges, exchanged
+from keyhole.recover.embeddings.changes import (
+    LikelyTokens,
+    Shares,
+    SingleChanges,
+    exchanged,
+)
 from keyhole.recover.embeddings.counts import Counted, NGrams
 from keyhole.recover.embeddings.encoder import Encoder, Texts
 from keyhole.recover.embeddings.sums import Effects, Sets, picked
 
-MayBe = Callable[[int, list[int]], bool]  # (number of a vector, text): may it be the right one?
-_FIRST_CHANGES, _LAST_CHANGES = 1000, 3000  # single changes of a text, in the first round and later
+MayBe = Callable[
+    [int, list[int]], bool
+]  # (number of a vector, text): may it be the right one?
+# single changes of a text, in the first round and later
+_FIRST_CHANGES = 1000
+_LAST_CHANGES = 3000
 _GROWING = 20  # rounds until the number of changes grows no more
 _SETTLED = 5  # rounds that the best text has stood when `may_be` is called
-# After so many rounds in which the best text stood, so many tokens are tried at each of its places.
+# After so many rounds in which the best text stood, so many tokens are tried at each of
+# its places.
 _WIDER = {3: 256, 6: 1_024, 9: 4_096, 14: 1 << 20}
 _CHANGES_PER_TOKEN = 4  # changes for each token that is tried
 _ORDERS_PER_TOKEN = 8  # exchanges for each token that is tried
@@ -57,7 +69,8 @@ _PER_GAP = 32  # tokens tried at a place for each one tried in a gap
 _PATIENCE = 3  # rounds without improvement after which a population starts again
 _PASSES = {"cuda": 1_000_000, "cpu": 12_000}  # texts run for a vector, at most
 _BATCH_SIZE = {"cuda": 200, "cpu": 4}  # populations whose changes are run in one batch
-# Attention without the kernels that make a plan for each shape: shapes differ in every call.
+# Attention without the kernels that make a plan for each shape: shapes differ in every
+# call.
 _KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _NONE = -2.0  # the cosine where there is no text yet
 _LOWEST = -1e4  # a score below all others
@@ -97,9 +110,14 @@ class SumSearch:
     seed: int = 0
 
     def __call__(
-        self, encoder: Encoder, goals: Tensor, counted: Counted, max_length: int,
-        progress: Progress = silent, may_be: MayBe | None = None,
-    ) -> list[Reading]:  # fmt: skip
+        self,
+        encoder: Encoder,
+        goals: Tensor,
+        counted: Counted,
+        max_length: int,
+        progress: Progress = silent,
+        may_be: MayBe | None = None,
+    ) -> list[Reading]:
         """Return a text of at most `max_length` tokens for each vector, given as directions.
 
         `progress` gets the number of vectors whose search has ended.
@@ -108,23 +126,39 @@ class SumSearch:
             state = self._search(encoder, goals, counted, max_length, progress, may_be)
             state.measure_exactly()
         return [
-            Reading(state.best_texts.tokens(row), float(state.best[row]), int(state.passes[row]))
+            Reading(
+                state.best_texts.tokens(row),
+                float(state.best[row]),
+                int(state.passes[row]),
+            )
             for row in range(len(goals))
         ]
 
     def _search(
-        self, encoder: Encoder, goals: Tensor, counted: Counted, max_length: int,
-        progress: Progress, may_be: MayBe | None,
-    ) -> Populations:  # fmt: skip
+        self,
+        encoder: Encoder,
+        goals: Tensor,
+        counted: Counted,
+        max_length: int,
+        progress: Progress,
+        may_be: MayBe | None,
+    ) -> Populations:
         generator = torch.Generator(encoder.device).manual_seed(self.seed)
-        trust, count = goals.new_tensor(self.trust), len(self.trust)
-        state = Populations(encoder, counted.ngrams, goals, trust, self.kept, max_length, generator)
+        trust = goals.new_tensor(self.trust)
+        count = len(self.trust)
+        state = Populations(
+            encoder, counted.ngrams, goals, trust, self.kept, max_length, generator
+        )
         likely = LikelyTokens.of(counted, goals)
         lines, vector = counted.nearest(goals, self.nearest * count, max_length)
-        turn = torch.arange(len(vector), device=vector.device) % count  # populations take turns
+        turn = (
+            torch.arange(len(vector), device=vector.device) % count
+        )  # populations take turns
         state.take(lines, vector * count + turn)
         for number in range(self.rounds):
-            rows = self._unfinished(state, torch.arange(len(state.vector), device=encoder.device))
+            rows = self._unfinished(
+                state, torch.arange(len(state.vector), device=encoder.device)
+            )
             progress(len(goals) - len(rows) // count, note=f"read, {number} rounds")
             if not len(rows):
                 break
@@ -134,15 +168,24 @@ class SumSearch:
                 parents = state.parents(some)
                 shares = self.shares.within(int(parents.texts.lengths.max()))
                 self._change(state, likely, some, parents, change_count, shares)
-            for among in (1, 4):  # exchange pieces of the best text, then of one of the best four
+            for among in (
+                1,
+                4,
+            ):  # exchange pieces of the best text, then of one of the best four
                 rows = self._unfinished(state, rows)
-                for some in rows.split(_BATCH_SIZE[rows.device.type]) if len(rows) else ():
+                for some in (
+                    rows.split(_BATCH_SIZE[rows.device.type]) if len(rows) else ()
+                ):
                     leading = state.leading(some, among)
-                    texts, born = exchanged(leading, counted.ngrams, self.orders, generator)
+                    texts, born = exchanged(
+                        leading, counted.ngrams, self.orders, generator
+                    )
                     state.take(texts, some[born])
             state.renew(rows)
             stood = state.stood()
-            for row in ((stood == _SETTLED) & ~state.ended).nonzero().flatten().tolist():
+            for row in (
+                ((stood == _SETTLED) & ~state.ended).nonzero().flatten().tolist()
+            ):
                 if may_be and may_be(row, state.best_texts.tokens(row)):
                     state.ended[row] = True
             for long, tokens in _WIDER.items():
@@ -162,11 +205,16 @@ class SumSearch:
             orders = min(_ORDERS_PER_TOKEN * tokens, most - int(state.passes[vector]))
             texts, _ = exchanged(parents.texts, state.ngrams, orders, state.generator)
             state.take(texts, rows.expand(len(texts)))
-            left = (most - int(state.passes[vector])) // int(parents.texts.lengths)  # for a place
+            left = (most - int(state.passes[vector])) // int(
+                parents.texts.lengths
+            )  # for a place
             count = min(tokens, len(state.encoder.table))
             if tokens > count:  # the last time: as many as the passes allow
                 count = min(count, left - left // _PER_GAP)
-            if len(self._unfinished(state, rows)) and 0 < count + count // _PER_GAP <= left:
+            if (
+                len(self._unfinished(state, rows))
+                and 0 < count + count // _PER_GAP <= left
+            ):
                 shares = Shares(count, 0, max(_CHANGES_PER_TOKEN, count // _PER_GAP))
                 change_count = _CHANGES_PER_TOKEN * count
                 self._change(state, likely, rows, parents, change_count, shares)
@@ -178,9 +226,14 @@ class SumSearch:
         return rows[goes_on[state.vector[rows]]]
 
     def _change(
-        self, state: Populations, likely: LikelyTokens, rows: Tensor, parents: Parents, count: int,
+        self,
+        state: Populations,
+        likely: LikelyTokens,
+        rows: Tensor,
+        parents: Parents,
+        count: int,
         shares: Shares,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Run `count` single changes of each population's parent, then sets of them, in two stages.
 
         The second stage extends the best sets of the first.
@@ -191,13 +244,26 @@ class SumSearch:
         off = goals - parents.vectors
         own = encoder.next_log_p(parents.texts) if encoder.predicts else None
         changes = likely.changes(
-            parents.texts, off, vector, parents.turns, state.generator, state.max_length,
-            count, shares, own,
-        )  # fmt: skip
-        prior = state.trust[rows] * off.square().sum(-1)  # the weight of log p against ‖off‖²
-        every = torch.arange(len(changes.kinds), device=off.device).where(changes.allowed, -1)
+            parents.texts,
+            off,
+            vector,
+            parents.turns,
+            state.generator,
+            state.max_length,
+            count,
+            shares,
+            own,
+        )
+        prior = state.trust[rows] * off.square().sum(
+            -1
+        )  # the weight of log p against ‖off‖²
+        every = torch.arange(len(changes.kinds), device=off.device).where(
+            changes.allowed, -1
+        )
         moves, log_p, ran = self._run(state, changes, rows, every[..., None])
-        moves -= parents.vectors[:, None]  # in place: this is the largest tensor of the search
+        moves -= parents.vectors[
+            :, None
+        ]  # in place: this is the largest tensor of the search
         moves.masked_fill_(~ran[..., None], 0.0)
         likelier = (log_p - parents.likelihoods[:, None]).where(ran, 0.0)
         effects = Effects.of(changes, moves, likelier, prior)
@@ -243,21 +309,38 @@ class Parents:
 class Populations:
     """The best `kept` texts of each population.
 
-    For each of v vectors, the `goals` (v, d), there are i populations; `trust` (i,) is the weight
-    of the n-grams in each. Tensors have r = v·i rows, in which those of a vector are neighbours.
+    For each of v vectors, the `goals` (v, d), there are i populations; `trust` (i,) is
+    the weight of the n-grams in each. Tensors have r = v·i rows, in which those of a
+    vector are neighbours.
     """
 
     def __init__(
-        self, encoder: Encoder, ngrams: NGrams, goals: Tensor, trust: Tensor, kept: int,
-        max_length: int, generator: torch.Generator,
-    ) -> None:  # fmt: skip
-        self.encoder, self.ngrams, self.goals = encoder, ngrams, goals
-        self.kept, self.max_length, self.generator = kept, max_length, generator
-        device, (v, d), rows = goals.device, goals.shape, len(goals) * len(trust)
+        self,
+        encoder: Encoder,
+        ngrams: NGrams,
+        goals: Tensor,
+        trust: Tensor,
+        kept: int,
+        max_length: int,
+        generator: torch.Generator,
+    ) -> None:
+        self.encoder = encoder
+        self.ngrams = ngrams
+        self.goals = goals
+        self.kept = kept
+        self.max_length = max_length
+        self.generator = generator
+        device = goals.device
+        (v, d) = goals.shape
+        rows = len(goals) * len(trust)
         self.count = len(trust)  # populations of each vector
-        self.vector = torch.arange(v, device=device).repeat_interleave(self.count)  # (r,)
+        self.vector = torch.arange(v, device=device).repeat_interleave(
+            self.count
+        )  # (r,)
         self.trust = trust.repeat(v) * 2 / d
-        self.overlap = torch.full_like(self.trust, _OVERLAP)  # (r,) as last measured (sums.py)
+        self.overlap = torch.full_like(
+            self.trust, _OVERLAP
+        )  # (r,) as last measured (sums.py)
         ids = torch.zeros(rows, kept, max_length, dtype=torch.long, device=device)
         self.texts = Texts(ids, torch.ones_like(ids[..., 0]))
         self.cosines = torch.full((rows, kept), _NONE, device=device)
@@ -267,17 +350,23 @@ class Populations:
         self.best = torch.full((v,), _NONE, device=device)
         self.best_texts = Texts(ids.new_zeros(v, max_length), ids.new_ones(v))
         self.passes = ids.new_zeros(v)
-        self.ended = torch.zeros_like(self.best, dtype=torch.bool)  # since the best text may be it
-        # How many rounds the best text of each vector has stood, and its cosine in the last round.
+        self.ended = torch.zeros_like(
+            self.best, dtype=torch.bool
+        )  # since the best text may be it
+        # How many rounds the best text of each vector has stood, and its cosine in the
+        # last round.
         self._stood, self._last = torch.zeros_like(self.passes), self.best.clone()
-        self._changed = ids.new_zeros(rows, 0)  # (r, rounds) token sums of texts changed so far
+        self._changed = ids.new_zeros(
+            rows, 0
+        )  # (r, rounds) token sums of texts changed so far
         # The best score of each population, and how many rounds ago it was reached.
         self._peaks = torch.full((rows,), _LOWEST, device=device)
         self._still = torch.zeros_like(self.vector)
         # Random numbers of tokens and places: equal sums of them mean equal texts.
         size = (len(encoder.table) + max_length,)
         numbers = torch.randint(1, 2**40, size, generator=generator, device=device)
-        self._token_numbers, self._place_numbers = numbers[:-max_length], numbers[-max_length:]
+        self._token_numbers = numbers[:-max_length]
+        self._place_numbers = numbers[-max_length:]
 
     def take(self, texts: Texts, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Run texts, each for the population in `rows`, and keep the best different ones.
@@ -298,7 +387,9 @@ class Populations:
         new = torch.cat([self.cosines[touched], new], 1)
         likely = torch.cat([self.likelihoods[touched], likelihoods[inside]], 1)
         new = new.where(~self._repeated(both, new), _NONE)
-        ranks = _score(new, likely, self.trust[touched][:, None]).where(new > _NONE, _LOWEST)
+        ranks = _score(new, likely, self.trust[touched][:, None]).where(
+            new > _NONE, _LOWEST
+        )
         order = ranks.topk(self.kept, dim=1).indices
         run = torch.cat([self.vectors[touched], vectors[inside]], 1)
         self.vectors[touched] = picked(run, order)
@@ -312,19 +403,23 @@ class Populations:
     def _encoded(self, texts: Texts) -> tuple[Tensor, Tensor]:
         """Return texts' vectors, and log p: the n-grams', averaged with a language model's own."""
         if not self.encoder.predicts:
-            return self.encoder.vectors(texts, fast=True).float(), self.ngrams.log_p(texts)
+            return self.encoder.vectors(texts, fast=True).float(), self.ngrams.log_p(
+                texts
+            )
         vectors, own = self.encoder.read(texts)
         return vectors.float(), self.ngrams.log_p(texts, own)
 
     def _update_best(self, texts: Texts, rows: Tensor, cosines: Tensor) -> None:
         """Replace the best text of each vector by the nearest new one, if that is nearer.
 
-        A text that is near is first run again exactly; half precision is enough for the others.
+        A text that is near is first run again exactly; half precision is enough for the
+        others.
         """
         vectors, places = best_of_each(self.vector[rows], cosines, 1)
         places = places[:, 0]
         near = cosines[places] > self.best[vectors] - _NOISE
-        vectors, places = vectors[near], places[near]
+        vectors = vectors[near]
+        places = places[near]
         if not len(vectors):
             return
         found = cosines[places]
@@ -332,7 +427,8 @@ class Populations:
         if len(close):
             found[close] = self._exact(texts[places[close]], vectors[close])
         better = found > self.best[vectors]
-        vectors, places = vectors[better], places[better]
+        vectors = vectors[better]
+        places = places[better]
         self.best[vectors] = found[better]
         self.best_texts.ids[vectors] = texts.ids[places]
         self.best_texts.lengths[vectors] = texts.lengths[places]
@@ -354,9 +450,13 @@ class Populations:
     def parents(self, rows: Tensor, by_turn: bool = True) -> Parents:
         """Return the text to change of each population: by turn, or the one that is nearest."""
         if not by_turn:
-            return self._parents(rows, self.cosines[rows].argmax(1), torch.zeros_like(rows))
+            return self._parents(
+                rows, self.cosines[rows].argmax(1), torch.zeros_like(rows)
+            )
         texts = self.texts[rows]
-        sums = self._token_numbers[texts.ids].where(texts.mask, 0).sum(-1)  # in any order
+        sums = (
+            self._token_numbers[texts.ids].where(texts.mask, 0).sum(-1)
+        )  # in any order
         turns = (sums[:, :, None] == self._changed[rows][:, None]).sum(-1)
         place = (self._scores(rows) - _TURN_LOSS * turns).argmax(1)
         turn = self._changed.new_zeros(len(self._changed), 1)
@@ -371,14 +471,16 @@ class Populations:
     def leading(self, rows: Tensor, among: int) -> Texts:
         """Return a random one of the best `among` texts of each population."""
         ranks = self._scores(rows).topk(min(among, self.kept), dim=1)
-        chosen = (self._chance(len(rows), 1) * (ranks.values > _LOWEST).sum(1, keepdim=True)).long()
+        chosen = (
+            self._chance(len(rows), 1) * (ranks.values > _LOWEST).sum(1, keepdim=True)
+        ).long()
         return self.texts[rows, ranks.indices.gather(1, chosen)[:, 0]]
 
     def renew(self, rows: Tensor) -> None:
         """Start populations again that do not improve, except the nearest one of each vector.
 
-        Half of them start from the nearest text of all, the others from that of a random population
-        of their vector; tokens are left out at random.
+        Half of them start from the nearest text of all, the others from that of a
+        random population of their vector; tokens are left out at random.
         """
         now = self._scores(rows).max(1).values
         better = now > self._peaks[rows] + _BETTER
@@ -397,7 +499,9 @@ class Populations:
         kept = (self._chance(*texts.ids.shape) > share) & texts.mask
         kept[:, 0] |= ~kept.any(1)
         order = (~kept).long().argsort(dim=1, stable=True)
-        self.cosines[stuck], self._peaks[stuck], self._still[stuck] = _NONE, _LOWEST, 0
+        self.cosines[stuck] = _NONE
+        self._peaks[stuck] = _LOWEST
+        self._still[stuck] = 0
         self.take(Texts(texts.ids.gather(1, order), kept.sum(1)).clean(), stuck)
 
     def stood(self) -> Tensor:

@@ -1,20 +1,22 @@
 """Several changes of a text at once, from what each does alone (ours).
 
-Let v be the vector of a text and Δ_s the difference that a single change s makes to it. Changes at
-different places hardly interact, the less the fewer places are wrong: for a set S of changes
+Let v be the vector of a text and Δ_s the difference that a single change s makes to it.
+Changes at different places hardly interact, the less the fewer places are wrong: for a
+set S of changes
 
     v(text with all of S)  ≈  v(text) + g·Σ_{s ∈ S} Δ_s,     g = 1 / (1 + ρ·(|S| − 1))
 
-Each change also moves the vector at random, and several at once do so hardly more than one: hence
-the overlap ρ. With four tokens of a dozen wrong, ρ is 0.06 for MiniLM and 0.24 for MPNet, for which
-plain sums mislead. It is measured on the sets that are run (`overlap`). So after one run of the
-encoder over single changes, a text that is wrong in many places can be corrected at once, by the
-set whose sum is nearest to the residual:
+Each change also moves the vector at random, and several at once do so hardly more than
+one: hence the overlap ρ. With four tokens of a dozen wrong, ρ is 0.06 for MiniLM and
+0.24 for MPNet, for which plain sums mislead. It is measured on the sets that are run
+(`overlap`). So after one run of the encoder over single changes, a text that is wrong
+in many places can be corrected at once, by the set whose sum is nearest to the
+residual:
 
     min over S of  ‖(goal − v) − g·Σ Δ_s‖²  −  μ·Σ (change of log p)
 
-This is a sparse least squares problem in which every slot takes one change. A beam search adds one
-change at a time, and the encoder then runs the sets that it found.
+This is a sparse least squares problem in which every slot takes one change. A beam
+search adds one change at a time, and the encoder then runs the sets that it found.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from torch import Tensor
 
 from keyhole.recover.embeddings.changes import SingleChanges
 
-_MORE = 4  # times the width of the beam: so many sets are compared, as some are the same
+_MORE = (
+    4  # times the width of the beam: so many sets are compared, as some are the same
+)
 _INFINITE = 1e9
 
 
@@ -41,9 +45,12 @@ class Sets:
     @classmethod
     def none(cls, off: Tensor) -> Sets:
         """Return the empty set for each of p texts with residuals `off` (p, d)."""
-        p, device = len(off), off.device
+        p = len(off)
+        device = off.device
         changes = torch.zeros(p, 1, 0, dtype=torch.long, device=device)
-        return cls(changes, off[:, None], torch.ones(p, 1, dtype=torch.bool, device=device))
+        return cls(
+            changes, off[:, None], torch.ones(p, 1, dtype=torch.bool, device=device)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,10 +63,13 @@ class Effects:
     slot_count: int
 
     @classmethod
-    def of(cls, changes: SingleChanges, moves: Tensor, likelier: Tensor, prior: Tensor) -> Effects:
+    def of(
+        cls, changes: SingleChanges, moves: Tensor, likelier: Tensor, prior: Tensor
+    ) -> Effects:
         """Make the effects from what each change adds to the vector, and to log p (p, N).
 
-        The latter is weighted by `prior` (p,). Changes that are not allowed get an infinite cost.
+        The latter is weighted by `prior` (p,). Changes that are not allowed get an
+        infinite cost.
         """
         cost = (moves * moves).sum(-1) - prior[:, None] * likelier
         cost = cost.where(changes.allowed, _INFINITE)
@@ -69,20 +79,32 @@ class Effects:
         """Return ρ (p,) from what sets (p, w, k) did (p, w, d), if `ran`: Σ S·S = Σ g⁻¹·S·did."""
         total = torch.zeros_like(did)
         for change in sets.unbind(2):
-            total += picked(self.moves, change.clamp(min=0)) * ((change >= 0) & ran)[..., None]
-        along, more = (total * did).sum(-1), (sets >= 0).sum(-1) - 1
+            total += (
+                picked(self.moves, change.clamp(min=0))
+                * ((change >= 0) & ran)[..., None]
+            )
+        along = (total * did).sum(-1)
+        more = (sets >= 0).sum(-1) - 1
         apart = total.square().sum(-1) - along
         return apart.sum(1) / (more * along).sum(1).clamp(min=1e-9)
 
     def grown(
-        self, sets: Sets, width: int, depth: int, count: int, overlap: Tensor | None = None
+        self,
+        sets: Sets,
+        width: int,
+        depth: int,
+        count: int,
+        overlap: Tensor | None = None,
     ) -> Tensor:
         """Add up to `depth` changes to sets, and return the `count` best (p, count, k), with -1s.
 
-        Sets of one change are left out, as those were run already. By default, ρ (p,) is 0.
+        Sets of one change are left out, as those were run already. By default, ρ (p,)
+        is 0.
         """
         overlap = torch.zeros_like(self.cost[:, 0]) if overlap is None else overlap
-        changes, off, alive = sets.changes, sets.off, sets.alive
+        changes = sets.changes
+        off = sets.off
+        alive = sets.alive
         begun = changes.shape[2]
         names = torch.randint(
             1, 2**40, (self.moves.shape[1],), generator=torch.Generator().manual_seed(0)
@@ -92,38 +114,55 @@ class Effects:
         used = off.new_zeros((*off.shape[:2], self.slot_count + 1), dtype=torch.bool)
         used = used.scatter(2, taken, True)[..., :-1]
         squares = self.moves.square().sum(-1)
-        extra, size = self.cost - squares, (changes >= 0).sum(-1)
-        total, costs = torch.zeros_like(off), torch.zeros_like(off[..., 0])  # Σ Δ, Σ extra
+        extra = self.cost - squares
+        size = (changes >= 0).sum(-1)
+        # Σ Δ, Σ extra
+        total = torch.zeros_like(off)
+        costs = torch.zeros_like(off[..., 0])
         results: list[Tensor] = []
         values: list[Tensor] = []
         for _ in range(depth):
             g = (1 / (1 + size * overlap[:, None]))[..., None]
             rest = off - g * total
-            new = ((rest * rest).sum(-1) + costs)[..., None] - 2 * g * (rest @ self.moves.mT)
+            new = ((rest * rest).sum(-1) + costs)[..., None] - 2 * g * (
+                rest @ self.moves.mT
+            )
             new += g * g * squares[:, None] + extra[:, None]
             new = new.masked_fill(used[..., self.slots] | ~alive[..., None], _INFINITE)
-            best = new.flatten(1).topk(min(_MORE * width, new[0].numel()), dim=1, largest=False)
-            row, change = best.indices // new.shape[2], best.indices % new.shape[2]
+            best = new.flatten(1).topk(
+                min(_MORE * width, new[0].numel()), dim=1, largest=False
+            )
+            row = best.indices // new.shape[2]
+            change = best.indices % new.shape[2]
             key = keys.gather(1, row) + names[change]
             steps = torch.arange(key.shape[1], device=off.device)
             again = (key[:, :, None] == key[:, None]) & (steps[:, None] > steps)
             again = again.any(-1) | (best.values > _INFINITE / 2)
-            order = (again * len(steps) + steps).topk(min(width, len(steps)), 1, False).indices
+            order = (
+                (again * len(steps) + steps)
+                .topk(min(width, len(steps)), 1, False)
+                .indices
+            )
             row, change, value, keys, alive = (
-                part.gather(1, order) for part in (row, change, best.values, key, ~again)
+                part.gather(1, order)
+                for part in (row, change, best.values, key, ~again)
             )
             changes = torch.cat([picked(changes, row), change[..., None]], 2)
             total = picked(total, row) + picked(self.moves, change)
-            costs, off = costs.gather(1, row) + extra.gather(1, change), picked(off, row)
+            costs = costs.gather(1, row) + extra.gather(1, change)
+            off = picked(off, row)
             size = size.gather(1, row) + 1
             used = picked(used, row).scatter(2, self.slots[change][..., None], True)
             if changes.shape[2] > 1:
                 more = begun + depth - changes.shape[2]
                 results.append(torch.nn.functional.pad(changes, (0, more), value=-1))
                 values.append(value.where(alive, _INFINITE))
-        found, scores = torch.cat(results, 1), torch.cat(values, 1)
+        found = torch.cat(results, 1)
+        scores = torch.cat(values, 1)
         order = scores.topk(min(count, scores.shape[1]), dim=1, largest=False)
-        return picked(found, order.indices).where(order.values[..., None] < _INFINITE / 2, -1)
+        return picked(found, order.indices).where(
+            order.values[..., None] < _INFINITE / 2, -1
+        )
 
 
 def picked(table: Tensor, rows: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """Files of arrays from any program, read as tensors by name.
 
-`read_dump` takes a file's name and returns its arrays and metadata. Nothing in a file is run.
+`read_dump` takes a file's name and returns its arrays and metadata. Nothing in a file
+is run.
 
-The first bytes of a file show its format, whatever its name. Nested lists and dictionaries are
-flattened: `hidden_states.3`, `past_key_values.layers.0.keys`, `0.1`.
+The first bytes of a file show its format, whatever its name. Nested lists and
+dictionaries are flattened: `hidden_states.3`, `past_key_values.layers.0.keys`, `0.1`.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ _DEEPEST = 8  # levels of nested lists
 class Dump:
     """Arrays by name that another program wrote; `name` is the file's.
 
-    `served` says that they come from a server of quantised weights, whose arithmetic is coarser
-    than ours. `error` is the rounding error of their storage, and `sealed` says how they are
-    encrypted.
+    `served` says that they come from a server of quantised weights, whose arithmetic is
+    coarser than ours. `error` is the rounding error of their storage, and `sealed` says
+    how they are encrypted.
     """
 
     name: str
@@ -91,7 +92,8 @@ def _flattened(data: Any, name: str, depth: int) -> Iterator[tuple[str, Tensor]]
         return
     if isinstance(data, np.ndarray):
         if data.ndim and data.dtype.kind in "fiub":
-            try:  # copied, since the array may be read-only, and in the order of this machine
+            # copied, since the array may be read-only, and in the order of this machine
+            try:
                 tensor = torch.from_numpy(data.astype(data.dtype.newbyteorder("=")))
             except (TypeError, ValueError) as error:
                 what = f"{name or 'an array'} of {data.dtype}"
@@ -113,7 +115,9 @@ def _flattened(data: Any, name: str, depth: int) -> Iterator[tuple[str, Tensor]]
             raise InputError(f"arrays are nested more than {_DEEPEST} lists deep")
         if isinstance(value, Path | BaseLeak | Dump):
             kind = type(value).__name__
-            raise InputError(f"expected arrays only inside {type(data).__name__}, got {kind}")
+            raise InputError(
+                f"expected arrays only inside {type(data).__name__}, got {kind}"
+            )
         yield from _flattened(value, f"{name}.{key}" if name else str(key), depth + 1)
 
 
@@ -142,7 +146,9 @@ def _unzipped(path: str | Path) -> Any:
     return read_pickled(path) if pickled else _load_numpy(path)
 
 
-_CLASSES = re.compile(r"transformers\.(cache_utils\.\w*(Cache|Layer)|[\w.]*modeling_outputs\.\w+)")
+_CLASSES = re.compile(
+    r"transformers\.(cache_utils\.\w*(Cache|Layer)|[\w.]*modeling_outputs\.\w+)"
+)
 
 
 class Plain:
@@ -157,14 +163,16 @@ def plain_output(*_: Any) -> OrderedDict[str, Any]:
 def read_pickled(path: str | Path) -> Any:
     """Load what torch.save wrote, without running any code that a pickle names.
 
-    torch's weights-only loading accepts tensors, lists and dictionaries. Caches and outputs of
-    transformers are objects of its classes. They are read as plain objects with the same
-    attributes, so no code of any library runs either.
+    torch's weights-only loading accepts tensors, lists and dictionaries. Caches and
+    outputs of transformers are objects of its classes. They are read as plain objects
+    with the same attributes, so no code of any library runs either.
     """
     what = "tensors saved with torch.save"
     try:
         asked: list[str] = []
-        if zipfile.is_zipfile(path):  # files of torch before version 1.6 are not archives
+        if zipfile.is_zipfile(
+            path
+        ):  # files of torch before version 1.6 are not archives
             asked = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception as error:  # a broken pickle may raise anything
         raise _broken(what, path, error) from error
@@ -174,7 +182,9 @@ def read_pickled(path: str | Path) -> Any:
             f"{path} holds {refused[0]}, which would run code when loaded: save a "
             "dictionary of tensors instead (of a TransformerLens cache, cache.cache_dict)"
         )
-    known: list[Any] = [(plain_output if "outputs" in name else Plain, name) for name in asked]
+    known: list[Any] = [
+        (plain_output if "outputs" in name else Plain, name) for name in asked
+    ]
     try:
         with torch.serialization.safe_globals(known):
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -184,34 +194,50 @@ def read_pickled(path: str | Path) -> Any:
 
 def _broken(what: str, path: str | Path, error: Exception) -> Exception:
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return unreadable(what, path, error if isinstance(error, OSError) else ValueError(first))
+    return unreadable(
+        what, path, error if isinstance(error, OSError) else ValueError(first)
+    )
 
 
-# A chunk of a cache that LMCache 0.5.6 wrote, according to its code. The file has no magic number
-# and is recognised by its name: `model@world size@worker@hash@type`, with the layer's number where
-# each layer has a file (.pt of its disk backend, .data of its file system connector), or
-# `model@0xrank@group@hash`, perhaps with the tenant's salt (.data of its multiprocess server). Its
-# bytes are
+# A chunk of a cache that LMCache 0.5.6 wrote, according to its code. The file has no
+# magic number and is recognised by its name: `model@world size@worker@hash@type`, with
+# the layer's number where each layer has a file (.pt of its disk backend, .data of its
+# file system connector), or `model@0xrank@group@hash`, perhaps with the tenant's salt
+# (.data of its multiprocess server). Its bytes are
 #
 #     of the connector only: length, format, type, four sizes, as 32-bit words
 #     keys and values (2, layers, tokens, heads · numbers), or of one layer (tokens, 2, …), (2, …)
 #
-# The server's may be 8-bit floats, or encrypted: version 1, a nonce of twelve bytes, AES-GCM's
-# ciphertext and a tag of sixteen bytes. The file does not say which.
+# The server's may be 8-bit floats, or encrypted: version 1, a nonce of twelve bytes,
+# AES-GCM's ciphertext and a tag of sixteen bytes. The file does not say which.
 
-# vLLM's connector to a shared folder writes a file for each layer, `model.layers.0.self_attn.attn
-# .safetensors`, according to its code; not tried on vLLM itself.
+# vLLM's connector to a shared folder writes a file for each layer,
+# `model.layers.0.self_attn.attn .safetensors`, according to its code; not tried on vLLM
+# itself.
 
 _OF_VLLM = re.compile(r"\.layers\.(\d+)\..*\.safetensors$")
 _OF_LMCACHE = re.compile(
     r".@(?:\d+@\d+@-?[0-9a-f]+@(?P<dtype>half|bfloat16|float|fp8_e4m3fn|fp8_e5m2)"
     r"(?:@(?P<layer>\d+))?(?:@[^@%]+%[^@]*)*\.(?:pt|data)|0x[0-9a-f]{8}@[0-9a-f]+@[0-9a-f]+(?:@[^@]+)?\.data)$"
 )
-_WORDS = {"half": torch.float16, "bfloat16": torch.bfloat16, "float": torch.float32,
-          "fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}  # fmt: skip
-_NUMBERS = {1: "half", 2: "half", 3: "bfloat16", 4: "float", 7: "fp8_e4m3fn", 8: "fp8_e5m2"}
+_WORDS = {
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "fp8_e4m3fn": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+_NUMBERS = {
+    1: "half",
+    2: "half",
+    3: "bfloat16",
+    4: "float",
+    7: "fp8_e4m3fn",
+    8: "fp8_e5m2",
+}
 _FRAME = (13, 16)  # bytes before and after the ciphertext
-_UNIFORM = 400.0  # χ² of 255 degrees of freedom: six deviations above the mean for uniform bytes
+# χ² of 255 degrees of freedom: six deviations above the mean for uniform bytes
+_UNIFORM = 400.0
 SEALED = "encrypted, AES-GCM as LMCache frames it"
 
 
@@ -230,13 +256,17 @@ def _read_lmcache(path: str | Path, dtype: str | None, layer: str | None) -> Dum
     sealed = ""
     words = np.frombuffer(content[:28].ljust(28, b"\0"), "<i4").tolist()
     if words[0] == len(content) - 28 and words[2] in _NUMBERS:
-        dtype, content = _NUMBERS[words[2]], content[28:]
+        dtype = _NUMBERS[words[2]]
+        content = content[28:]
     elif dtype is None and content[0] == 1 and _is_uniform(content[_FRAME[0] :]):
-        sealed, content = SEALED, content[_FRAME[0] : -_FRAME[1]]
+        sealed = SEALED
+        content = content[_FRAME[0] : -_FRAME[1]]
     array = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     if dtype is not None:
         if len(array) % _WORDS[dtype].itemsize:
-            raise InputError(f"{path} is cut off: {len(array)} bytes are no numbers of {dtype}")
+            raise InputError(
+                f"{path} is cut off: {len(array)} bytes are no numbers of {dtype}"
+            )
         array = array.view(_WORDS[dtype])
     name = "sealed" if sealed else layer
     return Dump(str(path), {f"chunk.{name}" if name else "chunk": array}, sealed=sealed)
@@ -249,10 +279,11 @@ def _is_uniform(content: bytes) -> bool:
     return mean >= 1 and float(np.square(counts - mean).sum() / mean) < _UNIFORM
 
 
-# A slot that llama.cpp's server saved (`POST /slots/0?action=save`): ids, then keys and values.
+# A slot that llama.cpp's server saved (`POST /slots/0?action=save`): ids, then keys and
+# values.
 #
-# The file is little endian and begins with the magic `ggsq` and a version. The rest is, in files of
-# real servers:
+# The file is little endian and begins with the magic `ggsq` and a version. The rest is,
+# in files of real servers:
 #
 #     a count, then so many words: the token ids; in newer versions −1, 1, n, the n ids, and a count
 #         of items that are not text (images)
@@ -266,11 +297,17 @@ def _is_uniform(content: bytes) -> bool:
 #
 # Quantised numbers are dequantised; `error` is the error that their rounding left.
 #
-# Keys of the llama family are stored in the order of GGUF, with the two numbers of a rotated plane
-# side by side; in transformers they are half a head apart.
+# Keys of the llama family are stored in the order of GGUF, with the two numbers of a
+# rotated plane side by side; in transformers they are half a head apart.
 
 _TYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
-_STEPS = {"Q8_0": 254, "Q5_1": 31, "Q5_0": 31, "Q4_1": 15, "Q4_0": 15}  # from end to end of a block
+_STEPS = {
+    "Q8_0": 254,
+    "Q5_1": 31,
+    "Q5_0": 31,
+    "Q4_1": 15,
+    "Q4_0": 15,
+}  # from end to end of a block
 _FRAMED = 0xFFFFFFFF  # the first word in newer versions, before more than ids
 _GAPS = (0, 8)  # bytes between the number of layers and the first layer
 
@@ -299,7 +336,9 @@ class Slot:
 
     @property
     def error(self) -> float:
-        return max(self.cache.error, 0.0 if self.sliding is None else self.sliding.error)
+        return max(
+            self.cache.error, 0.0 if self.sliding is None else self.sliding.error
+        )
 
 
 def read_slot(path: str | Path) -> Slot:
@@ -319,8 +358,13 @@ def arrays_of_slot(slot: Slot) -> dict[str, Tensor]:
         caches = {".full_attention": slot.cache, ".sliding_attention": slot.sliding}
     for kind, cache in caches.items():
         if cache.whole:  # else the text is longer than the window
-            for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True)):
-                named |= {f"gguf.{layer}.keys{kind}": keys, f"gguf.{layer}.values{kind}": values}
+            for layer, (keys, values) in enumerate(
+                zip(cache.keys, cache.values, strict=True)
+            ):
+                named |= {
+                    f"gguf.{layer}.keys{kind}": keys,
+                    f"gguf.{layer}.values{kind}": values,
+                }
     return named
 
 
@@ -339,14 +383,20 @@ def _parsed_slot(content: bytes) -> Slot:
         try:
             cache = attempt.cache(gap)
         except InputError as error:
-            refused = error if isinstance(error, _AnotherType) or gap == _GAPS[0] else refused
+            if isinstance(error, _AnotherType) or gap == _GAPS[0]:
+                refused = error
+            else:
+                refused = refused
             continue
-        sliding, end = None, attempt.at
+        sliding = None
+        end = attempt.at
         if end < len(content):
             with suppress(InputError):
                 sliding = attempt.cache(gap)
         if not cache.whole:
-            raise _bad_slot("positions that do not count from 0: the context was shifted")
+            raise _bad_slot(
+                "positions that do not count from 0: the context was shifted"
+            )
         if len(ids) < len(cache.positions):
             raise _bad_slot(f"{len(ids)} token ids for {len(cache.positions)} cells")
         if attempt.at == len(content) and (sliding is not None or end == len(content)):
@@ -396,7 +446,9 @@ class _Reader:
         for _ in range(self.word()):
             positions.append(self.word())
             self.words(self.word())
-        cells, transposed, layers = len(positions), bool(self.word()), self.word()
+        cells = len(positions)
+        transposed = bool(self.word())
+        layers = self.word()
         self.take(gap)
         keys = [self.rows(cells) for _ in range(layers)]
         read = self.columns if transposed else self.rows
@@ -407,7 +459,8 @@ class _Reader:
 
     def rows(self, cells: int) -> tuple[Tensor, float]:
         """Read rows (cells, numbers), and return the error of their rounding if quantised."""
-        kind, size = self.word(), self.word(8)
+        kind = self.word()
+        size = self.word(8)
         content = self.take(cells * size)
         if kind in _TYPES and content:
             numbers = torch.frombuffer(bytearray(content), dtype=_TYPES[kind])
@@ -417,7 +470,9 @@ class _Reader:
         if kind not in known or not content:
             raise _AnotherType(kind)
         blocks = np.frombuffer(content, np.uint8).reshape(cells, size)
-        rows = torch.from_numpy(quants.quants.dequantize(blocks, quants.GGMLQuantizationType(kind)))
+        rows = torch.from_numpy(
+            quants.quants.dequantize(blocks, quants.GGMLQuantizationType(kind))
+        )
         each = rows.unflatten(-1, (-1, 32))
         reach = each.amax(-1) - each.amin(-1)
         if known[kind].endswith("_0"):  # zero is in the middle
@@ -427,7 +482,9 @@ class _Reader:
 
     def columns(self, cells: int) -> tuple[Tensor, float]:
         """Read the same from one row for each number, of all cells."""
-        kind, size, width = self.word(), self.word(), self.word()
+        kind = self.word()
+        size = self.word()
+        width = self.word()
         content = self.take(cells * width * size)
         if kind not in _TYPES or not content:
             raise _AnotherType(kind)

@@ -1,16 +1,17 @@
 """The leaks in files and folders of files: Keyhole's own, and one for each text in those of others.
 
-`read_sources` takes files, folders, leaks or arrays; `opened_by` takes the model as well, and
-returns a leak for each text (`Opened`), which attacks can read.
+`read_sources` takes files, folders, leaks or arrays; `opened_by` takes the model as
+well, and returns a leak for each text (`Opened`), which attacks can read.
 
-A file that Keyhole wrote says what it is. Files of other programs are read as arrays (arrays.py),
-and only with the model can it be found what they are (readings.py). Of several exposures in one
-file, the lowest layer is taken, which is nearest to the text. Where the layer or the order of axes
-is not known, every likely reading is tried on the shortest text, and only one that gives a verified
-text is accepted: rows of another layer are refused, not misread.
+A file that Keyhole wrote says what it is. Files of other programs are read as arrays
+(arrays.py), and only with the model can it be found what they are (readings.py). Of
+several exposures in one file, the lowest layer is taken, which is nearest to the text.
+Where the layer or the order of axes is not known, every likely reading is tried on the
+shortest text, and only one that gives a verified text is accepted: rows of another
+layer are refused, not misread.
 
-Padding before a text may or may not count in its positions: transformers' generate() leaves it out,
-and a plain call of the model does not. Both are tried, too.
+Padding before a text may or may not count in its positions: transformers' generate()
+leaves it out, and a plain call of the model does not. Both are tried, too.
 """
 
 from __future__ import annotations
@@ -34,26 +35,50 @@ from keyhole.models.branches import Branches
 from keyhole.models.capture import ARITHMETICS, EIGHT_BITS, Exposure, capture
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.files.arrays import SUFFIXES, Dump, arrays_of, read_dump
-from keyhole.recover.files.readings import IDS, MASKS, Reading, Section, readings_of, turned
+from keyhole.recover.files.readings import (
+    IDS,
+    MASKS,
+    Reading,
+    Section,
+    readings_of,
+    turned,
+)
 from keyhole.recover.layers.precision import rounding_error
 from keyhole.recover.leaks import TYPES, BaseLeak, Leak, own_leak, rows_of
 
 _TRIED = 4  # likely layers that are tried
-_BEGINNING = 4  # tokens of a causal model's text that show whether a layer is the right one
+_BEGINNING = (
+    4  # tokens of a causal model's text that show whether a layer is the right one
+)
 _UNIT_TOLERANCE = 1e-3  # by which rounding may change the length of a normalised vector
-_PREFERRED = ("hidden", "kv", "attention", "maps", "pooled", "logits")  # at the same layer
+_PREFERRED = (
+    "hidden",
+    "kv",
+    "attention",
+    "maps",
+    "pooled",
+    "logits",
+)  # at the same layer
 _PER_TEXT = ("pooled", "logits")  # these have no positions
 _MIN_SPREAD = 1e-6  # of the largest: a number that hardly varies must not decide alone
-_TEXTS = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES[::2]))  # ordinary ones
-_MARGIN = 1.5  # times the largest error of a position of ordinary texts; chosen, not fitted
-Source = Any  # a file, a folder of files, a leak, or arrays: of NumPy, torch, lists of them
+_TEXTS = (
+    *demo.TEXTS,
+    *(example.text for example in demo.EXAMPLES[::2]),
+)  # ordinary ones
+_MARGIN = (
+    1.5  # times the largest error of a position of ordinary texts; chosen, not fitted
+)
+Source = (
+    Any  # a file, a folder of files, a leak, or arrays: of NumPy, torch, lists of them
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Opened:
     """A leak by the name of its file, with the token ids that the file holds, if any.
 
-    `sealed` says how it is encrypted: then the leak has only its length, and nothing to attack.
+    `sealed` says how it is encrypted: then the leak has only its length, and nothing to
+    attack.
     """
 
     name: str
@@ -68,9 +93,13 @@ class WrittenIds:
 
     ids: Sequence[Sequence[int]]
 
-    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
+    def __call__(
+        self, target: Target, leaks: Sequence[Leak]
+    ) -> Iterator[tuple[int, Proposal]]:
         for number in range(len(leaks)):
-            known = [token for token in self.ids[number] if 0 <= token < target.vocabulary]
+            known = [
+                token for token in self.ids[number] if 0 <= token < target.vocabulary
+            ]
             yield number, Proposal(known, note="the token ids stand in the file")
 
 
@@ -80,9 +109,14 @@ class Sealed:
 
     how: str
 
-    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:  # noqa: ARG002
+    def __call__(
+        self,
+        target: Target,  # noqa: ARG002
+        leaks: Sequence[Leak],
+    ) -> Iterator[tuple[int, Proposal]]:
         reason = (
-            f"{self.how}: not read without the key; its size is that of {leaks[0].length} tokens"
+            f"{self.how}: not read without the key; its size is that of {leaks[0].length} "
+            "tokens"
         )
         raise Unsuccessful(Status.NOT_APPLICABLE, reason)
 
@@ -90,7 +124,8 @@ class Sealed:
 def read_sources(leaks: Source | Sequence[Source]) -> list[Opened | Dump]:
     """Read files, and take leaks and arrays as they are.
 
-    A list of arrays alone is one source. Beside files or leaks, each array is one by itself.
+    A list of arrays alone is one source. Beside files or leaks, each array is one by
+    itself.
     """
     kinds = str | Path | BaseLeak | Opened | Dump
     several = isinstance(leaks, list | tuple) and (
@@ -159,7 +194,9 @@ def opened_by(
         try:
             texts = _verified(source, target, expose, verifies)
         except InputError as error:
-            raise InputError(f"{error} ({source.name})" if source.name else str(error)) from error
+            raise InputError(
+                f"{error} ({source.name})" if source.name else str(error)
+            ) from error
         leaks = _as_stored(target, source, [text.leak for text in texts])
         name = source.name or f"leak {len(opened) + 1}"
         for number, (text, leak) in enumerate(zip(texts, leaks, strict=True)):
@@ -169,10 +206,14 @@ def opened_by(
 
 
 def _verified(
-    dump: Dump, target: Target, expose: Exposure | None, verifies: Callable[[Target, Leak], bool]
+    dump: Dump,
+    target: Target,
+    expose: Exposure | None,
+    verifies: Callable[[Target, Leak], bool],
 ) -> list[Opened]:
     """Return the leaks in a file: by the only reading, or by the first that gives right texts."""
-    mask, ids = _saved_with(dump, MASKS), _saved_with(dump, IDS)
+    mask = _saved_with(dump, MASKS)
+    ids = _saved_with(dump, IDS)
     readings, lengths = readings_of(dump.arrays, target.parts, expose)
     if dump.error:  # the numbers were quantised, perhaps after a Hadamard transform
         readings = [*(turned(reading) for reading in readings), *readings]
@@ -180,10 +221,15 @@ def _verified(
     if not readings:
         raise _no_exposure(dump, target.parts)
     chosen = [
-        (section, reading) for reading in readings for section in _chosen(reading, target, expose)
+        (section, reading)
+        for reading in readings
+        for section in _chosen(reading, target, expose)
     ]
     # Whether padding before a text counts in its positions is not known.
-    ways = (False, True) if mask is not None and bool((mask[:, :1] == 0).any()) else (False,)
+    if mask is not None and bool((mask[:, :1] == 0).any()):
+        ways = (False, True)
+    else:
+        ways = (False,)
     made = [
         (_texts(section, mask, ids, counted), reading, counted)
         for section, reading in chosen
@@ -198,7 +244,10 @@ def _verified(
     if len(chosen) == 1:
         return made[0][0]
     tried = ", ".join(dict.fromkeys(str(texts[0].leak.exposure) for texts, *_ in made))
-    fix = "" if expose is not None else ": say what it is with --expose, such as --expose hidden:3"
+    if expose is not None:
+        fix = ""
+    else:
+        fix = ": say what it is with --expose, such as --expose hidden:3"
     raise InputError(f"no text explains these numbers at {tried} of this model{fix}")
 
 
@@ -218,7 +267,9 @@ def _saved_with(dump: Dump, names: Sequence[str]) -> Tensor | None:
     return None
 
 
-def _chosen(reading: Sequence[Section], target: Target, expose: Exposure | None) -> list[Section]:
+def _chosen(
+    reading: Sequence[Section], target: Target, expose: Exposure | None
+) -> list[Section]:
     """Return the section that `expose` names, or else the one nearest to the text."""
     if expose is not None:
         asked = [
@@ -256,14 +307,21 @@ def _texts(
     If the padding before a text is `counted` in its positions, it stays, with its mask.
     """
     texts: list[Opened] = []
-    length = None if section.kind in _PER_TEXT else next(iter(section.tensors.values())).shape[-2]
+    if section.kind in _PER_TEXT:
+        length = None
+    else:
+        length = next(iter(section.tensors.values())).shape[-2]
     for what, given in (("mask", mask), ("token ids", ids)):
-        if given is not None and given.shape != (section.texts, length or given.shape[1]):
+        if given is not None and given.shape != (
+            section.texts,
+            length or given.shape[1],
+        ):
             raise InputError(
                 f"expected {what} of shape {(section.texts, length)}, got {tuple(given.shape)}"
             )
     for number in range(section.texts):
-        inside, kept = slice(None), None
+        inside = slice(None)
+        kept = None
         if mask is not None:
             text = mask[number].nonzero().flatten()
             if not len(text):
@@ -276,13 +334,17 @@ def _texts(
     return texts
 
 
-def _leak(section: Section, tensors: dict[str, Tensor], inside: slice, mask: Tensor | None) -> Leak:
+def _leak(
+    section: Section, tensors: dict[str, Tensor], inside: slice, mask: Tensor | None
+) -> Leak:
     make: Any = TYPES[section.kind]
     if section.kind == "logits":
         return make(values=tensors["values"][inside][-1:])
     if section.kind == "pooled":
         length = float(tensors["values"].float().norm())
-        return make(values=tensors["values"], normalised=abs(length - 1) <= _UNIT_TOLERANCE)
+        return make(
+            values=tensors["values"], normalised=abs(length - 1) <= _UNIT_TOLERANCE
+        )
     cut = {name: tensor[..., inside, :] for name, tensor in tensors.items()}
     if section.kind == "maps":
         cut = {name: tensor[..., inside] for name, tensor in cut.items()}
@@ -290,12 +352,18 @@ def _leak(section: Section, tensors: dict[str, Tensor], inside: slice, mask: Ten
 
 
 def _samples(
-    texts: Sequence[Opened], reading: Reading, mask: Tensor | None, parts: Anatomy, *, counted: bool
+    texts: Sequence[Opened],
+    reading: Reading,
+    mask: Tensor | None,
+    parts: Anatomy,
+    *,
+    counted: bool,
 ) -> Iterator[Leak]:
     """Yield leaks that are verified if the reading is right: the shortest text, and more.
 
-    These are another text, and another layer of the first. One leak alone does not distinguish a
-    text at all layers from as many texts at one layer. Texts after padding come first.
+    These are another text, and another layer of the first. One leak alone does not
+    distinguish a text at all layers from as many texts at one layer. Texts after
+    padding come first.
     """
     # Sorted twice: by length, and then with those first that padding comes before.
     order = sorted(range(len(texts)), key=lambda number: _tokens(texts[number].leak))
@@ -308,7 +376,11 @@ def _samples(
     for leak in [*leaks[:2], *more]:
         causal = parts.causal and leak.kind in ("hidden", "kv", "attention")
         # The beginning of a causal model's text is a text as well.
-        yield leak.cut(min(_start(leak) + _BEGINNING, leak.length or 1)) if causal else leak
+        yield (
+            leak.cut(min(_start(leak) + _BEGINNING, leak.length or 1))
+            if causal
+            else leak
+        )
 
 
 def _tokens(leak: Leak) -> int:
@@ -336,24 +408,38 @@ def _no_exposure(dump: Dump, parts: Anatomy) -> InputError:
 def _likely_layers(target: Target, section: Section) -> list[int]:
     """Return all layers that such a section may be of, the likeliest first.
 
-    Every layer has its own means and spreads. If the numbers of a row have the means μ and standard
-    deviations σ over ordinary texts at a layer, the log-likelihood of a row x is
-    −Σ log σ − Σ (x − μ)²/2σ².
+    Every layer has its own means and spreads. If the numbers of a row have the means μ
+    and standard deviations σ over ordinary texts at a layer, the log-likelihood of a
+    row x is −Σ log σ − Σ (x − μ)²/2σ².
     """
     parts = target.parts
-    first = 0 if section.kind == "hidden" or (section.kind == "kv" and parts.causal) else 1
+    if section.kind == "hidden" or (section.kind == "kv" and parts.causal):
+        first = 0
+    else:
+        first = 1
     layers = list(range(first, first + parts.layers + (section.kind == "hidden")))
     if section.kind == "maps" or (section.kind == "kv" and not parts.causal):
-        return layers  # maps are as wide as the text is long, and encoders have no cache to compare
-    seen = _without_first(rows_of({k: tensor.float() for k, tensor in section.tensors.items()}))
-    most = 1 if seen.shape[1] == 1 else None  # a first position is compared with first positions
+        # maps are as wide as the text is long, and encoders have no cache to compare
+        return layers
+    seen = _without_first(
+        rows_of({k: tensor.float() for k, tensor in section.tensors.items()})
+    )
+    # a first position is compared with first positions
+    if seen.shape[1] == 1:
+        most = 1
+    else:
+        most = None
     texts = [target.tokenizer(text)["input_ids"][: parts.max_length] for text in _TEXTS]
     ordinary = [_at_layers(target, section.kind == "kv", ids) for ids in texts]
     likelihoods = [
-        _likelihood(seen, torch.cat([_without_first(rows[:, :most])[0] for rows in at_layer]))
+        _likelihood(
+            seen, torch.cat([_without_first(rows[:, :most])[0] for rows in at_layer])
+        )
         for at_layer in zip(*ordinary, strict=True)
     ]
-    return [layers[at] for at in torch.tensor(likelihoods).argsort(descending=True).tolist()]
+    return [
+        layers[at] for at in torch.tensor(likelihoods).argsort(descending=True).tolist()
+    ]
 
 
 def _without_first(rows: Tensor) -> Tensor:
@@ -368,12 +454,15 @@ def _at_layers(target: Target, cached: bool, ids: Sequence[int]) -> list[Tensor]
     if not cached:
         return list(base(input_ids=text, output_hidden_states=True).hidden_states)
     cache = base(input_ids=text, use_cache=True).past_key_values
-    return [rows_of({"keys": layer.keys, "values": layer.values}) for layer in cache.layers]
+    return [
+        rows_of({"keys": layer.keys, "values": layer.values}) for layer in cache.layers
+    ]
 
 
 def _likelihood(seen: Tensor, ordinary: Tensor) -> float:
     """Return the median log-likelihood of the rows seen, for each number of a row."""
-    ordinary, rows = ordinary.double().cpu()[:, : seen.shape[-1]], seen.double().flatten(0, 1)
+    ordinary = ordinary.double().cpu()[:, : seen.shape[-1]]
+    rows = seen.double().flatten(0, 1)
     rows = rows[rows.isfinite().all(-1)]
     spread = ordinary.std(0)
     spread = spread.clamp(min=_MIN_SPREAD * max(float(spread.max()), 1e-30))
@@ -385,9 +474,9 @@ def _likelihood(seen: Tensor, ordinary: Tensor) -> float:
 def as_served(target: Target, exposure: Exposure) -> Generator[None]:
     """Compute with the arithmetic of llama.cpp's server, in a context.
 
-    The model's numbers are then not the server's, but nearer to them than those of float32: at the
-    first position, where a wrong token may be as near in float32 as the right one, by a factor of
-    two to four for SmolLM2 in Q4_1.
+    The model's numbers are then not the server's, but nearer to them than those of
+    float32: at the first position, where a wrong token may be as near in float32 as the
+    right one, by a factor of two to four for SmolLM2 in Q4_1.
     """
     # What is measured on the model itself, and remembered, has to be measured before.
     Branches(target.model, torch.zeros(1, dtype=torch.long, device=target.parts.device))
@@ -400,13 +489,16 @@ def as_served(target: Target, exposure: Exposure) -> Generator[None]:
 def served_noise(target: Target, leak: Leak, arithmetic: str) -> float:
     """Return the error that a server's arithmetic leaves in such a leak.
 
-    The weights are ours, dequantised, but the server rounds activations too. How far that moves an
-    exposure is measured on ordinary texts, without the leak: the largest error of a position, as a
-    root mean square over its numbers, times a margin. The judge uses it like any stated noise.
+    The weights are ours, dequantised, but the server rounds activations too. How far
+    that moves an exposure is measured on ordinary texts, without the leak: the largest
+    error of a position, as a root mean square over its numbers, times a margin. The
+    judge uses it like any stated noise.
     """
     largest = 0.0
     for text in demo.TEXTS:
-        ids = torch.tensor([target.tokenizer(text)["input_ids"]], device=target.parts.device)
+        ids = torch.tensor(
+            [target.tokenizer(text)["input_ids"]], device=target.parts.device
+        )
         exact = leak.rows(capture(target.model, leak.exposure, ids=ids))
         with ARITHMETICS[arithmetic](target.model):
             rounded = leak.rows(capture(target.model, leak.exposure, ids=ids))

@@ -1,8 +1,8 @@
 """`recover_batch(model, tokenizer, update)`: the texts, classes and tokens behind an update.
 
-Tokens come from the span of the first layer's inputs, texts from that of the second, and classes
-and last tokens from least squares; the judge makes the update again. The reason says what the
-update does not show.
+Tokens come from the span of the first layer's inputs, texts from that of the second,
+and classes and last tokens from least squares; the judge makes the update again. The
+reason says what the update does not show.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ from keyhole.recover.gradients.update import (
 from keyhole.recover.recovery import Recovery, TextRecovery
 from keyhole.recover.simulate import MAX_LENGTH
 
-_NEAREST = 8  # tokens that are tried at a position for each text, where spans are blurred
+_NEAREST = (
+    8  # tokens that are tried at a position for each text, where spans are blurred
+)
 _SWEEPS = 3  # over the tokens of such a batch
 _TRIALS = 300  # other batches that are tried in these sweeps
 _DIRECTIONS = 64  # random directions of a span's complement in an encoder's search
@@ -73,9 +75,9 @@ METHOD = "GradientSpans"
 class BatchRecovery(Recovery):
     """The texts of a batch, in no order, with their classes if the task has any.
 
-    `tokens` are all ids that the update shows to be in the batch, at whatever place. `residual` is
-    the difference of the batch's own update from the leaked one, and `precision` the size of the
-    leak's errors, both relative to the update.
+    `tokens` are all ids that the update shows to be in the batch, at whatever place.
+    `residual` is the difference of the batch's own update from the leaked one, and
+    `precision` the size of the leak's errors, both relative to the update.
     """
 
     status: Status
@@ -115,7 +117,8 @@ class BatchRecovery(Recovery):
 class _Given:
     """The known part of a map's gradient G (out, in): `rows` = left·G·right, and their variance.
 
-    None stands for the identity. For an adapter B·A, A's gradient is Bᵀ·G, and B's is G·Aᵀ.
+    None stands for the identity. For an adapter B·A, A's gradient is Bᵀ·G, and B's is
+    G·Aᵀ.
     """
 
     rows: Tensor
@@ -133,8 +136,11 @@ class _Leaked:
     """An update by the modules of its model, and what it shows before any text is known."""
 
     def __init__(self, target: Target, update: Update) -> None:
-        self.target, self.update = target, update
-        self._names = {id(weight): name for name, weight in target.model.named_parameters()}
+        self.target = target
+        self.update = update
+        self._names = {
+            id(weight): name for name, weight in target.model.named_parameters()
+        }
         self.errors = Errors.of(update, target.model)
 
     def of(self, weight: Tensor) -> Tensor | None:
@@ -149,7 +155,8 @@ class _Leaked:
     def given(self, map_: nn.Module) -> _Given | None:
         """Return the known part of a map's gradient, or None."""
         name = self._names[id(map_.get_parameter("weight"))]
-        update, adapters = self.update, self.update.adapters
+        update = self.update
+        adapters = self.update.adapters
         device = self.target.parts.device
         if name in update.values:
             rows = inputs_last(update.values[name].to(device).double(), map_)
@@ -167,30 +174,38 @@ class _Leaked:
         """Return the gradients of maps with the same inputs, stacked where possible."""
         found = [each for each in map(self.given, maps) if each is not None]
         if not found:
-            raise InputError("this update has no gradient of the first attentions, which are read")
+            raise InputError(
+                "this update has no gradient of the first attentions, which are read"
+            )
         if len(found) == 1 or any(each.right is not None for each in found):
             return found
-        rows, variance = (torch.cat([getattr(each, name) for each in found])
-                          for name in ("rows", "variance"))  # fmt: skip
+        rows, variance = (
+            torch.cat([getattr(each, name) for each in found])
+            for name in ("rows", "variance")
+        )
         return [_Given(rows, variance)]
 
     def span(self, maps: Sequence[nn.Module]) -> Span:
         """Return the span of the inputs that these maps share."""
-        spans = [(span_of(each.rows, each.variance), each.through) for each in self.rows(maps)]
+        spans = [
+            (span_of(each.rows, each.variance), each.through)
+            for each in self.rows(maps)
+        ]
         through = [(span, each) for span, each in spans if each is not None]
         return joined(through) if through else spans[0][0]
 
     def used(self, table: nn.Embedding) -> Tensor | None:
         """Return which rows (v,) of a table the batch used: those whose gradient exceeds the noise.
 
-        Return None where this cannot be known: a table that is tied to the head has a gradient for
-        every token, and noise may hide all of them.
+        Return None where this cannot be known: a table that is tied to the head has a
+        gradient for every token, and noise may hide all of them.
         """
         given = self.of(table.weight)
         if given is None:
             return None
         given = given.to(self.target.parts.device)
-        noise, size = self.update.protocol.noise_in(self.update.texts), given.shape[1]
+        noise = self.update.protocol.noise_in(self.update.texts)
+        size = given.shape[1]
         # For noise alone, |row|² is σ²χ², with mean σ²d and variance 2σ⁴d.
         least = noise**2 * (size + CHANCE * math.sqrt(2 * size))
         used = given.double().square().sum(-1) > least
@@ -208,7 +223,9 @@ def recover_batch(model: Any, tokenizer: Any, update: Update) -> BatchRecovery:
     except Unsuccessful as end:
         recovery = _no_texts(end.reason, status=end.status)
     seconds = time.perf_counter() - started
-    texts = tuple(replace(text, seconds=seconds / len(recovery.texts)) for text in recovery.texts)
+    texts = tuple(
+        replace(text, seconds=seconds / len(recovery.texts)) for text in recovery.texts
+    )
     return replace(recovery, texts=texts, seconds=seconds)
 
 
@@ -246,12 +263,13 @@ def _by_likelihood(
 ) -> BatchRecovery:
     """Find the likeliest texts where errors or a low rank blur the spans.
 
-    Then no test proves that a token is in the batch, but true tokens are still nearer to the span
-    than others. So the nearest at every position are taken, and changed one by one to make the
-    leaked update likelier: with Gaussian errors of known variance, its log-likelihood is
-    −½ Σ (leaked − own)²/σ².
+    Then no test proves that a token is in the batch, but true tokens are still nearer
+    to the span than others. So the nearest at every position are taken, and changed one
+    by one to make the leaked update likelier: with Gaussian errors of known variance,
+    its log-likelihood is −½ Σ (leaked − own)²/σ².
     """
-    target, update = leaked.target, leaked.update
+    target = leaked.target
+    update = leaked.update
     parts = target.parts
     ids = [] if used is None else used.nonzero()[:, 0].tolist()
     if not first.rank and used is None:
@@ -264,7 +282,12 @@ def _by_likelihood(
     tokens = [best for best, _ in near]
     if parts.causal:
         prefixes = DecoderTexts(
-            target, second, tokens, update.texts, min(_POSITIONS, parts.max_length), True
+            target,
+            second,
+            tokens,
+            update.texts,
+            min(_POSITIONS, parts.max_length),
+            True,
         )
         texts = list(prefixes)[: update.texts]
     elif update.texts == 1:
@@ -274,7 +297,9 @@ def _by_likelihood(
         texts = [ids for ids, _ in _texts(leaked, second, inputs, tokens, every)]
     if not texts:
         return _no_texts("no text stands out from the update's errors", ids)
-    return _judged(leaked, _likeliest(leaked, labelled(leaked, texts), tokens), (), tokens, ids)
+    return _judged(
+        leaked, _likeliest(leaked, labelled(leaked, texts), tokens), (), tokens, ids
+    )
 
 
 def _by_position(target: Target, near: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
@@ -283,7 +308,9 @@ def _by_position(target: Target, near: Sequence[tuple[Tensor, Tensor]]) -> list[
     last = len(near) - 1
     if after:
         ends = [float(scores[after[0]]) for _, scores in near]
-        last = max(range(len(before) + 1, len(near)), key=ends.__getitem__, default=last)
+        last = max(
+            range(len(before) + 1, len(near)), key=ends.__getitem__, default=last
+        )
     special = {*before, *after, *target.pads()}
     inside = [
         next((id_ for id_ in best.tolist() if id_ not in special), int(best[0]))
@@ -298,7 +325,8 @@ def _likeliest(leaked: _Leaked, batch: Batch, tokens: Sequence[Tensor]) -> Batch
     def off(batch: Batch) -> float:
         return compared(leaked.target, leaked.update, batch, leaked.errors).misfit
 
-    best, trials = off(batch), 0
+    best = off(batch)
+    trials = 0
     classes = range(int(leaked.target.model.config.num_labels)) if batch.labels else ()
     for _ in range(_SWEEPS):
         before = best
@@ -313,7 +341,8 @@ def _likeliest(leaked: _Leaked, batch: Batch, tokens: Sequence[Tensor]) -> Batch
                     continue
                 trials += 1
                 if (reached := off(other)) < best:
-                    batch, best = other, reached
+                    batch = other
+                    best = reached
         if best == before:
             break
     return batch
@@ -327,7 +356,9 @@ def _check(target: Target, update: Update) -> None:
         )
     whose = identity(target.model, head=True)
     if update.model is not None and update.model != whose:
-        raise InputError(f"the gradients are of the model {update.model}, and this is {whose}")
+        raise InputError(
+            f"the gradients are of the model {update.model}, and this is {whose}"
+        )
     shapes = {name: tuple(each.shape) for name, each in target.model.named_parameters()}
     for name, each in update.values.items():
         if name in update.adapters:
@@ -338,12 +369,17 @@ def _check(target: Target, update: Update) -> None:
                 "is it another model's?"
             )
     if target.parts.layers < 2:
-        raise InputError("gradients are read in models of two blocks or more, and this has one")
+        raise InputError(
+            "gradients are read in models of two blocks or more, and this has one"
+        )
 
 
-def _tokens(leaked: _Leaked, span: Span, used: Tensor | None) -> tuple[FirstInputs, list[Tensor]]:
+def _tokens(
+    leaked: _Leaked, span: Span, used: Tensor | None
+) -> tuple[FirstInputs, list[Tensor]]:
     """Return the tokens that may stand at each position, and tables that reach the texts' end."""
-    parts, known = leaked.target.parts, _length(leaked)
+    parts = leaked.target.parts
+    known = _length(leaked)
     count = known or _POSITIONS
     while True:
         inputs = first_inputs(parts, count)
@@ -358,22 +394,34 @@ def _length(leaked: _Leaked) -> int | None:
     """Return the length of the longest text, if the gradient of the positions' table shows it."""
     table = leaked.target.parts.positions
     used = None if table is None else leaked.used(table[0])
-    return None if used is None or table is None else int(used[table[1] :].sum()) or None
+    if used is None or table is None:
+        return None
+    return int(used[table[1] :].sum()) or None
 
 
 def _texts(
-    leaked: _Leaked, span: Span, inputs: FirstInputs, tokens: list[Tensor], every: Tensor
+    leaked: _Leaked,
+    span: Span,
+    inputs: FirstInputs,
+    tokens: list[Tensor],
+    every: Tensor,
 ) -> list[tuple[list[int], bool]]:
     """Return the ids of texts, and whether all rows of each lie in the span."""
-    target, count = leaked.target, leaked.update.texts
+    target = leaked.target
+    count = leaked.update.texts
     parts = target.parts
     if parts.causal:
-        # Rows of one text are independent: no text is longer than the span has dimensions.
-        prefixes = DecoderTexts(target, span, tokens, count, min(span.rank, parts.max_length))
+        # Rows of one text are independent: no text is longer than the span has
+        # dimensions.
+        prefixes = DecoderTexts(
+            target, span, tokens, count, min(span.rank, parts.max_length)
+        )
         return [(ids, True) for ids in prefixes][:count]
     first = parts.attention(1)
     if parts.key_heads != parts.heads:
-        raise Unsuccessful(Status.NOT_APPLICABLE, "heads of this encoder share their keys")
+        raise Unsuccessful(
+            Status.NOT_APPLICABLE, "heads of this encoder share their keys"
+        )
     value = first.apart[2]
     (values,) = leaked.rows([value.module])
     heads = parts.heads if values.left is None else 1  # Bᵀ mixes what heads give
@@ -406,13 +454,19 @@ def _no_texts(
 
 
 def _judged(
-    leaked: _Leaked, batch: Batch, in_span: Sequence[bool], tokens: Sequence[Tensor], ids: list[int]
+    leaked: _Leaked,
+    batch: Batch,
+    in_span: Sequence[bool],
+    tokens: Sequence[Tensor],
+    ids: list[int],
 ) -> BatchRecovery:
     """Return the judge's result for a batch; `ids` are known to be in it."""
-    target, update = leaked.target, leaked.update
+    target = leaked.target
+    update = leaked.update
     verdicts = judge(target, update, batch, in_span, tokens)
     verified = sum(verdict.verified for verdict in verdicts)
-    residual, precision = verdicts[0].residual, verdicts[0].precision
+    residual = verdicts[0].residual
+    precision = verdicts[0].precision
     reason = (
         f"{len(batch.texts)} of {update.texts} texts, {sum(in_span)} in the span; "
         f"{verified} verified: their update differs by {residual:.1e} of its size, "
@@ -422,16 +476,34 @@ def _judged(
     status = Status.RECOVERED if verified == update.texts else status
     texts = tuple(
         TextRecovery(
-            status=verdict.status, reason=verdict.reason, method=METHOD, ids=list(text),
-            text=target.decode(text), verified=verdict.verified, passes=0, seconds=0.0,
-            marks=verdict.marks, residual=residual, precision=precision, pieces=target.pieces(text),
+            status=verdict.status,
+            reason=verdict.reason,
+            method=METHOD,
+            ids=list(text),
+            text=target.decode(text),
+            verified=verdict.verified,
+            passes=0,
+            seconds=0.0,
+            marks=verdict.marks,
+            residual=residual,
+            precision=precision,
+            pieces=target.pieces(text),
         )
         for text, verdict in zip(batch.texts, verdicts, strict=True)
-    )  # fmt: skip
+    )
     everything = tuple(sorted({*ids, *chain.from_iterable(batch.texts)}))
     passes = 1 + sum(verdict.forwards for verdict in verdicts)
     return BatchRecovery(
-        status, reason, METHOD, texts, batch.labels, everything, passes, 0.0, residual, precision
+        status,
+        reason,
+        METHOD,
+        texts,
+        batch.labels,
+        everything,
+        passes,
+        0.0,
+        residual,
+        precision,
     )
 
 
@@ -449,14 +521,17 @@ def capture_update(
 ) -> Update:
     """Save the update that a client would hand over for one batch of texts.
 
-    `model` is what the command line takes, or a model loaded with its head. Texts without a class
-    get the model's own answer. `hide` leaves out the gradients of `embeddings`.
+    `model` is what the command line takes, or a model loaded with its head. Texts
+    without a class get the model's own answer. `hide` leaves out the gradients of
+    `embeddings`.
     """
     expect_seed(seed)
     loaded = open_model(model, None, device, allow_pickle)
     max_length = min(MAX_LENGTH, anatomy(loaded.model).max_length)
     batch = batch_of(loaded.model, loaded.tokenizer, examples, max_length)
-    update = update_of(loaded.model, batch, protocol, hide=hide, precision=precision, seed=seed)
+    update = update_of(
+        loaded.model, batch, protocol, hide=hide, precision=precision, seed=seed
+    )
     update.save(out)
     return update
 
@@ -472,10 +547,12 @@ def recovering_updates(
         overall(number, note=Path(file).name)
 
 
-# The targets of a batch's loss, once its texts are known: classes, or each text's last token.
+# The targets of a batch's loss, once its texts are known: classes, or each text's last
+# token.
 #
-# They do not show in the layers' inputs, but in the gradients δ of a linear map's outputs: with its
-# inputs a_i known from the texts, G = Σ_i δ_i a_iᵀ is solved for the δ_i by least squares.
+# They do not show in the layers' inputs, but in the gradients δ of a linear map's
+# outputs: with its inputs a_i known from the texts, G = Σ_i δ_i a_iᵀ is solved for the
+# δ_i by least squares.
 #
 # - Classes: the head's own δ is p − e_y, scaled. Its only negative number is at the class y.
 # - The last token of a causal model's text is predicted and never an input, so no span shows it.
@@ -500,9 +577,13 @@ def _classes(leaked: _Leaked, texts: Texts, sign: float) -> list[int]:
     head = _head(target.model)
     given = leaked.given(head)
     if given is None:
-        raise InputError("this update has no gradient of the head, which classes show in")
+        raise InputError(
+            "this update has no gradient of the head, which classes show in"
+        )
     # A causal model's head is applied at every position, and answers at the last one.
-    inputs = [each[-1] if each.ndim > 1 else each for each in _inputs(target, head, texts)]
+    inputs = [
+        each[-1] if each.ndim > 1 else each for each in _inputs(target, head, texts)
+    ]
     return (sign * _deltas(torch.stack(inputs), given)).argmin(-1).tolist()
 
 
@@ -513,7 +594,9 @@ def _last_tokens(leaked: _Leaked, texts: Texts, sign: float) -> list[int]:
     given = leaked.given(linear)
     norm = target.parts.closing_norm(target.parts.layers)
     if given is None or norm is None:
-        raise InputError("this update has no gradient of the last block, where last tokens show")
+        raise InputError(
+            "this update has no gradient of the last block, where last tokens show"
+        )
     deltas = sign * _deltas(torch.cat(_inputs(target, linear, texts)), given)
     ends = torch.tensor([len(text) for text in texts]).cumsum(0) - 1
     head = unembedding(target.model)
@@ -539,7 +622,9 @@ def _inputs(target: Target, module: nn.Module, texts: Texts) -> list[Tensor]:
 
     with torch.no_grad(), hooks((module.register_forward_pre_hook, take)):
         for text in texts:
-            target.model(input_ids=torch.tensor([list(text)], device=target.parts.device))
+            target.model(
+                input_ids=torch.tensor([list(text)], device=target.parts.device)
+            )
     return taken
 
 
@@ -564,11 +649,16 @@ def _last_map(target: Target) -> Any:
     called: list[nn.Module] = []
     block = target.parts.blocks[-1]
     # GPT-2 calls its linear maps Conv1D.
-    maps = [each for each in block.modules() if type(each).__name__ in ("Linear", "Conv1D")]
+    maps = [
+        each for each in block.modules() if type(each).__name__ in ("Linear", "Conv1D")
+    ]
 
     def note(module: nn.Module, _args: Any) -> None:
         called.append(module)
 
-    with torch.no_grad(), hooks(*((linear.register_forward_pre_hook, note) for linear in maps)):
+    with (
+        torch.no_grad(),
+        hooks(*((linear.register_forward_pre_hook, note) for linear in maps)),
+    ):
         target.model(input_ids=torch.tensor([[0, 0]], device=target.parts.device))
     return called[-1]

@@ -1,32 +1,37 @@
 """The span of a layer's inputs, from the gradient of its weights (DAGER, arXiv 2405.15586).
 
-`span_of` takes the gradient of a layer's weights and returns the span of what went into the layer;
-`tokens_in` returns the tokens whose inputs lie in it, for each position. text_search.py makes texts
-of them.
+`span_of` takes the gradient of a layer's weights and returns the span of what went into
+the layer; `tokens_in` returns the tokens whose inputs lie in it, for each position.
+text_search.py makes texts of them.
 
-For Y = X Wᵀ the gradient of W is (∂L/∂Y)ᵀ X = Σ_i δ_i x_iᵀ: its rows are linear combinations of the
-inputs x_i. If there are fewer inputs than the layer is wide, and the δ_i are linearly independent,
-the row space is the span of the inputs: inputs lie in it, and other vectors almost surely do not.
-Departure: the gradients of the query, key and value maps, which all receive the same x_i, are
-stacked, because the query of a first token gets no gradient.
+For Y = X Wᵀ the gradient of W is (∂L/∂Y)ᵀ X = Σ_i δ_i x_iᵀ: its rows are linear
+combinations of the inputs x_i. If there are fewer inputs than the layer is wide, and
+the δ_i are linearly independent, the row space is the span of the inputs: inputs lie in
+it, and other vectors almost surely do not. Departure: the gradients of the query, key
+and value maps, which all receive the same x_i, are stacked, because the query of a
+first token gets no gradient.
 
-Numbers are rounded, so the span is that of the singular vectors above a threshold: the largest
-singular value of the errors alone. For independent errors of sizes σ_ij that is nearly the length
-of the largest row of σ plus that of the largest column (Bandeira and van Handel, 2016).
+Numbers are rounded, so the span is that of the singular vectors above a threshold: the
+largest singular value of the errors alone. For independent errors of sizes σ_ij that is
+nearly the length of the largest row of σ plus that of the largest column (Bandeira and
+van Handel, 2016).
 
-The first attention's input for token v at position p is a norm of the sum of two embeddings,
+The first attention's input for token v at position p is a norm of the sum of two
+embeddings,
 
     x(v, p) = (ŵ_v + û_p) / s(v, p) + b,     s(v, p)² = |w̃_v + ũ_p|² / e + ε,
 
-with w̃ and ũ the embeddings of token and position (less their means, for a LayerNorm), ŵ and û the
-same after the norm's weights (and ALBERT's map), and b its bias. So the inputs of all tokens at all
-positions follow from two small tables, without running the model on each. Rotary models have no û.
+with w̃ and ũ the embeddings of token and position (less their means, for a LayerNorm),
+ŵ and û the same after the norm's weights (and ALBERT's map), and b its bias. So the
+inputs of all tokens at all positions follow from two small tables, without running the
+model on each. Rotary models have no û.
 
-Token v is at position p of the batch only if x(v, p) lies in the span of the first attention's
-gradient. All tokens are tested at all positions, first along a few random directions of the span's
-complement, then, if they pass, along all of them. Because x(v, p) is nearly a sum, the span of
-several texts also admits other pairs: with x(a, p), x(a, q) and x(b, p) in it, x(b, q) nearly is
-too. `Places` in text_search.py excludes those.
+Token v is at position p of the batch only if x(v, p) lies in the span of the first
+attention's gradient. All tokens are tested at all positions, first along a few random
+directions of the span's complement, then, if they pass, along all of them. Because x(v,
+p) is nearly a sum, the span of several texts also admits other pairs: with x(a, p),
+x(a, q) and x(b, p) in it, x(b, q) nearly is too. `Places` in text_search.py excludes
+those.
 """
 
 from __future__ import annotations
@@ -49,7 +54,8 @@ _BLURRED = 0.4  # a tolerance that many other inputs meet as well
 _SHARP = 1e-3  # a tolerance that no other input meets by chance
 _TIGHT = 1e-4  # of a row's length: its largest distance from the span in float32
 _DIRECTIONS = 16  # random directions, along which nearly all wrong tokens fail
-_SOME = 1000  # tokens whose inputs give the usual length; after a norm all are nearly as long
+# tokens whose inputs give the usual length; after a norm all are nearly as long
+_SOME = 1000
 _SOME_PLACES = 8  # positions at which the tables are compared with the model
 _WIDE = 4.0  # the tolerance along random directions, in units of the real one
 
@@ -58,10 +64,11 @@ _WIDE = 4.0  # the tolerance along random directions, in units of the real one
 class Span:
     """The rank of the inputs' span, and directions `rest` (d, k) orthogonal to it.
 
-    `tolerance` is how far from the span an input may seem to be, relative to its length, and `left`
-    is the number of dimensions by which the span is smaller than it could be. `weighted` (d, k) are
-    all directions, each scaled by the share of errors in what the gradient has along it: an input
-    of the batch is short along these, whatever the noise (Capon, 1969).
+    `tolerance` is how far from the span an input may seem to be, relative to its
+    length, and `left` is the number of dimensions by which the span is smaller than it
+    could be. `weighted` (d, k) are all directions, each scaled by the share of errors
+    in what the gradient has along it: an input of the batch is short along these,
+    whatever the noise (Capon, 1969).
     """
 
     rank: int
@@ -73,7 +80,9 @@ class Span:
     @property
     def soft(self) -> Span:
         """The span with distances along weighted directions, if errors blur it."""
-        return replace(self, rest=self.weighted) if self.blurred and self.complete else self
+        if self.blurred and self.complete:
+            return replace(self, rest=self.weighted)
+        return self
 
     @property
     def complete(self) -> bool:
@@ -104,34 +113,44 @@ class Span:
         """Return random directions (d, k) of the complement that keep distances on average."""
         stream = torch.Generator().manual_seed(0)
         count = min(count, self.rest.shape[1])
-        mixed = torch.randn(self.rest.shape[1], count, generator=stream, dtype=torch.float64)
+        mixed = torch.randn(
+            self.rest.shape[1], count, generator=stream, dtype=torch.float64
+        )
         return self.rest @ mixed.to(self.rest) / count**0.5
 
 
 def span_of(rows: Tensor, variance: Tensor) -> Span:
     """Return the span of a gradient's rows (m, d), whose errors have a `variance` (m, d)."""
-    _, values, directions = torch.linalg.svd(rows, full_matrices=rows.shape[0] < rows.shape[1])
+    _, values, directions = torch.linalg.svd(
+        rows, full_matrices=rows.shape[0] < rows.shape[1]
+    )
     noise = float(variance.sum(0).max().sqrt() + variance.sum(1).max().sqrt())
     largest = float(values[0])
     least = max(_ABOVE * noise, _FLOAT32 * largest)
     rank = int((values > least).sum())
     last = float(values[rank - 1]) if rank else largest
-    # Wedin (1972): such errors rotate the span by their ratio to its smallest singular value.
+    # Wedin (1972): such errors rotate the span by their ratio to its smallest singular
+    # value.
     tolerance = max(_TIGHT, min(0.5, noise / max(last, 1e-30)))
     left = min(rows.shape) - rank
     alone = torch.ones(len(directions)).to(values)
-    alone[: len(values)] = (variance.mean() * len(rows)).sqrt() / values.clamp(min=1e-30)
+    alone[: len(values)] = (variance.mean() * len(rows)).sqrt() / values.clamp(
+        min=1e-30
+    )
     return Span(rank, directions[rank:].mT, tolerance, left, directions.mT * alone)
 
 
 def joined(spans: Sequence[tuple[Span, Tensor]]) -> Span:
     """Combine the spans of several gradients, each seen through a map A (r, d) of the inputs.
 
-    Spans of lower rank do not see all inputs, as a first token's query gets no gradient.
+    Spans of lower rank do not see all inputs, as a first token's query gets no
+    gradient.
     """
     rank = max(each.rank for each, _ in spans)
     spans = [(each, through) for each, through in spans if each.rank == rank]
-    rest = torch.cat([each.rest.mT @ through.to(each.rest) for each, through in spans]).mT
+    rest = torch.cat(
+        [each.rest.mT @ through.to(each.rest) for each, through in spans]
+    ).mT
     left = min(each.left for each, _ in spans)
     if rest.shape[1]:
         directions, values, _ = torch.linalg.svd(rest, full_matrices=False)
@@ -143,8 +162,8 @@ def joined(spans: Sequence[tuple[Span, Tensor]]) -> Span:
 class FirstInputs:
     """Tables of x(v, p) in float64: `words` (v, d), `places` (n, d) or None, `offset` (d,).
 
-    `word_lengths` (v,) and `place_lengths` (n,) are |w̃|² and |ũ|², and `products` (v, n) are w̃·ũ,
-    all divided by the size e of an embedding.
+    `word_lengths` (v,) and `place_lengths` (n,) are |w̃|² and |ũ|², and `products` (v,
+    n) are w̃·ũ, all divided by the size e of an embedding.
     """
 
     words: Tensor
@@ -178,7 +197,8 @@ def first_inputs(parts: Anatomy, positions: int) -> FirstInputs:
         Status.NOT_APPLICABLE,
         f"the first attention of {parts.family} takes something else than a norm of embeddings",
     )
-    norm, places = parts.opening_norm(1) or parts.closing_norm(0), _positions(parts, positions)
+    norm = parts.opening_norm(1) or parts.closing_norm(0)
+    places = _positions(parts, positions)
     if norm is None:  # ALBERT's
         norm = getattr(getattr(parts.base, "embeddings", None), "LayerNorm", None)
     if norm is None or parts.table.shape[1] != places.shape[1]:
@@ -191,19 +211,28 @@ def first_inputs(parts: Anatomy, positions: int) -> FirstInputs:
     size = words.shape[1]
     weight, bias = gain_and_bias(norm)
     offset = torch.zeros_like(weight) if bias is None else bias
-    made, put = words * weight, places * weight
+    made = words * weight
+    put = places * weight
     base = cast("Any", parts.base)
-    onward = getattr(getattr(base, "encoder", None), "embedding_hidden_mapping_in", None)
+    onward = getattr(
+        getattr(base, "encoder", None), "embedding_hidden_mapping_in", None
+    )
     onward = onward or getattr(base, "embeddings_project", None)
     if onward is not None:  # ALBERT and ELECTRA widen their embeddings after their norm
         wider = onward.weight.detach().double().mT
-        made, put = made @ wider, put @ wider
+        made = made @ wider
+        put = put @ wider
         offset = offset @ wider + onward.bias.detach().double()
     epsilon = getattr(norm, "eps", None) or getattr(norm, "variance_epsilon", 0.0)
     found = FirstInputs(
-        made, None if parts.positions is None else put, offset, words.square().sum(-1) / size,
-        places.square().sum(-1) / size, words @ places.mT / size, float(epsilon),
-    )  # fmt: skip
+        made,
+        None if parts.positions is None else put,
+        offset,
+        words.square().sum(-1) / size,
+        places.square().sum(-1) / size,
+        words @ places.mT / size,
+        float(epsilon),
+    )
     if not _are_its_own(parts, found):
         raise other
     return found
@@ -218,7 +247,9 @@ def attention_inputs(parts: Anatomy, number: int, states: Tensor) -> Tensor:
 def _positions(parts: Anatomy, count: int) -> Tensor:
     """Return what is added to a token's embedding at each position (n, e)."""
     if parts.positions is None:
-        return torch.zeros(1, parts.table.shape[1], dtype=torch.float64, device=parts.device)
+        return torch.zeros(
+            1, parts.table.shape[1], dtype=torch.float64, device=parts.device
+        )
     table, first = parts.positions
     count = min(count, parts.max_length)
     places = table.weight.detach()[first : first + count].double()
@@ -230,23 +261,30 @@ def _positions(parts: Anatomy, count: int) -> Tensor:
 @torch.no_grad()
 def _are_its_own(parts: Anatomy, inputs: FirstInputs) -> bool:
     """Return whether the tables give what the first attention receives, for a few tokens."""
-    count = _SOME_PLACES if inputs.places is None else min(_SOME_PLACES, inputs.positions)
+    if inputs.places is None:
+        count = _SOME_PLACES
+    else:
+        count = min(_SOME_PLACES, inputs.positions)
     ids = torch.arange(len(parts.table), device=parts.device)[-count:]
     given = capture(parts.base, Exposure("hidden", 0), ids=ids[None])["values"][0]
     given = attention_inputs(parts, 1, given)
     places = range(count) if inputs.places is not None else [0] * count
-    rows = [inputs.at(token[None], place) for place, token in zip(places, ids, strict=True)]
+    rows = [
+        inputs.at(token[None], place) for place, token in zip(places, ids, strict=True)
+    ]
     made = torch.cat(rows)
     if made.shape != given.shape:
         return False
     return float((made - given).norm()) <= _TIGHT * float(given.norm())
 
 
-def tokens_in(inputs: FirstInputs, span: Span, allowed: Tensor | None = None) -> list[Tensor]:
+def tokens_in(
+    inputs: FirstInputs, span: Span, allowed: Tensor | None = None
+) -> list[Tensor]:
     """Return the tokens (c,) whose input lies in the span, for each position.
 
-    The positions end before one without tokens; a model without position embeddings has only one.
-    `allowed` (v,) restricts the tokens to those known to be in the batch.
+    The positions end before one without tokens; a model without position embeddings has
+    only one. `allowed` (v,) restricts the tokens to those known to be in the batch.
     """
     directions = span.some_directions(_DIRECTIONS)
     some = torch.arange(min(_SOME, len(inputs.words)), device=directions.device)
@@ -279,10 +317,14 @@ def nearest_in(
 
 def _along(inputs: FirstInputs, directions: Tensor) -> Iterator[Tensor]:
     """Yield for each position the length of every token's input (v,) along directions (d, k)."""
-    words, offset = (each.to(directions) @ directions for each in (inputs.words, inputs.offset))
+    words, offset = (
+        each.to(directions) @ directions for each in (inputs.words, inputs.offset)
+    )
     every = torch.arange(len(words), device=words.device)
     for place in range(inputs.positions):
         rows = words
         if inputs.places is not None:
             rows = words + inputs.places[place].to(directions) @ directions
-        yield (rows / inputs.scales(every, place)[:, None].to(words) + offset).norm(dim=-1)
+        yield (rows / inputs.scales(every, place)[:, None].to(words) + offset).norm(
+            dim=-1
+        )

@@ -1,26 +1,28 @@
 """The texts of a batch, formed of the tokens that may stand at each position and tested by spans.
 
-`DecoderTexts` and `EncoderTexts` take these tokens and the span of the second attention's inputs
-(span.py), and yield the ids of texts, the surest first.
+`DecoderTexts` and `EncoderTexts` take these tokens and the span of the second
+attention's inputs (span.py), and yield the ids of texts, the surest first.
 
-**A causal model** (`DecoderTexts`; DAGER, arXiv 2405.15586). What the second attention receives at
-position t depends only on the tokens up to t, so a prefix lies in the span of its gradient exactly
-if some text of the batch begins with it. All prefixes are extended side by side by all tokens of
-the batch. The prefix's keys and values are kept (models/branches.py), so that trying a token costs
-a token's pass through one block. A prefix that no token extends is a text.
+**A causal model** (`DecoderTexts`; DAGER, arXiv 2405.15586). What the second attention
+receives at position t depends only on the tokens up to t, so a prefix lies in the span
+of its gradient exactly if some text of the batch begins with it. All prefixes are
+extended side by side by all tokens of the batch. The prefix's keys and values are kept
+(models/branches.py), so that trying a token costs a token's pass through one block. A
+prefix that no token extends is a text.
 
-A model with rotary positions gives the same row for a token repeated as for the token alone,
-because attention over equal values is that value. Such a token proves nothing: it stays only if
-something else follows after a few repetitions at most.
+A model with rotary positions gives the same row for a token repeated as for the token
+alone, because attention over equal values is that value. Such a token proves nothing:
+it stays only if something else follows after a few repetitions at most.
 
-**An encoder** (`EncoderTexts`, ours). The inputs of the first attention do not show which tokens
-form a text. But the attention's result for a text lies, at every position, in the span of its
-output map's gradient if all tokens of the text are right. So a text starts from one token whose
-place is clear, and from the tokens at other positions whose gradients resemble it (`Places`). Least
-squares over all tokens at all positions correct it (`Contexts`); where that fails, tokens are
-changed one by one to bring it nearer to the span. A text is accepted if the inputs of the second
-attention lie in the span of its gradient as well. The tokens of accepted texts are not looked for
-again. DAGER instead combines all tokens that may stand at each position, which takes time
+**An encoder** (`EncoderTexts`, ours). The inputs of the first attention do not show
+which tokens form a text. But the attention's result for a text lies, at every position,
+in the span of its output map's gradient if all tokens of the text are right. So a text
+starts from one token whose place is clear, and from the tokens at other positions whose
+gradients resemble it (`Places`). Least squares over all tokens at all positions correct
+it (`Contexts`); where that fails, tokens are changed one by one to bring it nearer to
+the span. A text is accepted if the inputs of the second attention lie in the span of
+its gradient as well. The tokens of accepted texts are not looked for again. DAGER
+instead combines all tokens that may stand at each position, which takes time
 exponential in a text's length.
 """
 
@@ -61,7 +63,11 @@ _ENDS = 3  # ends of a text that are tried at each step
 _ALIKE = 0.65  # the least resemblance of a clear token to the others of its text
 _RANK = 1e-9  # of the largest singular value: smaller ones count as zero
 _WHOLE = 0.8  # the share of a token that counts in a text's direction
-_GROWING = (3, 6, 10)  # tokens of a text that its direction is computed from, step by step
+_GROWING = (
+    3,
+    6,
+    10,
+)  # tokens of a text that its direction is computed from, step by step
 _STARTS = 6  # starts that may fail for each text before the search ends
 _STEPS = 8  # least squares steps for each start
 _SWEEPS = 8  # sweeps over the tokens of a text
@@ -81,8 +87,8 @@ class _Prefix:
 class DecoderTexts:
     """The search for the texts of a batch, of the `tokens` that may stand at each position.
 
-    A single entry of `tokens` is for all positions. Where errors or a low rank blur the span, the
-    next tokens are those `standing_out` from the others by their distance.
+    A single entry of `tokens` is for all positions. Where errors or a low rank blur the
+    span, the next tokens are those `standing_out` from the others by their distance.
     """
 
     target: Target
@@ -95,7 +101,9 @@ class DecoderTexts:
     @torch.no_grad()
     def __iter__(self) -> Iterator[list[int]]:
         device = self.target.parts.device
-        branches = Branches(self.target.model, torch.zeros(1, dtype=torch.long, device=device))
+        branches = Branches(
+            self.target.model, torch.zeros(1, dtype=torch.long, device=device)
+        )
         active = [_Prefix((), 0, None)]
         ended: list[_Prefix] = []
         # A model without embeddings of positions has the same tokens everywhere.
@@ -104,7 +112,9 @@ class DecoderTexts:
         for some in islice(tokens, self.max_length):
             longer = self._longer(branches, active, some)
             going = {parent for parent, _, _ in longer}
-            ended += [prefix for number, prefix in enumerate(active) if number not in going]
+            ended += [
+                prefix for number, prefix in enumerate(active) if number not in going
+            ]
             active = [prefix for _, _, prefix in longer]
             if not longer:
                 break
@@ -127,12 +137,17 @@ class DecoderTexts:
             middle = far.median()
             most = float(middle - _OUT * (far - middle).abs().median())
         inside = (far <= most).nonzero()
-        near: list[list[int]] = inside[far[inside[:, 0], inside[:, 1]].argsort()].tolist()
+        near: list[list[int]] = inside[
+            far[inside[:, 0], inside[:, 1]].argsort()
+        ].tolist()
         longer: list[tuple[int, int, _Prefix]] = []
         for parent, node in near[: _MORE * self.texts]:
-            prefix, row = active[parent], rows[parent, node]
+            prefix = active[parent]
+            row = rows[parent, node]
             ids = (*prefix.ids, int(tokens[node]))
-            same = prefix.row is not None and bool((row - prefix.row).norm() <= _SAME * row.norm())
+            same = prefix.row is not None and bool(
+                (row - prefix.row).norm() <= _SAME * row.norm()
+            )
             proven = prefix.proven if same else len(ids)
             if len(ids) - proven > _REPEATED:
                 continue
@@ -142,7 +157,9 @@ class DecoderTexts:
 
 def _distinct(ended: Sequence[_Prefix]) -> Iterator[list[int]]:
     """Yield the proven part of each text, the longest first, unless another begins with it."""
-    texts = sorted({prefix.ids[: prefix.proven] for prefix in ended}, key=len, reverse=True)
+    texts = sorted(
+        {prefix.ids[: prefix.proven] for prefix in ended}, key=len, reverse=True
+    )
     kept: list[tuple[int, ...]] = []
     for text in texts:
         if text and not any(longer[: len(text)] == text for longer in kept):
@@ -162,19 +179,28 @@ class Read:
 class EncoderTexts:
     """The search for the texts of a batch.
 
-    `span` is that of the second attention's inputs, `tokens` are those that may stand at each
-    position, `places` says where they probably stand, and `contexts` compares texts with the
-    gradient.
+    `span` is that of the second attention's inputs, `tokens` are those that may stand
+    at each position, `places` says where they probably stand, and `contexts` compares
+    texts with the gradient.
     """
 
     def __init__(
-        self, target: Target, span: Span, contexts: Contexts, tokens: Sequence[Tensor],
-        places: Places, texts: int,
-    ) -> None:  # fmt: skip
-        self.target, self.span, self.contexts = target, span, contexts
-        self.places, self.texts = places, texts
+        self,
+        target: Target,
+        span: Span,
+        contexts: Contexts,
+        tokens: Sequence[Tensor],
+        places: Places,
+        texts: int,
+    ) -> None:
+        self.target = target
+        self.span = span
+        self.contexts = contexts
+        self.places = places
+        self.texts = texts
         self._exact = span.tolerance**2  # the misfit of a text that is right
-        known, (before, after) = places.tokens, target.frame()
+        known = places.tokens
+        (before, after) = target.frame()
         numbers = {int(id_): number for number, id_ in enumerate(known)}
         self._before = [numbers[id_] for id_ in before if id_ in numbers]
         self._after = [numbers[id_] for id_ in after if id_ in numbers]
@@ -191,7 +217,8 @@ class EncoderTexts:
         self._may &= ~torch.isin(known, special)[:, None]
         order = places.shares.argsort(0, descending=True)
         self._likeliest = [
-            column[may[column]] for column, may in zip(order.T, self._may.T, strict=True)
+            column[may[column]]
+            for column, may in zip(order.T, self._may.T, strict=True)
         ]
         # Shares that no text explains yet: texts start from them.
         self._left = places.shares.clamp(min=0) * self._may
@@ -200,7 +227,8 @@ class EncoderTexts:
         """Yield each text once: first those that fit, then the others, the nearest first."""
         read: set[tuple[int, ...]] = set()
         others: dict[tuple[int, ...], Read] = {}
-        # Easy texts make the others clearer. Where every text seems to fit, none is easy.
+        # Easy texts make the others clearer. Where every text seems to fit, none is
+        # easy.
         for sweeps in (0, _SWEEPS)[not self.span.sharp :]:
             failed = 0
             for number, place in self._starts():
@@ -222,7 +250,9 @@ class EncoderTexts:
         """Yield tokens and places that no accepted text has, the clearest first."""
         tried = torch.zeros_like(self._left, dtype=torch.bool)
         while True:
-            clear = (1 - (1 - self._left).abs()).masked_fill(tried, 0)  # 1 at a share of 1
+            clear = (1 - (1 - self._left).abs()).masked_fill(
+                tried, 0
+            )  # 1 at a share of 1
             number, place = divmod(int(clear.argmax()), clear.shape[1])
             if float(clear[number, place]) <= 0:
                 return
@@ -246,7 +276,8 @@ class EncoderTexts:
     def _guess(self, number: int, place: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return how likely tokens (t, n) are in the text of a start, and the likeliest (n,).
 
-        The third tensor (n,) says where that is clear: the token stands there and nowhere else.
+        The third tensor (n,) says where that is clear: the token stands there and
+        nowhere else.
         """
         alike = self.places.resemblance(number)[:, None].clamp(min=0)
         prior = self._left * alike.square()
@@ -264,22 +295,31 @@ class EncoderTexts:
     def _solved(self, number: int, place: int) -> tuple[Tensor, float, Tensor]:
         """Return the best text that masses lead to, its misfit, and what was clear at first."""
         prior, guess, clear = self._guess(number, place)
-        last, fixed = int(clear.nonzero().max()), len(self._before)
+        last = int(clear.nonzero().max())
+        fixed = len(self._before)
         may = self._may | self._closing
         text, misfit = self._ended(guess, [end for end in self._ends if end > last])
         weights = clear[: len(text)].float()
-        best, seen = (text, misfit), set[tuple[int, ...]]()
+        best = (text, misfit)
+        seen = set[tuple[int, ...]]()
         while not misfit < self._exact and tuple(text.tolist()) not in seen:
             seen.add(tuple(text.tolist()))
             rows = weights.argsort(descending=True, stable=True)[:_ROWS]
             rows = rows[weights[rows] > _RELIABLE]
             masses = self.contexts.masses(text, rows, weights[rows], fixed, may, prior)
-            least = masses.masked_fill(~may, -math.inf).topk(min(_KEPT, len(may)), 0).values[-1]
+            least = (
+                masses.masked_fill(~may, -math.inf)
+                .topk(min(_KEPT, len(may)), 0)
+                .values[-1]
+            )
             may &= (masses >= least) | self._closing
             guess = masses.masked_fill(~self._may, -math.inf).argmax(0)
-            guess[place], guess[:fixed] = number, text[:fixed]
+            guess[place] = number
+            guess[:fixed] = text[:fixed]
             text, misfit = self._ended(guess, self._likely_ends(masses, place))
-            weights = masses[text, torch.arange(len(text), device=text.device)].clamp(0, 1)
+            weights = masses[text, torch.arange(len(text), device=text.device)].clamp(
+                0, 1
+            )
             weights[:fixed] = weights[place] = 1
             best = min(best, (text, misfit), key=lambda each: each[1])
             if len(seen) == _STEPS:
@@ -300,10 +340,13 @@ class EncoderTexts:
         found = [(text, float(self.contexts.misfit(text))) for text in texts]
         return min(found, key=lambda each: each[1], default=(guess, math.inf))
 
-    def _swept(self, text: Tensor, misfit: float, clear: Tensor) -> tuple[Tensor, float]:
+    def _swept(
+        self, text: Tensor, misfit: float, clear: Tensor
+    ) -> tuple[Tensor, float]:
         """Improve one token after the other, first where none is clear."""
         inside = list(range(len(self._before), len(text) - len(self._after)))
-        free, few = [at for at in inside if not clear[at]], _FEW
+        free = [at for at in inside if not clear[at]]
+        few = _FEW
         for _ in range(_SWEEPS):
             before = misfit
             for at in free:
@@ -312,41 +355,49 @@ class EncoderTexts:
                     continue
                 misfits = self.contexts.changed(text, at, numbers)
                 if float(misfits.min()) < misfit:
-                    text, misfit = text.clone(), float(misfits.min())
+                    text = text.clone()
+                    misfit = float(misfits.min())
                     text[at] = numbers[misfits.argmin()]
             if misfit < self._exact:
                 break
             if misfit > _WON * before:
                 if few == len(self._may) or misfit > _NEAR:
                     break
-                free, few = inside, len(self._may)
+                free = inside
+                few = len(self._may)
         return text, misfit
 
     def _fits(self, ids: list[int]) -> bool:
         """Return whether every input of the second attention lies in its span."""
         given = torch.tensor([ids], device=self.target.parts.device)
         with torch.no_grad():
-            states = capture(self.target.model, Exposure("hidden", 1), ids=given)["values"]
+            states = capture(self.target.model, Exposure("hidden", 1), ids=given)[
+                "values"
+            ]
             far = self.span.distance(attention_inputs(self.target.parts, 2, states)[0])
         return bool((far <= self.span.tolerance).all())
 
 
-# The result of the first attention for a text, and for all texts one token away from it.
+# The result of the first attention for a text, and for all texts one token away from
+# it.
 #
-# At position i head h gives c_i = Σ_j e_ij v_j / Σ_j e_ij with e_ij = exp(q_i·k_j/√k), and the
-# heads side by side are the input of the attention's output map. For a text of the batch, the c_i
-# lie in the span of that map's gradient, so only their products with directions R of the span's
-# complement matter: v_j R replaces v_j. If a token changes at one position, both sums change by one
-# term at all other positions: computing that is a thousand times cheaper than running the layer.
+# At position i head h gives c_i = Σ_j e_ij v_j / Σ_j e_ij with e_ij = exp(q_i·k_j/√k),
+# and the heads side by side are the input of the attention's output map. For a text of
+# the batch, the c_i lie in the span of that map's gradient, so only their products with
+# directions R of the span's complement matter: v_j R replaces v_j. If a token changes
+# at one position, both sums change by one term at all other positions: computing that
+# is a thousand times cheaper than running the layer.
 #
-# All tokens of a text are found at once by least squares. With a mass z_vp of every token at every
-# position, Σ_j runs over all pairs (v, p), and near a text c_i is linear in z:
+# All tokens of a text are found at once by least squares. With a mass z_vp of every
+# token at every position, Σ_j runs over all pairs (v, p), and near a text c_i is linear
+# in z:
 #
 #     c_i(z) R = c_i R + Σ_vp z_vp e_i,vp (v_vp − c_i) R / Σ_j e_ij.
 #
-# A row whose own token is right gives an equation c_i(z) R = 0 for each direction, so that a few
-# such rows give more equations than the text has tokens. The heaviest tokens at each position are
-# the next text, their masses show which of its rows to trust, and light tokens are dropped.
+# A row whose own token is right gives an equation c_i(z) R = 0 for each direction, so
+# that a few such rows give more equations than the text has tokens. The heaviest tokens
+# at each position are the next text, their masses show which of its rows to trust, and
+# light tokens are dropped.
 
 
 @dataclass(frozen=True, eq=False)
@@ -369,15 +420,25 @@ class Contexts:
 
     def _of(self, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         places = torch.arange(len(text), device=text.device)
-        return self.queries[text, places], self.keys[text, places], self.values[text, places]
+        return (
+            self.queries[text, places],
+            self.keys[text, places],
+            self.values[text, places],
+        )
 
     def masses(
-        self, text: Tensor, rows: Tensor, weights: Tensor, fixed: int, may: Tensor, prior: Tensor
+        self,
+        text: Tensor,
+        rows: Tensor,
+        weights: Tensor,
+        fixed: int,
+        may: Tensor,
+        prior: Tensor,
     ) -> Tensor:
         """Return the mass (t, n) of each token where it `may` stand, from some rows of a text.
 
-        This is a ridge regression towards `prior`, near a text whose first `fixed` tokens are
-        known.
+        This is a ridge regression towards `prior`, near a text whose first `fixed`
+        tokens are known.
         """
         queries, keys, values = self._of(text)
         queries = queries[rows]
@@ -386,14 +447,17 @@ class Contexts:
         own = torch.einsum("hij,jhr->ihr", scores.softmax(-1), values)
 
         def columns(tokens: Tensor, places: Tensor) -> Tensor:
-            share = torch.einsum("ihk,chk->hic", queries, self.keys[tokens, places]) - total
+            share = (
+                torch.einsum("ihk,chk->hic", queries, self.keys[tokens, places]) - total
+            )
             share = share.clamp(max=0).exp()
             given = torch.einsum("hic,chr->irc", share, self.values[tokens, places])
             given -= torch.einsum("hic,ihr->irc", share, own)
             return (given * weights[:, None, None]).flatten(0, 1)
 
         tokens, places = may.nonzero().unbind(1)
-        given, before = columns(tokens, places), prior[tokens, places].to(values)
+        given = columns(tokens, places)
+        before = prior[tokens, places].to(values)
         left = -(own.sum(1) * weights[:, None]).flatten() - given @ before
         left -= columns(text[:fixed], torch.arange(fixed, device=text.device)).sum(1)
         products = (given @ given.mT).double()
@@ -412,7 +476,9 @@ class Contexts:
         scores = torch.einsum("ihk,jhk->hij", queries, keys)
         highest = scores.amax(-1, keepdim=True)
         weights = (scores - highest).exp() * others
-        total = weights.sum(-1, keepdim=True)  # (h, i, 1), without the position that changes
+        total = weights.sum(
+            -1, keepdim=True
+        )  # (h, i, 1), without the position that changes
         rows = torch.einsum("hij,jhr->hir", weights, values)
         own = torch.einsum("ihk,thk->hit", queries, self.keys[tokens, place])
         new_values = self.values[tokens, place]
@@ -435,7 +501,9 @@ class Contexts:
         scores = scores.masked_fill(~others, -torch.inf)
         weights = torch.cat([scores, own[..., None]], -1).softmax(-1)
         rows = torch.einsum("htj,jhr->tr", weights[..., :-1], values)
-        rows = rows + torch.einsum("ht,thr->tr", weights[..., -1], self.values[tokens, place])
+        rows = rows + torch.einsum(
+            "ht,thr->tr", weights[..., -1], self.values[tokens, place]
+        )
         return rows.square().sum(-1)
 
 
@@ -461,23 +529,23 @@ def contexts_of(
 
 # Where tokens stand, from the gradient's sums over each token and over each position.
 #
-# With x(v, p) = (ŵ_v + û_p)/s + b (span.py), the gradient G = Σ_(v,p) δ_vp x(v, p)ᵀ of the first
-# maps is
+# With x(v, p) = (ŵ_v + û_p)/s + b (span.py), the gradient G = Σ_(v,p) δ_vp x(v, p)ᵀ of
+# the first maps is
 #
 #     G = Σ_v α_v ŵ_vᵀ + Σ_p β_p û_pᵀ + γ bᵀ,  α_v = Σ_p δ_vp / s(v, p),  β_p = Σ_v δ_vp / s(v, p).
 #
-# The ŵ of the batch's tokens, the û and b are linearly independent if there are fewer of them than
-# the layer is wide, so least squares gives every α_v and β_p. All of the α_v of a token that occurs
-# once is in one β_p, and the α of different tokens are independent as well. So regressing β_p on
-# them gives a share near 1 where the token stands and near 0 at other positions; the share of a
-# token that occurs several times is divided. This excludes the wrong pairs that the span of several
-# texts admits.
+# The ŵ of the batch's tokens, the û and b are linearly independent if there are fewer
+# of them than the layer is wide, so least squares gives every α_v and β_p. All of the
+# α_v of a token that occurs once is in one β_p, and the α of different tokens are
+# independent as well. So regressing β_p on them gives a share near 1 where the token
+# stands and near 0 at other positions; the share of a token that occurs several times
+# is divided. This excludes the wrong pairs that the span of several texts admits.
 #
-# The same sums show which tokens are in one text. A value's gradient is Σ_i A_ij o_i in each head,
-# with o_i the gradient of the head's output at position i of the same text and A_ij the attention:
-# in every head the tokens of one text have nearly the same direction, because they share a loss.
-# Cosines of the value map's α, head by head, are therefore near 1 within a text and near 0 between
-# texts.
+# The same sums show which tokens are in one text. A value's gradient is Σ_i A_ij o_i in
+# each head, with o_i the gradient of the head's output at position i of the same text
+# and A_ij the attention: in every head the tokens of one text have nearly the same
+# direction, because they share a loss. Cosines of the value map's α, head by head, are
+# therefore near 1 within a text and near 0 between texts.
 
 
 @dataclass(frozen=True, eq=False)
@@ -494,9 +562,10 @@ class Places:
     def resemblance(self, number: int) -> Tensor:
         """Return how much each token (t,) resembles the text of token `number`.
 
-        This is the mean cosine over heads with the token's own direction, then with the mean
-        direction of the few tokens that resemble it most, then of more of them. At most one token
-        at each position counts, and only tokens that stand at one position.
+        This is the mean cosine over heads with the token's own direction, then with the
+        mean direction of the few tokens that resemble it most, then of more of them. At
+        most one token at each position counts, and only tokens that stand at one
+        position.
         """
         most, at = self.shares.max(1)
         once = most > _WHOLE
@@ -512,7 +581,9 @@ class Places:
         return torch.einsum("thk,hk->th", self.directions, common).mean(-1)
 
 
-Rows = tuple[Tensor, Tensor | None]  # a gradient (m, d), or (m, r) and the map A (r, d) before it
+Rows = tuple[
+    Tensor, Tensor | None
+]  # a gradient (m, d), or (m, r) and the map A (r, d) before it
 
 
 def places_of(
@@ -530,14 +601,17 @@ def places_of(
     if inputs.places is None:
         reason = "an encoder without embeddings of positions: gradients do not say where tokens are"
         raise Unsuccessful(Status.NOT_APPLICABLE, reason)
-    table = torch.cat([inputs.words[tokens], inputs.places[:count], inputs.offset[None]])
+    table = torch.cat(
+        [inputs.words[tokens], inputs.places[:count], inputs.offset[None]]
+    )
 
     def sums_of(rows: Tensor, through: Tensor | None) -> Tensor:
         known = table if through is None else table @ through.to(table).mT
         return torch.linalg.pinv(known.mT, rtol=_RANK) @ rows.mT
 
     sums = torch.cat([sums_of(*each) for each in given], 1)
-    own, at = sums[: len(tokens)], sums[len(tokens) : len(tokens) + count]
+    own = sums[: len(tokens)]
+    at = sums[len(tokens) : len(tokens) + count]
     shares = torch.linalg.pinv(own.mT, rtol=_RANK) @ at.mT
     directions = sums_of(*values)[: len(tokens)].unflatten(-1, (heads, -1))
     return Places(tokens, shares, normalize(directions, dim=-1))

@@ -1,11 +1,11 @@
 """The update that a client makes of a batch of texts, and the judge that makes it again.
 
-`update_of` takes a model and a batch, and returns what a client hands over (`Update`). `judge`
-takes an update and a recovered batch, and returns a `Verdict` for each text.
+`update_of` takes a model and a batch, and returns what a client hands over (`Update`).
+`judge` takes an update and a recovered batch, and returns a `Verdict` for each text.
 
-An update holds one tensor for each parameter that the client hands over: the gradient of its loss
-or, after several local steps, the difference of its weights. The protocol of the exchange is
-public, so the update states it; it has no field for the texts.
+An update holds one tensor for each parameter that the client hands over: the gradient
+of its loss or, after several local steps, the difference of its weights. The protocol
+of the exchange is public, so the update states it; it has no field for the texts.
 """
 
 from __future__ import annotations
@@ -39,15 +39,22 @@ from keyhole.recover.recovery import Mark, Verdict, verifying_margin
 from keyhole.recover.simulate import token_ids
 
 KIND = "gradient"
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PRECISIONS = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 TASKS = ("classification", "causal")
 HIDDEN = ("embeddings",)
 Weights = Mapping[str, Tensor]
 DELTA = 1e-5  # of (ε, δ)-differential privacy
 _IGNORED = -100  # a token whose prediction is not part of the loss
-_TRAINED = 0.01  # the standard deviation of B's numbers in adapters that have been trained
+_TRAINED = (
+    0.01  # the standard deviation of B's numbers in adapters that have been trained
+)
 ADAPTER = ("lora_A.weight", "lora_B.weight")  # how the names of an adapter end
-_PUBLIC = "adapter:"  # prefix of the names of adapters in a file, which their gradients have too
+# prefix of the names of adapters in a file, which their gradients have too
+_PUBLIC = "adapter:"
 CHANCE = 6.0  # standard deviations from the mean that noise stays within
 _LIMIT = 1.1  # the largest mean squared difference in units of the errors
 _FINE = 5e-4  # of the update's size: smaller errors hide no token
@@ -60,14 +67,16 @@ _FLOAT32 = 3e-5  # of the update's root mean square: the difference between mach
 class Protocol:
     """The rules by which a client makes its update of a batch.
 
-    With `clip`, each text's own gradient is scaled down to that length at most, and noise of
-    `noise` times that length is added to their sum (DP-SGD, arXiv 1607.00133). With `steps` above
-    one, the client takes so many steps of gradient descent of size `rate` on the same batch, and
-    hands over the difference of its weights. `epsilon` sets the noise by the privacy that it gives.
+    With `clip`, each text's own gradient is scaled down to that length at most, and
+    noise of `noise` times that length is added to their sum (DP-SGD, arXiv 1607.00133).
+    With `steps` above one, the client takes so many steps of gradient descent of size
+    `rate` on the same batch, and hands over the difference of its weights. `epsilon`
+    sets the noise by the privacy that it gives.
 
-    With `lora`, only adapters of that rank and the head are trained (LoRA, arXiv 2106.09685): every
-    map of a block is W + B·A, and the gradients of A and B leak. Before training, B is zero and so
-    is A's gradient; `trained` says that training has begun. W includes the adapters.
+    With `lora`, only adapters of that rank and the head are trained (LoRA, arXiv
+    2106.09685): every map of a block is W + B·A, and the gradients of A and B leak.
+    Before training, B is zero and so is A's gradient; `trained` says that training has
+    begun. W includes the adapters.
     """
 
     clip: float | None = None
@@ -86,9 +95,13 @@ class Protocol:
         expect_number("epsilon", self.epsilon, above=0)
         expect_count("lora", self.lora)
         if self.noise and self.epsilon is not None:
-            raise InputError("give noise or epsilon, not both: one follows from the other")
+            raise InputError(
+                "give noise or epsilon, not both: one follows from the other"
+            )
         if (self.noise or self.epsilon is not None) and self.clip is None:
-            raise InputError("noise and epsilon need clip: both are measured by what is clipped to")
+            raise InputError(
+                "noise and epsilon need clip: both are measured by what is clipped to"
+            )
         if self.lora is not None and self.steps > 1:
             raise InputError("lora works with one step only: leave out steps, or lora")
 
@@ -105,12 +118,14 @@ class Protocol:
 
 # One release of the Gaussian mechanism with noise of σ times the sensitivity is (ε, δ)-
 # differentially private exactly if  Φ(1/2σ − εσ) − e^ε Φ(−1/2σ − εσ) ≤ δ  (Balle and Wang, 2018,
-# arXiv 1805.06530). Adding or removing a text changes the sum by the clipped length at most.
+# arXiv 1805.06530). Adding or removing a text changes the sum by the clipped length at
+# most.
 
 
 def spent(epsilon: float, noise: float) -> float:
     """Return the δ at which so much noise gives this ε."""
-    near, far = 0.5 / noise - epsilon * noise, -0.5 / noise - epsilon * noise
+    near = 0.5 / noise - epsilon * noise
+    far = -0.5 / noise - epsilon * noise
     return float(ndtr(near)) - math.exp(min(0.0, epsilon + float(log_ndtr(far))))
 
 
@@ -127,7 +142,9 @@ def epsilon_of(noise: float) -> float:
 def noise_for(epsilon: float) -> float:
     """Return the noise that gives this ε in one release, at δ = 1e-5."""
 
-    return math.exp(_root(lambda log: spent(epsilon, math.exp(log)) - DELTA, -27.0, 27.0))
+    return math.exp(
+        _root(lambda log: spent(epsilon, math.exp(log)) - DELTA, -27.0, 27.0)
+    )
 
 
 def _root(of: Callable[[float], float], low: float, high: float) -> float:
@@ -138,10 +155,11 @@ def _root(of: Callable[[float], float], low: float, high: float) -> float:
 class Update:
     """One tensor for each parameter that was handed over, by its name in the model.
 
-    `texts` is the size of the batch. `task` names the loss: the cross-entropy of classes, or of
-    each next token. `precision` is how the numbers were rounded, and `model` the identity of the
-    model with its head, None if unknown. `adapters` are the A (r, in) and B (out, r) of each map
-    that has one, which the server knows, by the names of `values`.
+    `texts` is the size of the batch. `task` names the loss: the cross-entropy of
+    classes, or of each next token. `precision` is how the numbers were rounded, and
+    `model` the identity of the model with its head, None if unknown. `adapters` are the
+    A (r, in) and B (out, r) of each map that has one, which the server knows, by the
+    names of `values`.
     """
 
     values: Mapping[str, Tensor]
@@ -157,23 +175,32 @@ class Update:
         expect_count("the number of texts", self.texts)
         expect_among("precision", self.precision, PRECISIONS)
         if not self.values:
-            raise InputError("an update must hold the gradient of at least one parameter")
+            raise InputError(
+                "an update must hold the gradient of at least one parameter"
+            )
         for name, tensor in self.values.items():
             if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
-                raise InputError(f"the gradient of {name} must be finite floating-point numbers")
+                raise InputError(
+                    f"the gradient of {name} must be finite floating-point numbers"
+                )
 
     @property
     def what(self) -> str:
         """What was handed over, in words."""
         what = "difference of weights" if self.protocol.steps > 1 else "gradient"
-        return f"{what} of adapters of rank {self.protocol.lora}" if self.protocol.lora else what
+        if self.protocol.lora:
+            return f"{what} of adapters of rank {self.protocol.lora}"
+        return what
 
     def save(self, path: str | Path) -> None:
         """Write the update as .safetensors, atomically."""
         about = {
-            "task": self.task, "texts": self.texts, "protocol": asdict(self.protocol),
-            "precision": self.precision, "model": self.model,
-        }  # fmt: skip
+            "task": self.task,
+            "texts": self.texts,
+            "protocol": asdict(self.protocol),
+            "precision": self.precision,
+            "model": self.model,
+        }
         metadata = {"keyhole": FORMAT, "leak": KIND, "about": json.dumps(about)}
         public = {_PUBLIC + name: tensor for name, tensor in self.adapters.items()}
         write_tensors(path, {**self.values, **public}, metadata)
@@ -202,7 +229,9 @@ def load_update(path: str | Path) -> Update:
     except InputError as error:
         raise InputError(f"{error} in {path}") from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"not a file of gradients written by Keyhole: {path}: {error}") from error
+        raise InputError(
+            f"not a file of gradients written by Keyhole: {path}: {error}"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -222,7 +251,8 @@ class Batch:
 
     def changed(self, number: int, place: int | None, new: int) -> Batch:
         """Return the batch with another token at a place of one text, or another class of it."""
-        texts, labels = [list(text) for text in self.texts], list(self.labels)
+        texts = [list(text) for text in self.texts]
+        labels = list(self.labels)
         changed = labels if place is None else texts[number]
         changed[number if place is None else place] = new
         return Batch(tuple(map(tuple, texts)), tuple(labels))
@@ -235,22 +265,32 @@ class Batch:
         return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-def batch_of(model: Any, tokenizer: Any, examples: Sequence[Example], max_length: int) -> Batch:
+def batch_of(
+    model: Any, tokenizer: Any, examples: Sequence[Example], max_length: int
+) -> Batch:
     """Tokenize texts; those without a class get the model's own answer."""
-    texts = [tuple(token_ids(tokenizer, example.text, max_length)) for example in examples]
+    texts = [
+        tuple(token_ids(tokenizer, example.text, max_length)) for example in examples
+    ]
     if task_for(model) == "causal":
         if min(map(len, texts), default=2) < 2:
-            raise InputError("texts must have two tokens or more: the second is predicted")
+            raise InputError(
+                "texts must have two tokens or more: the second is predicted"
+            )
         return Batch(tuple(texts))
     classes = int(model.config.num_labels)
     if classes < 2:
-        raise InputError(f"a classifier needs two classes or more, and this one has {classes}")
+        raise InputError(
+            f"a classifier needs two classes or more, and this one has {classes}"
+        )
     labels: list[int] = []
     for example, text in zip(examples, texts, strict=True):
         label = example.label
         if label == NO_LABEL:
             with torch.no_grad():
-                answers = model(input_ids=torch.tensor([text], device=anatomy(model).device)).logits
+                answers = model(
+                    input_ids=torch.tensor([text], device=anatomy(model).device)
+                ).logits
             label = int(answers[0].argmax())
         if not 0 <= label < classes:
             raise InputError(f"classes must be from 0 to {classes - 1}: got {label}")
@@ -263,12 +303,14 @@ def task_for(model: Any) -> str:
     task = head_of(model)
     if task not in TASKS:
         kind = type(model).__name__
-        raise InputError(f"the model needs a head for classes or next tokens, and {kind} has none")
+        raise InputError(
+            f"the model needs a head for classes or next tokens, and {kind} has none"
+        )
     return task
 
 
-# The client. The same function makes an update to attack and the one that the judge compares with
-# it, so that both are computed in one way. Dropout is off.
+# The client. The same function makes an update to attack and the one that the judge
+# compares with it, so that both are computed in one way. Dropout is off.
 
 
 def update_of(
@@ -297,7 +339,9 @@ def update_of(
         for name, module in model.named_modules():
             if isinstance(module, nn.Embedding):
                 values.pop(f"{name}.weight", None)
-    rounded = {name: tensor.to(PRECISIONS[precision]).cpu() for name, tensor in values.items()}
+    rounded = {
+        name: tensor.to(PRECISIONS[precision]).cpu() for name, tensor in values.items()
+    }
     whose = identity(model, head=True)
     task = task_for(model)
     return Update(rounded, task, len(batch.texts), protocol, precision, whose, adapters)
@@ -316,7 +360,10 @@ def adapters_of(model: Any, protocol: Protocol, seed: int = 0) -> dict[str, Tens
             drawn = torch.rand(protocol.lora, inputs, generator=stream)
             given[f"{name}.{ADAPTER[0]}"] = (2 * drawn - 1) / inputs**0.5
             moved = _TRAINED * torch.randn(outputs, protocol.lora, generator=stream)
-            given[f"{name}.{ADAPTER[1]}"] = moved if protocol.trained else torch.zeros_like(moved)
+            if protocol.trained:
+                given[f"{name}.{ADAPTER[1]}"] = moved
+            else:
+                given[f"{name}.{ADAPTER[1]}"] = torch.zeros_like(moved)
     return given
 
 
@@ -325,14 +372,18 @@ def adapted(
 ) -> dict[str, Tensor]:
     """Return the gradients of adapters and of the head, from those of all weights.
 
-    For Y = X (W + BA)ᵀ the gradient of B is G·Aᵀ and that of A is Bᵀ·G, with G that of W. Gradients
-    that are zero are not handed over.
+    For Y = X (W + BA)ᵀ the gradient of B is G·Aᵀ and that of A is Bᵀ·G, with G that of
+    W. Gradients that are zero are not handed over.
     """
     if not adapters:
         return dict(gradients)
     frozen = {id(each) for each in anatomy(model).base.parameters()}
     weights = dict(model.named_parameters())
-    found = {name: each for name, each in gradients.items() if id(weights[name]) not in frozen}
+    found = {
+        name: each
+        for name, each in gradients.items()
+        if id(weights[name]) not in frozen
+    }
     for name in {each.rsplit("lora_", 1)[0] for each in adapters}:
         if f"{name}weight" not in gradients:
             continue
@@ -354,20 +405,27 @@ def clean_update(
 ) -> dict[str, Tensor]:
     """Return an update before noise: the gradient, or the difference of weights after steps."""
     start = {name: weight.detach() for name, weight in model.named_parameters()}
-    weights, gradients = start, dict[str, Tensor]()
+    weights = start
+    gradients = dict[str, Tensor]()
     for _ in range(protocol.steps):
         gradients = _clipped(model, weights, batch, protocol.clip, adapters)
         if protocol.steps == 1:
             return gradients
         weights = {
-            name: weight - protocol.rate * gradients[name] if name in gradients else weight
+            name: weight - protocol.rate * gradients[name]
+            if name in gradients
+            else weight
             for name, weight in weights.items()
         }
     return {name: weights[name] - start[name] for name in gradients}
 
 
 def _clipped(
-    model: Any, weights: Weights, batch: Batch, clip: float | None, adapters: Mapping[str, Tensor]
+    model: Any,
+    weights: Weights,
+    batch: Batch,
+    clip: float | None,
+    adapters: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """Return the mean of the texts' gradients, each scaled down to the length `clip`."""
     if clip is None:
@@ -377,7 +435,10 @@ def _clipped(
         own = adapted(model, gradient(model, weights, batch[number]), adapters)
         share = clipped_share(own, clip) / len(batch.texts)
         for name, tensor in own.items():
-            total[name] = total[name] + share * tensor if name in total else share * tensor
+            if name in total:
+                total[name] = total[name] + share * tensor
+            else:
+                total[name] = share * tensor
     return total
 
 
@@ -392,8 +453,8 @@ def gradient(
 ) -> dict[str, Tensor]:
     """Return the gradient of the mean cross-entropy for each parameter that it depends on.
 
-    The targets are the texts' classes, or all tokens but the first of each. `only` names the
-    parameters to use.
+    The targets are the texts' classes, or all tokens but the first of each. `only`
+    names the parameters to use.
     """
     pad = int(getattr(model.config, "pad_token_id", None) or 0)
     names = weights if only is None else only
@@ -406,35 +467,43 @@ def gradient(
     else:
         following = ids.masked_fill(mask == 0, _IGNORED)[:, 1:]
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), following.flatten())
-    # The gradient of a parameter that the loss does not depend on is None, despite torch's types.
+    # The gradient of a parameter that the loss does not depend on is None, despite
+    # torch's types.
     tensors = cast(
         "tuple[Tensor | None, ...]",
         torch.autograd.grad(loss, list(leaves.values()), allow_unused=True),
     )
-    return {name: each for name, each in zip(leaves, tensors, strict=True) if each is not None}
+    return {
+        name: each
+        for name, each in zip(leaves, tensors, strict=True)
+        if each is not None
+    }
 
 
 # The judge: the client's update is made again from a recovered batch, and compared.
 #
-# A batch fits only if its own update differs from the leaked one by no more than the leak's errors:
-# rounding, stated noise, float32 itself, and the last bits of weights. In units of these, the mean
-# of the squared differences is 1 or less for the right batch, over millions of numbers. A text's
-# own part of the update must exceed the errors, or the text might be another one: with nothing in
-# its place, the update must fit worse by odds of V·e¹⁰ : 1 (for Gaussian errors).
+# A batch fits only if its own update differs from the leaked one by no more than the
+# leak's errors: rounding, stated noise, float32 itself, and the last bits of weights.
+# In units of these, the mean of the squared differences is 1 or less for the right
+# batch, over millions of numbers. A text's own part of the update must exceed the
+# errors, or the text might be another one: with nothing in its place, the update must
+# fit worse by odds of V·e¹⁰ : 1 (for Gaussian errors).
 #
-# Where the errors are larger than float32's, they might hide one wrong token. So each token has
-# alternatives: the token of nearest embedding, those that came nearest in the search, and an
-# exchange with the next token. The update with any of them must fit worse by the same odds, or the
-# text is not verified. A token that nearly shares its embedding with another has alternatives
-# whatever the errors: only the gradient of the embeddings or of the head may tell them apart.
+# Where the errors are larger than float32's, they might hide one wrong token. So each
+# token has alternatives: the token of nearest embedding, those that came nearest in the
+# search, and an exchange with the next token. The update with any of them must fit
+# worse by the same odds, or the text is not verified. A token that nearly shares its
+# embedding with another has alternatives whatever the errors: only the gradient of the
+# embeddings or of the head may tell them apart.
 
 _OUTCOMES = {
     Mark.VERIFIED: (Status.RECOVERED, "the batch gives the leaked update again"),
     Mark.LIKELY: (
-        Status.INEXACT, "all its rows lie in the span, but the batch does not give the update again"
+        Status.INEXACT,
+        "all its rows lie in the span, but the batch does not give the update again",
     ),
     Mark.UNKNOWN: (Status.UNSOLVED, "not all its rows lie in the span"),
-}  # fmt: skip
+}
 
 
 def judge(
@@ -446,22 +515,35 @@ def judge(
 ) -> list[Verdict]:
     """Judge each text of a batch as a whole, by the batch's own update and the leaked one.
 
-    A text that is not verified is likely if it is `in_span`. Residual and precision are those of
-    the batch, relative to the update's size. `tokens` are alternatives at each position.
+    A text that is not verified is likely if it is `in_span`. Residual and precision are
+    those of the batch, relative to the update's size. `tokens` are alternatives at each
+    position.
     """
     errors = Errors.of(update, target.model)
     found = compared(target, update, batch, errors)
-    residual, precision = found.residual, found.precision
+    residual = found.residual
+    precision = found.precision
     fits = len(batch.texts) == update.texts and found.misfit <= found.most
     proofs = _Proofs(target, update, batch, errors, found, tokens) if fits else None
     verdicts: list[Verdict] = []
     for number, ids in enumerate(batch.texts):
-        verified, passes = proofs.holds(number, precision > _FINE) if proofs else (False, 0)
+        if proofs:
+            verified, passes = proofs.holds(number, precision > _FINE)
+        else:
+            verified = False
+            passes = 0
         likely = bool(in_span) and in_span[number]
-        mark = Mark.VERIFIED if verified else Mark.LIKELY if likely else Mark.UNKNOWN
+        if verified:
+            mark = Mark.VERIFIED
+        elif likely:
+            mark = Mark.LIKELY
+        else:
+            mark = Mark.UNKNOWN
         status, reason = _OUTCOMES[mark]
         marks = (mark,) * len(ids)
-        verdicts.append(Verdict(status, reason, verified, residual, precision, marks, passes))
+        verdicts.append(
+            Verdict(status, reason, verified, residual, precision, marks, passes)
+        )
     return verdicts
 
 
@@ -469,7 +551,8 @@ def judge(
 class Compared:
     """A batch's own update, and how far it is from the leaked one.
 
-    `misfit` is the sum of the squared differences in units of the errors, and `most` its limit.
+    `misfit` is the sum of the squared differences in units of the errors, and `most`
+    its limit.
     """
 
     given: Mapping[str, Tensor]
@@ -482,18 +565,25 @@ class Compared:
 def compared(target: Target, update: Update, batch: Batch, errors: Errors) -> Compared:
     """Compare the update of a batch with the leaked one."""
     given = clean_update(target.model, batch, update.protocol, update.adapters)
-    count, misfit, far, size, error = 0, 0.0, 0.0, 0.0, 0.0
+    count = 0
+    misfit = 0.0
+    far = 0.0
+    size = 0.0
+    error = 0.0
     for name in update.values:
         leaked = update.values[name].to(target.parts.device).double()
         own = given[name].double() if name in given else torch.zeros_like(leaked)
-        variance, off = errors.variance(name), (leaked - own).square()
+        variance = errors.variance(name)
+        off = (leaked - own).square()
         live = (leaked != 0) | (own != 0)
         count += int(live.sum())
         misfit += float((off / variance).sum())
-        far, size = far + float(off.sum()), size + float(leaked.square().sum())
+        far = far + float(off.sum())
+        size = size + float(leaked.square().sum())
         error += float((variance * live).sum())
     residual, precision = (math.sqrt(each / max(size, 1e-300)) for each in (far, error))
-    # Stated noise is known exactly: then the sum is χ², with a standard deviation of √(2·count).
+    # Stated noise is known exactly: then the sum is χ², with a standard deviation of
+    # √(2·count).
     exactly = update.protocol.multiplier and update.precision == "float32"
     most = count + CHANCE * math.sqrt(2 * count) if exactly else _LIMIT * count
     return Compared(given, misfit, most, residual, precision)
@@ -509,7 +599,9 @@ class Errors:
 
     @classmethod
     def of(cls, update: Update, model: Any) -> Errors:
-        total = sum(float(each.float().square().sum()) for each in update.values.values())
+        total = sum(
+            float(each.float().square().sum()) for each in update.values.values()
+        )
         numbers = sum(int((each != 0).sum()) for each in update.values.values())
         return cls(update, model, _FLOAT32 * math.sqrt(total / max(1, numbers)))
 
@@ -520,11 +612,15 @@ class Errors:
     def coarse(self, name: str) -> Tensor:
         """Return the variance beyond float32: of rounding, noise, and the last bits of weights."""
         protocol = self.update.protocol
-        leaked = self.update.values[name].to(next(self.model.parameters()).device).double()
+        leaked = (
+            self.update.values[name].to(next(self.model.parameters()).device).double()
+        )
         variance = torch.full_like(leaked, protocol.noise_in(self.update.texts) ** 2)
         if self.update.precision != "float32":
             variance += rounding_of(leaked, self.update.precision)[1].square() / 12
-        if protocol.steps > 1:  # a difference of weights, each of which is rounded at every step
+        if (
+            protocol.steps > 1
+        ):  # a difference of weights, each of which is rounded at every step
             weight = self.model.get_parameter(name).detach()
             last = torch.exp2(torch.frexp(weight).exponent.double() - 24)
             variance += protocol.steps * last.square() / 12
@@ -535,20 +631,38 @@ class _Proofs:
     """The evidence for each text of a batch whose update, `found`, fits as a whole."""
 
     def __init__(
-        self, target: Target, update: Update, batch: Batch, errors: Errors,
-        found: Compared, tokens: Sequence[Tensor],
-    ) -> None:  # fmt: skip
-        self.target, self.update, self.batch, self.tokens = target, update, batch, tokens
-        self._errors, self._misfit, given = errors, found.misfit, found.given
-        model, parts = target.model, target.parts
+        self,
+        target: Target,
+        update: Update,
+        batch: Batch,
+        errors: Errors,
+        found: Compared,
+        tokens: Sequence[Tensor],
+    ) -> None:
+        self.target = target
+        self.update = update
+        self.batch = batch
+        self.tokens = tokens
+        self._errors = errors
+        self._misfit = found.misfit
+        given = found.given
+        model = target.model
+        parts = target.parts
         self._weights = {name: each.detach() for name, each in model.named_parameters()}
-        inside = {id(each) for block in parts.blocks[:_BLOCKS] for each in block.parameters()}
-        self._inside = [name for name, each in model.named_parameters() if id(each) in inside]
+        inside = {
+            id(each) for block in parts.blocks[:_BLOCKS] for each in block.parameters()
+        }
+        self._inside = [
+            name for name, each in model.named_parameters() if id(each) in inside
+        ]
         starts = {name.removesuffix("weight") for name in self._inside}
         self._names = [
             name
             for name in update.values
-            if name.removesuffix("weight").removesuffix("lora_A.").removesuffix("lora_B.") in starts
+            if name.removesuffix("weight")
+            .removesuffix("lora_A.")
+            .removesuffix("lora_B.")
+            in starts
         ]
         self._variance = {name: errors.variance(name) for name in self._names}
         self._off = {
@@ -582,16 +696,25 @@ class _Proofs:
         """Yield the text with other tokens at a place: similar ones, or the next one, exchanged."""
         alone = self.batch[number]
         text = alone.texts[0]
-        few = self.tokens[min(place, len(self.tokens) - 1)][:_ALTERNATIVES] if self.tokens else []
+        if self.tokens:
+            few = self.tokens[min(place, len(self.tokens) - 1)][:_ALTERNATIVES]
+        else:
+            few = []
         for id_ in {self._nearest(text[place]), *map(int, few)} - {text[place]}:
             yield alone.changed(0, place, id_)
         if place + 1 < len(text) and text[place] != text[place + 1]:
-            yield alone.changed(0, place, text[place + 1]).changed(0, place + 1, text[place])
+            yield alone.changed(0, place, text[place + 1]).changed(
+                0, place + 1, text[place]
+            )
 
     def _part(self, text: Batch, number: int) -> dict[str, Tensor]:
         """Return the part of one text in the update, in place of text `number`."""
         protocol = self.update.protocol
-        only = self._inside if protocol.clip is None else None  # clipping needs all gradients
+        # clipping needs all gradients
+        if protocol.clip is None:
+            only = self._inside
+        else:
+            only = None
         own = gradient(self.target.model, self._weights, text, only)
         own = adapted(self.target.model, own, self.update.adapters)
         share = -protocol.rate * protocol.steps if protocol.steps > 1 else 1.0
@@ -609,7 +732,9 @@ class _Proofs:
         worse = 0.0
         for name in self._names:
             change = own[name] - other[name]
-            terms = (change.square() + 2 * change * self._off[name]) / self._variance[name]
+            terms = (change.square() + 2 * change * self._off[name]) / self._variance[
+                name
+            ]
             worse += float(terms.sum())
         return worse
 
@@ -618,7 +743,10 @@ class _Proofs:
         texts = list(self.batch.texts)
         texts[number] = text.texts[0]
         other = replace(self.batch, texts=tuple(texts))
-        return compared(self.target, self.update, other, self._errors).misfit - self._misfit
+        return (
+            compared(self.target, self.update, other, self._errors).misfit
+            - self._misfit
+        )
 
     def _nearest(self, token: int) -> int:
         """Return the other token whose embedding is nearest."""

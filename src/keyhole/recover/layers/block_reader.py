@@ -1,17 +1,19 @@
 """Read the first layer of a mixed cache, in a model with rotary positions: whole blocks at once.
 
-`Reader` takes the blocks and the rows of all tokens (`Table`), and returns tokens by position;
-`ordered` does so where keys are rounded too far for single tokens.
+`Reader` takes the blocks and the rows of all tokens (`Table`), and returns tokens by
+position; `ordered` does so where keys are rounded too far for single tokens.
 
-The equations are those of mixed.py. A side is the keys, or the values, of one head; its map is M,
-and in every block a secret row A hides one place from it (block_spans.py). The rows of every token
-are known beforehand, so each can be tried at each place of a block. From tokens that are known,
-`Reader.read` alternates between solving for the maps and finding tokens that fit.
+The equations are those of mixed.py. A side is the keys, or the values, of one head; its
+map is M, and in every block a secret row A hides one place from it (block_spans.py).
+The rows of every token are known beforehand, so each can be tried at each place of a
+block. From tokens that are known, `Reader.read` alternates between solving for the maps
+and finding tokens that fit.
 
-If rounding hides the directions of a block's keys, values still show which tokens it holds, and
-`ordered` finds their order: that with the least sum of squares over all keys of the block. It
-starts with an assignment by each key alone. As long as the squares fall, it repeats the assignment
-by what they would be with one token replaced, and then exchanges pairs of tokens.
+If rounding hides the directions of a block's keys, values still show which tokens it
+holds, and `ordered` finds their order: that with the least sum of squares over all keys
+of the block. It starts with an assignment by each key alone. As long as the squares
+fall, it repeats the assignment by what they would be with one token replaced, and then
+exchanges pairs of tokens.
 """
 
 from __future__ import annotations
@@ -45,13 +47,17 @@ from keyhole.recover.recovery import LOG_ODDS, verifying_margin
 SHORTLIST = 4  # candidates of a block, as a multiple of its tokens
 _ROUNDS = 6  # of finding tokens and solving for the maps again
 _COMPARED = 2048  # tokens that are compared exactly, after an estimate
-_STANDS_OUT = 8.0  # standard deviations of the logarithms of q; the best of many has five by chance
+# standard deviations of the logarithms of q; the best of many has five by chance
+_STANDS_OUT = 8.0
 _MOVES = 8  # rounds of assignments in a block, and then of exchanges
-_PAIRS = 48  # exchanges that are compared exactly: neighbours first, then the most promising
+_PAIRS = (
+    48  # exchanges that are compared exactly: neighbours first, then the most promising
+)
 _NEIGHBOURS = 2  # the largest distance of places that are neighbours
 _REPEAT_COST = 1e6  # of a token's second place: every token gets one place first
 _PASSES = 3  # over the text, with the maps solved for again
-_FILLED = 2.0  # times the expected squares: with more, a row fills the block and is no token's
+# times the expected squares: with more, a row fills the block and is no token's
+_FILLED = 2.0
 _REPEATED = 4  # repeated tokens of a last block, at most
 
 
@@ -70,19 +76,24 @@ class Table:
     @classmethod
     @torch.no_grad()
     def _made(cls, target: Target) -> Table:
-        parts, made = target.parts, list[tuple[Tensor, Tensor]]()
+        parts = target.parts
+        made = list[tuple[Tensor, Tensor]]()
         for tokens in torch.arange(target.vocabulary, device=parts.device).split(4096):
             given = capture(target.model, Exposure("kv", 0), ids=tokens[:, None])
             keys = parts.unrotated(0, given["keys"], torch.zeros_like(tokens)[:, None])
-            made.append((keys[:, :, 0].float().cpu(), given["values"][:, :, 0].float().cpu()))
+            made.append(
+                (keys[:, :, 0].float().cpu(), given["values"][:, :, 0].float().cpu())
+            )
         keys, values = (
-            torch.cat(each).transpose(0, 1).contiguous() for each in zip(*made, strict=True)
+            torch.cat(each).transpose(0, 1).contiguous()
+            for each in zip(*made, strict=True)
         )
         return cls(target, keys, values)
 
     def turn(self, position: int) -> Tensor:
         """Return the rotation (d, d) of keys at a position."""
-        parts, size = self.target.parts, self.keys.shape[-1]
+        parts = self.target.parts
+        size = self.keys.shape[-1]
         whole = torch.eye(size, device=parts.device)[None, None]
         at = torch.full((1, size), position, device=parts.device)
         return parts.rotated(0, whole, at)[0, 0].double().cpu()
@@ -91,7 +102,8 @@ class Table:
         """Return the rows (n, d) of tokens (n,) at positions (n,)."""
         if not side.keys:
             return self.values[side.head, tokens]
-        keys, device = self.keys[side.head, tokens], self.target.parts.device
+        keys = self.keys[side.head, tokens]
+        device = self.target.parts.device
         turned = self.target.parts.rotated(
             0, keys[None, None].to(device), positions[None].to(device)
         )
@@ -107,7 +119,8 @@ class Reader:
 
     def solved(self, tokens: dict[int, int]) -> Reader:
         """Return the reader with maps from tokens that are known, by their positions."""
-        ids, places = torch.tensor(list(tokens.values())), torch.tensor(list(tokens))
+        ids = torch.tensor(list(tokens.values()))
+        places = torch.tensor(list(tokens))
         return replace(self, blocks=self.blocks.solved(self.rows(ids, places), places))
 
     def rows(self, tokens: Tensor, places: Tensor) -> list[Tensor]:
@@ -121,21 +134,28 @@ class Reader:
             total = self.by_values(values, number, turn)
             return total.topk(min(count, len(total)), largest=False).indices
 
-        values, count = self.table.values, SHORTLIST * self.blocks.size
-        no_turn = torch.eye(values.shape[2], dtype=torch.float64)  # with it, `misfits` estimates
+        values = self.table.values
+        count = SHORTLIST * self.blocks.size
+        no_turn = torch.eye(
+            values.shape[2], dtype=torch.float64
+        )  # with it, `misfits` estimates
         tokens = nearest(values, max(count, _COMPARED), no_turn)
         return tokens[nearest(values[:, tokens], count, None)]
 
-    def by_values(self, values: Tensor, number: int, turn: Tensor | None = None) -> Tensor:
+    def by_values(
+        self, values: Tensor, number: int, turn: Tensor | None = None
+    ) -> Tensor:
         """Return how badly tokens fit (c,) by their values (heads, c, d) in block `number`.
 
         A head may hide a token, so the head where it fits worst does not count.
         """
-        misfits = torch.stack([
-            found.misfits(side, values[side.head], number, turn)
-            for side, found in self.blocks.pairs
-            if not side.keys
-        ])  # fmt: skip
+        misfits = torch.stack(
+            [
+                found.misfits(side, values[side.head], number, turn)
+                for side, found in self.blocks.pairs
+                if not side.keys
+            ]
+        )
         return misfits.sum(0) - (misfits.amax(0) if len(misfits) > 1 else 0.0)
 
     def fit(self, tokens: Tensor, places: Sequence[int]) -> TokenFit:
@@ -143,21 +163,24 @@ class Reader:
         each = tokens.repeat(len(places))
         at = torch.tensor(places).repeat_interleave(len(tokens))
         rows = [
-            self.table.rows(side, each, at).unflatten(0, (len(places), -1)) if side.keys
+            self.table.rows(side, each, at).unflatten(0, (len(places), -1))
+            if side.keys
             else self.table.rows(side, tokens, at)
             for side in self.blocks.sides
-        ]  # fmt: skip
+        ]
         return self.blocks.fit(rows, places)
 
     def read(self, known: dict[int, int]) -> tuple[Reader, dict[int, int]]:
         """Return all tokens that fit, by their positions, starting from some that are known."""
-        reader, tokens = self if self.blocks.maps else self.solved(known), dict[int, int]()
+        reader = self if self.blocks.maps else self.solved(known)
+        tokens = dict[int, int]()
         for _ in range(_ROUNDS):
             found = reader.fitting()
             again = reader.solved(found) if found and found != tokens else reader
             if again is reader or None in again.blocks.maps:
                 break
-            reader, tokens = again, found
+            reader = again
+            tokens = found
             if len(found) > max(found):  # no position before the last is open
                 break
         return reader, tokens
@@ -167,7 +190,8 @@ class Reader:
         tokens: dict[int, int] = {}
         if all(side.keys for side, _ in self.blocks.pairs):
             return tokens
-        size, margin = self.blocks.size, verifying_margin(self.table.values.shape[1])
+        size = self.blocks.size
+        margin = verifying_margin(self.table.values.shape[1])
         for number, start in enumerate(range(0, self.blocks.length, size)):
             places = list(range(start, min(start + size, self.blocks.length)))
             near = self.shortlist(number)
@@ -219,11 +243,13 @@ class Reader:
     def spanning(self, ids: list[int]) -> list[int]:
         """Return the text with tokens replaced by others that span their blocks better.
 
-        A token that is similar to tokens of a block is nearly in its span without being one.
+        A token that is similar to tokens of a block is nearly in its span without being
+        one.
         """
         size = self.blocks.size
         for start in range(0, len(ids), size):
-            number, places = start // size, torch.arange(start, min(start + size, len(ids)))
+            number = start // size
+            places = torch.arange(start, min(start + size, len(ids)))
             if self.explained(ids[: start + size]):
                 continue
             near = self.shortlist(number)
@@ -241,7 +267,8 @@ class Reader:
     def likely(self, place: int) -> Tensor:
         """Return the tokens (c,) that may be at a position, by their values or by their keys."""
         number, inside = divmod(place, self.blocks.size)
-        turn, total = self.table.turn(place), torch.zeros(self.table.keys.shape[1])
+        turn = self.table.turn(place)
+        total = torch.zeros(self.table.keys.shape[1])
         for side, found in self.blocks.pairs:
             if side.keys and found.hidden != inside:
                 rows = self.table.keys[side.head]
@@ -255,9 +282,12 @@ class Reader:
         near = self.shortlist(place // self.blocks.size)
         near = torch.cat([torch.tensor([token]), near[near != token]])
         fit = self.fit(near, [place])
-        own, others = fit.keys[0, 0].log(), fit.keys[0, 1:].log()
+        own = fit.keys[0, 0].log()
+        others = fit.keys[0, 1:].log()
         others = others[others.isfinite()]
-        return len(others) > 1 and bool(others.mean() - own > _STANDS_OUT * others.std())
+        return len(others) > 1 and bool(
+            others.mean() - own > _STANDS_OUT * others.std()
+        )
 
 
 # The order of a block's tokens if rounding hides the directions of its keys.
@@ -267,8 +297,8 @@ class Reader:
 class SideSquares:
     """The sum of squares (`cost`) of one side for an arrangement of tokens.
 
-    `seen` are the places that the side shows, `spread` (b, d) the standard deviations of the
-    block's numbers, and `free` (k, d) its directions that are no token's.
+    `seen` are the places that the side shows, `spread` (b, d) the standard deviations
+    of the block's numbers, and `free` (k, d) its directions that are no token's.
     """
 
     side: Side
@@ -283,9 +313,9 @@ class SideSquares:
 class Order:
     """An arrangement: tokens (n,) at the first places of a block, with the squares of each side.
 
-    `cost` is the sum of squares and `expected` its expectation. `others` (n, c) says by how much
-    the squares of keys rise with each of c candidates in place of a token. `free` counts the
-    directions of all sides that are no token's.
+    `cost` is the sum of squares and `expected` its expectation. `others` (n, c) says by
+    how much the squares of keys rise with each of c candidates in place of a token.
+    `free` counts the directions of all sides that are no token's.
     """
 
     tokens: Tensor
@@ -304,7 +334,9 @@ class Order:
 
     def follows(self, shorter: Order) -> bool:
         """Return whether the text has this last token: it explains more than chance would."""
-        if self.free < shorter.free:  # it takes the place of a direction that was no token's
+        if (
+            self.free < shorter.free
+        ):  # it takes the place of a direction that was no token's
             return self.cost < _FILLED * self.expected
         by_chance = shorter.expected - self.expected
         least = by_chance + DEVIATIONS * (2 * by_chance) ** 0.5 + 2 * LOG_ODDS
@@ -320,57 +352,84 @@ class BlockOrders:
 
     def rows(self, side: Side, tokens: Tensor, places: Tensor) -> Tensor:
         """Return the rows (…, d) of tokens (…) at places (…) of the block."""
-        at = (places + self.number * self.reader.blocks.size).expand_as(tokens).flatten()
-        return self.reader.table.rows(side, tokens.flatten(), at).double().view(*tokens.shape, -1)
+        at = (
+            (places + self.number * self.reader.blocks.size).expand_as(tokens).flatten()
+        )
+        return (
+            self.reader.table.rows(side, tokens.flatten(), at)
+            .double()
+            .view(*tokens.shape, -1)
+        )
 
     def order(self, tokens: Tensor, near: Tensor | None = None) -> Order:
         """Return the arrangement of tokens (n,), with candidates `near` (c,) for each place."""
         near = tokens[:0] if near is None else near
-        blocks, count, places = self.reader.blocks, len(tokens), torch.arange(len(tokens))
+        blocks = self.reader.blocks
+        count = len(tokens)
+        places = torch.arange(len(tokens))
         added = any(found.hides for _, found in blocks.pairs)  # a row A, in every block
-        total, expected, sides = 0.0, 0.0, list[SideSquares]()
+        total = 0.0
+        expected = 0.0
+        sides = list[SideSquares]()
         others = torch.zeros(count, len(near), dtype=torch.float64)
         for side, found in blocks.pairs:
             seen = places != found.hidden
-            plain, block = self.rows(side, tokens, places), side.blocks[self.number]
+            plain = self.rows(side, tokens, places)
+            block = side.blocks[self.number]
             own = (plain @ found.matrix)[seen]
             own = own if side.keys else own[first_occurrences(tokens[seen])]
             spread = side.spreads(self.number, plain)
             free = found.free(count, blocks.size - count, added)
             if added and not found.hides:  # A hides a place, but it is not known which
                 free = 1 + (count < blocks.size)
-            cost, _, more = fitted(block, spread, own[None], directions(block, own, free))
+            cost, _, more = fitted(
+                block, spread, own[None], directions(block, own, free)
+            )
             sides.append(SideSquares(side, found, seen, spread, float(cost), more[0]))
             total += float(cost)
             expected += (len(block) - free) * (block.shape[1] - len(own) - free)
             if side.keys and len(near) and len(own):
-                rows = self.rows(side, near.expand(count, -1), places[:, None]) @ found.matrix
-                others[seen] += exchanged(block, spread, own, more[0], rows[seen]) - float(cost)
+                rows = (
+                    self.rows(side, near.expand(count, -1), places[:, None])
+                    @ found.matrix
+                )
+                others[seen] += exchanged(
+                    block, spread, own, more[0], rows[seen]
+                ) - float(cost)
         return Order(tokens, total, expected, others, sides)
 
     def increases(self, order: Order, others: Tensor) -> Tensor:
         """Return by how much the squares of other arrangements (h, n) exceed those of `order`."""
         tokens = order.tokens
-        rises, places = torch.zeros(len(others), dtype=torch.float64), torch.arange(len(tokens))
+        rises = torch.zeros(len(others), dtype=torch.float64)
+        places = torch.arange(len(tokens))
         for each in order.sides:
-            shown, own = others[:, each.seen], tokens[each.seen]
+            shown = others[:, each.seen]
+            own = tokens[each.seen]
             if each.side.keys:
                 changed = (shown != own).any(-1)
-            else:  # values have no order: they change only with the set of tokens that is shown
+            else:
+                # values have no order: they change only with the set of tokens that is
+                # shown
                 changed = ~(shown[..., None] == own).any(1).all(-1)
                 changed |= ~(shown[..., None] == own).any(2).all(-1)
             if bool(changed.any()):
-                given = self.rows(each.side, others[changed], places) @ each.found.matrix
+                given = (
+                    self.rows(each.side, others[changed], places) @ each.found.matrix
+                )
                 counts = first_occurrences(shown[changed]) | each.side.keys
                 given = given[:, each.seen] * counts[..., None]
                 block = each.side.blocks[self.number]
-                rises[changed] += squares(block, each.spread, given, each.free) - each.cost
+                rises[changed] += (
+                    squares(block, each.spread, given, each.free) - each.cost
+                )
         return rises
 
     def settled(self, tokens: Tensor, near: Tensor, fixed: int) -> Order:
         """Return the arrangement after exchanges that lower the squares.
 
-        The first `fixed` tokens are kept, and `near` (c,) are the candidates for the others.
+        The first `fixed` tokens are kept, and `near` (c,) are the candidates for the
+        others.
         """
         order = self.order(tokens, near)
         for _ in range(_MOVES):
@@ -392,7 +451,8 @@ class BlockOrders:
         """Return the arrangement after all exchanges that lower the squares, or after the best."""
         others, where = _exchanges(order, near, fixed)
         rises = self.increases(order, others)
-        used, changed = set[int](), order.tokens.clone()
+        used = set[int]()
+        changed = order.tokens.clone()
         for each in rises.argsort().tolist():
             if float(rises[each]) < 0 and used.isdisjoint(where[each]):
                 changed[where[each]] = others[each][where[each]]
@@ -410,7 +470,9 @@ class BlockOrders:
         order = self.order(tokens, near)
         others, where = _exchanges(order, near, 0)
         least = torch.full((len(tokens),), torch.inf, dtype=torch.float64)
-        for rise, places in zip(self.increases(order, others).tolist(), where, strict=True):
+        for rise, places in zip(
+            self.increases(order, others).tolist(), where, strict=True
+        ):
             least[places] = least[places].clamp(max=rise)
         return least
 
@@ -421,13 +483,17 @@ class BlockOrders:
         """
         own = self.order(tokens)
         while len(tokens) > 1 and not own.follows(shorter := self.order(tokens[:-1])):
-            tokens, own = tokens[:-1], shorter
+            tokens = tokens[:-1]
+            own = shorter
         while len(tokens) < self.reader.blocks.size:
-            longer = [self.order(torch.cat([tokens, each[None]])) for each in tokens.unique()]
+            longer = [
+                self.order(torch.cat([tokens, each[None]])) for each in tokens.unique()
+            ]
             best = min(longer, key=lambda order: order.cost)
             if not best.follows(own):
                 break
-            tokens, own = best.tokens, best
+            tokens = best.tokens
+            own = best
         return tokens
 
     def ends(self, tokens: Tensor) -> bool:
@@ -441,17 +507,23 @@ class BlockOrders:
 
     def inside(self) -> Tensor:
         """Return the tokens (c,) that the block holds, by their values."""
-        blocks, near = self.reader.blocks, self.reader.shortlist(self.number)
-        free = [float(side.free[self.number]) for side, _ in blocks.pairs if not side.keys]
+        blocks = self.reader.blocks
+        near = self.reader.shortlist(self.number)
+        free = [
+            float(side.free[self.number]) for side, _ in blocks.pairs if not side.keys
+        ]
         count = max(1, len(free) - 1)  # heads that are compared: all but the worst
-        misfits = self.reader.by_values(self.reader.table.values[:, near], self.number) / count
+        misfits = (
+            self.reader.by_values(self.reader.table.values[:, near], self.number)
+            / count
+        )
         return near[misfits <= accepted(count * min(free), blocks.level)]
 
     def found(self, known: Tensor, last: bool) -> Order | None:
         """Return the block's tokens in their order; some first ones may be known.
 
-        The last block may be filled with rows that are no tokens. There, each further token has to
-        lower the squares by more than chance would.
+        The last block may be filled with rows that are no tokens. There, each further
+        token has to lower the squares by more than chance would.
         """
         size = self.reader.blocks.size
         near = torch.cat([self.inside(), known]).unique()
@@ -462,7 +534,9 @@ class BlockOrders:
         best: Order | None = None
         least = max(len(known), min(size, len(near))) if last else size
         for count in range(least, min(size, least + _REPEATED) + 1):
-            order = self.settled(_assigned(scores[:count], near, known), near, len(known))
+            order = self.settled(
+                _assigned(scores[:count], near, known), near, len(known)
+            )
             if best is not None and not order.follows(best):
                 break
             best = order
@@ -488,13 +562,16 @@ def _assigned(costs: Tensor, near: Tensor, known: Tensor) -> Tensor:
     return tokens
 
 
-def _exchanges(order: Order, near: Tensor, fixed: int) -> tuple[Tensor, list[list[int]]]:
+def _exchanges(
+    order: Order, near: Tensor, fixed: int
+) -> tuple[Tensor, list[list[int]]]:
     """Return arrangements (h, n) next to `order`, and the places where each differs.
 
-    Two tokens are exchanged, or a repeated token is replaced by one of `near`, which is sorted.
-    `order.others` predicts which of these arrangements are worth comparing.
+    Two tokens are exchanged, or a repeated token is replaced by one of `near`, which is
+    sorted. `order.others` predicts which of these arrangements are worth comparing.
     """
-    tokens, at = order.tokens, torch.searchsorted(near, order.tokens)
+    tokens = order.tokens
+    at = torch.searchsorted(near, order.tokens)
     predicted: list[tuple[float, list[int], Tensor]] = []
     for a, b in combinations(range(fixed, len(tokens)), 2):
         if tokens[a] != tokens[b]:
@@ -506,9 +583,12 @@ def _exchanges(order: Order, near: Tensor, fixed: int) -> tuple[Tensor, list[lis
         if int((tokens == tokens[place]).sum()) > 1:
             for column, other in enumerate(near):
                 if other != tokens[place]:
-                    predicted.append((float(order.others[place, column]), [place], other[None]))
+                    predicted.append(
+                        (float(order.others[place, column]), [place], other[None])
+                    )
     predicted.sort(key=lambda each: each[0])
-    others, where = tokens.repeat(min(_PAIRS, len(predicted)), 1), list[list[int]]()
+    others = tokens.repeat(min(_PAIRS, len(predicted)), 1)
+    where = list[list[int]]()
     for row, (_, places, given) in zip(others, predicted, strict=False):
         row[places] = given
         where.append(places)
@@ -517,8 +597,10 @@ def _exchanges(order: Order, near: Tensor, fixed: int) -> tuple[Tensor, list[lis
 
 def ordered(reader: Reader, known: Sequence[int]) -> list[int]:
     """Return the text by a map from its first tokens, and then by the maps from the text itself."""
-    size, count = reader.blocks.size, len(reader.blocks.sides[0].blocks)
-    first, ids = torch.tensor(known), list[int]()
+    size = reader.blocks.size
+    count = len(reader.blocks.sides[0].blocks)
+    first = torch.tensor(known)
+    ids = list[int]()
     for number in range(count):
         own = first[number * size : (number + 1) * size]
         if len(own) < size:
@@ -529,14 +611,17 @@ def ordered(reader: Reader, known: Sequence[int]) -> list[int]:
         ids += own.tolist()
     for _ in range(_PASSES):
         reader = reader.solved(dict(enumerate(ids)))
-        before, text = list(ids), torch.tensor(ids)
+        before = list(ids)
+        text = torch.tensor(ids)
         for number, own in enumerate(text.split(size)):
             fixed = min(max(0, len(first) - number * size), size)
             if fixed < len(own):
                 order = BlockOrders(reader, number).settled(own, own.unique(), fixed)
                 ids[number * size : (number + 1) * size] = order.tokens.tolist()
         if len(ids) > (last := count * size - size):
-            ids[last:] = BlockOrders(reader, count - 1).cut(torch.tensor(ids[last:])).tolist()
+            ids[last:] = (
+                BlockOrders(reader, count - 1).cut(torch.tensor(ids[last:])).tolist()
+            )
         if ids == before:
             break
     return ids

@@ -1,25 +1,27 @@
 """The blocks of a mixed cache: their spans, the secret map from known tokens, and what fits.
 
-`Blocks.cut` takes a `MixedCache`, `solved` finds each head's secret map from the rows of known
-tokens, and `fit` says how well the rows of other tokens lie in a block. mixed.py and
-block_reader.py read texts with these.
+`Blocks.cut` takes a `MixedCache`, `solved` finds each head's secret map from the rows
+of known tokens, and `fit` says how well the rows of other tokens lie in a block.
+mixed.py and block_reader.py read texts with these.
 
-The equations are those of mixed.py: x M W = 0 for the rows x of a block's tokens, with W the
-projection on what is outside of the span of its stored rows. A side is the keys, or the values, of
-one head: each has its own secret M, and its own place in every block that the secret row A hides.
+The equations are those of mixed.py: x M W = 0 for the rows x of a block's tokens, with
+W the projection on what is outside of the span of its stored rows. A side is the keys,
+or the values, of one head: each has its own secret M, and its own place in every block
+that the secret row A hides.
 
-**By squares.** Rounding may hide some directions of a block (Qwen's keys in bfloat16: a bias a
-hundred times as large as what tokens add, and A ten times as large as that). Then its span is no
-longer known, and x M W = 0 says little about a single token. But the rows of all its tokens must
-still give its numbers,
+**By squares.** Rounding may hide some directions of a block (Qwen's keys in bfloat16: a
+bias a hundred times as large as what tokens add, and A ten times as large as that).
+Then its span is no longer known, and x M W = 0 says little about a single token. But
+the rows of all its tokens must still give its numbers,
 
     Y_ij = Σ_r C_ir (x_r M)_j + Σ_k C_ik z_kj + ε_ij,
 
-with C (b, n + k) free. The few directions z are not the tokens': the row under A, and the rows that
-fill the block. The standard deviation s_ij of every number is known from its exponent, and what was
-rounded before the mix adds to it. So for the right tokens in the right order the squares of ε / s
-sum to a chi-square of (b − k)(d − n − k) dimensions. The same squares determine M, by alternating
-between C, z and M, each of which follows from the others by a linear equation.
+with C (b, n + k) free. The few directions z are not the tokens': the row under A, and
+the rows that fill the block. The standard deviation s_ij of every number is known from
+its exponent, and what was rounded before the mix adds to it. So for the right tokens in
+the right order the squares of ε / s sum to a chi-square of (b − k)(d − n − k)
+dimensions. The same squares determine M, by alternating between C, z and M, each of
+which follows from the others by a linear equation.
 """
 
 from __future__ import annotations
@@ -37,15 +39,21 @@ from keyhole.recover.leaks import MixedCache
 NOWHERE = -1  # the place that A hides, if there is none or it is not known
 DEVIATIONS = 6.0  # standard deviations of a chi-square that the right token is granted
 HIDDEN = 4.0  # the q above which a head may hide a token
-CAP = 30.0  # the most that the q of a head adds to a score, because the head may hide the token
-LEFT = 4.0  # directions above this multiple of rounding belong to tokens that are missing
+# the most that the q of a head adds to a score, because the head may hide the token
+CAP = 30.0
+LEFT = (
+    4.0  # directions above this multiple of rounding belong to tokens that are missing
+)
 _VECTORS = 16  # random vectors whose products estimate a length to a third
 _STRETCH = 2.0  # the largest ‖c‖ of a token: S is orthogonal but for scales
 _ENOUGH = 1.25  # equations that are needed for each unknown
 _HIDES = 0.9  # A hides a place if the level without it falls to this share
 _COARSE = 1.5  # the level above which spans may not be enough …
 _SEEN = 0.8  # … if fewer than this share of a block's directions are above rounding
-_TURNS = (2, 6)  # rounds of solving for M: for each place that A may hide, and for the best place
+_TURNS = (
+    2,
+    6,
+)  # rounds of solving for M: for each place that A may hide, and for the best place
 _REPEATED = 1e-5  # a direction below this share of the largest is a repeated row
 _RIDGE = 1e-12  # of the diagonal: rows may be zero
 _CHUNK = 64  # arrangements of a block in memory at a time
@@ -70,9 +78,9 @@ def planes(rows: Tensor) -> Tensor:
 class Side:
     """The keys, or the values, of one head: its `blocks` (b, d), each row divided by its σ.
 
-    `rows` are the σ (b, 1) of each block, and `spread` (b, d) the standard deviation of each number
-    after the division. The tokens' own rows were rounded before they were mixed; `fine` is that
-    error as a share of them.
+    `rows` are the σ (b, 1) of each block, and `spread` (b, d) the standard deviation of
+    each number after the division. The tokens' own rows were rounded before they were
+    mixed; `fine` is that error as a share of them.
     """
 
     keys: bool
@@ -89,8 +97,12 @@ class Side:
 
     def spreads(self, number: int, rows: Tensor) -> Tensor:
         """Return the deviation (b, d) of a block's numbers, with the rounding of tokens' rows."""
-        before = self.fine * planes(rows.double()).abs().square().mean(0).sqrt().repeat(2)
-        return (self.spread[number].square() + (before / self.rows[number]).square()).sqrt()
+        before = self.fine * planes(rows.double()).abs().square().mean(0).sqrt().repeat(
+            2
+        )
+        return (
+            self.spread[number].square() + (before / self.rows[number]).square()
+        ).sqrt()
 
     @cached_property
     def parts(self) -> list[tuple[Tensor, Tensor]]:
@@ -129,8 +141,8 @@ class Side:
 class Map:
     """The solution of one side: M (d, d), and the place of every block that A hides, or NOWHERE.
 
-    `level` is the mean q of the tokens that it was solved from. The map is `coarse` if their q are
-    too large for spans, so that it was solved for by squares.
+    `level` is the mean q of the tokens that it was solved from. The map is `coarse` if
+    their q are too large for spans, so that it was solved for by squares.
     """
 
     matrix: Tensor
@@ -147,7 +159,9 @@ class Map:
     def start(self) -> tuple[int, Tensor]:
         """The place and M as complex numbers (d/2,), from which it can be solved for again."""
         half = len(self.matrix) // 2
-        return self.hidden, torch.complex(self.matrix.diagonal()[:half], self.matrix.diagonal(half))
+        return self.hidden, torch.complex(
+            self.matrix.diagonal()[:half], self.matrix.diagonal(half)
+        )
 
     def free(self, count: int, fill: int, added: bool) -> int:
         """Return how many directions of a block with `count` tokens and `fill` rows are no token's.
@@ -159,19 +173,26 @@ class Map:
         # A is on a token, or on a row that fills the block. Is it the only such row?
         return 1 + (added and (NOWHERE < self.hidden < count or fill > 1))
 
-    def misfits(self, side: Side, rows: Tensor, number: int, turn: Tensor | None = None) -> Tensor:
+    def misfits(
+        self, side: Side, rows: Tensor, number: int, turn: Tensor | None = None
+    ) -> Tensor:
         """Return q (c,) of rows (c, d) in block `number`.
 
-        A `turn` (d, d) rotates all rows to a position. It is used for many rows, so what is outside
-        is then estimated from products with a few random vectors.
+        A `turn` (d, d) rotates all rows to a position. It is used for many rows, so
+        what is outside is then estimated from products with a few random vectors.
         """
-        matrix, (root, errors) = self.matrix, side.roots[number]
+        matrix = self.matrix
+        (root, errors) = side.roots[number]
         if turn is not None:
             stream = torch.Generator().manual_seed(number)
-            vectors = torch.randn(len(root), _VECTORS, generator=stream, dtype=root.dtype)
-            matrix, root = turn @ matrix, root @ vectors / _VECTORS**0.5
+            vectors = torch.randn(
+                len(root), _VECTORS, generator=stream, dtype=root.dtype
+            )
+            matrix = turn @ matrix
+            root = root @ vectors / _VECTORS**0.5
         outside, error = (
-            (rows @ (matrix @ each).to(rows)).square().sum(-1) for each in (root, errors)
+            (rows @ (matrix @ each).to(rows)).square().sum(-1)
+            for each in (root, errors)
         )
         # S may stretch rows, but not much: a token of large ‖c‖ is in no block.
         error = error.clamp(max=(_STRETCH * side.sigma[number]) ** 2)
@@ -184,18 +205,25 @@ def products(rows: Tensor) -> Tensor:
     return torch.cat([torch.cat([x, y], -1), torch.cat([-y, x], -1)], -2)
 
 
-Turn = tuple[float, int, Tensor]  # the mean square that is left, the place that A hides, M
+Turn = tuple[
+    float, int, Tensor
+]  # the mean square that is left, the place that A hides, M
 
 
 def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
     """Return M from rows (n, d) of tokens known at `places` (n,).
 
-    None if there are too few tokens, or if rounding leaves fewer directions of their blocks than
-    half of their number: where M is not seen in Y (a large A, few bits), it fits any tokens. If
-    spans do not do, M is solved for by squares, provided that whole blocks are known.
+    None if there are too few tokens, or if rounding leaves fewer directions of their
+    blocks than half of their number: where M is not seen in Y (a large A, few bits), it
+    fits any tokens. If spans do not do, M is solved for by squares, provided that whole
+    blocks are known.
     """
-    numbers, size, classes = places // block, rows.shape[1], places % block
-    if 2 * sum(len(side.bases[n]) for n in numbers.unique().tolist()) < len(places.unique()):
+    numbers = places // block
+    size = rows.shape[1]
+    classes = places % block
+    if 2 * sum(len(side.bases[n]) for n in numbers.unique().tolist()) < len(
+        places.unique()
+    ):
         return None
     jacobians = products(rows)
     outside, errors = (jacobians @ form[numbers] @ jacobians.mT for form in side.forms)
@@ -206,7 +234,8 @@ def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
         given = float(equations @ seen)
         if given < _ENOUGH * size:
             return None
-        error, theta = errors.diagonal(dim1=1, dim2=2).mean(-1), outside.new_zeros(size)
+        error = errors.diagonal(dim1=1, dim2=2).mean(-1)
+        theta = outside.new_zeros(size)
         for _ in range(rounds):
             sums = torch.einsum("n,nij->ij", seen / error, outside)
             theta = torch.linalg.eigh(sums)[1][:, 0]
@@ -218,8 +247,11 @@ def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
         return None
     theta = whole[2]
     misfits = (theta @ outside @ theta) / (theta @ errors @ theta)
-    means = {int(each): -float(misfits[classes == each].mean()) for each in classes.unique()}
-    worst, best = sorted(means, key=means.__getitem__), whole
+    means = {
+        int(each): -float(misfits[classes == each].mean()) for each in classes.unique()
+    }
+    worst = sorted(means, key=means.__getitem__)
+    best = whole
     for tried in (worst[:2], worst[2:]):
         without = [found for each in tried if (found := fit(each)) is not None]
         best = min([best, *without], key=lambda found: found[0])
@@ -242,10 +274,15 @@ def whole_blocks(places: Tensor, block: int) -> list[int]:
 
 
 def by_squares(
-    side: Side, rows: Tensor, places: Tensor, block: int, starts: Sequence[tuple[int, Tensor]]
+    side: Side,
+    rows: Tensor,
+    places: Tensor,
+    block: int,
+    starts: Sequence[tuple[int, Tensor]],
 ) -> Map | None:
     """Return the map by the squares of all whole blocks, from places that A may hide with an M."""
-    numbers, inside = whole_blocks(places, block), places % block
+    numbers = whole_blocks(places, block)
+    inside = places % block
     given = {n: rows[places // block == n].double() for n in numbers}
     spreads = {n: side.spreads(n, each) for n, each in given.items()}
 
@@ -254,7 +291,8 @@ def by_squares(
         shown = [given[n][kept[places // block == n]].unique(dim=0) for n in where]
         # A may hide a repeated token, whose place the values do not show.
         free = int(hidden != NOWHERE or len(starts) == 1)
-        blocks, each = [side.blocks[n] for n in where], [spreads[n] for n in where]
+        blocks = [side.blocks[n] for n in where]
+        each = [spreads[n] for n in where]
         found, left = turned(blocks, each, shown, free, start, rounds)
         return left, hidden, found
 
@@ -269,9 +307,12 @@ def by_squares(
         return None
     made = Map(products(_real(found)[None])[0], hidden, 1.0, True)
     kept = inside != hidden
-    misfits = torch.cat([
-        made.misfits(side, rows[kept & (places // block == n)].double(), n) for n in numbers
-    ])  # fmt: skip
+    misfits = torch.cat(
+        [
+            made.misfits(side, rows[kept & (places // block == n)].double(), n)
+            for n in numbers
+        ]
+    )
     return replace(made, level=float(misfits.mean()))
 
 
@@ -279,8 +320,8 @@ def by_squares(
 class TokenFit:
     """How well tokens (p, c) lie in their blocks: q by `keys` alone, and by all sides (`whole`).
 
-    `score` compares tokens: minus twice a log-likelihood. `keys_free` and `free` (p, c) count the
-    dimensions of the two, 0 if every head hides the position.
+    `score` compares tokens: minus twice a log-likelihood. `keys_free` and `free` (p, c)
+    count the dimensions of the two, 0 if every head hides the position.
     """
 
     keys: Tensor
@@ -292,7 +333,9 @@ class TokenFit:
     def fits(self, level: float) -> Tensor:
         """Return which tokens (p, c) a chi-square accepts, with known tokens at q = `level`."""
         keys = self.keys <= accepted(self.keys_free, level)
-        return (self.whole <= accepted(self.free, level)) & (keys | (self.keys_free == 0))
+        return (self.whole <= accepted(self.free, level)) & (
+            keys | (self.keys_free == 0)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,12 +350,15 @@ class Blocks:
     @classmethod
     def cut(cls, leak: MixedCache, sizes: Sequence[int]) -> list[Blocks]:
         """Return the leak in blocks of each of these sizes."""
-        # Keys and values by themselves: either may be a thousand times as large as the other.
+        # Keys and values by themselves: either may be a thousand times as large as the
+        # other.
         sigmas = [
-            precision_of(replace(leak, keys=tensor, values=tensor)).sigma
-            .view(tensor.shape[1], len(tensor), 2, -1)[:, :, 0].transpose(0, 1).double()
+            precision_of(replace(leak, keys=tensor, values=tensor))
+            .sigma.view(tensor.shape[1], len(tensor), 2, -1)[:, :, 0]
+            .transpose(0, 1)
+            .double()
             for tensor in leak.tensors.values()
-        ]  # fmt: skip
+        ]
         return [cls(leak, size, _sides(leak, size, sigmas)) for size in sizes]
 
     @property
@@ -349,23 +395,30 @@ class Blocks:
         """Return the blocks without the sides that are coarse."""
         pairs = zip(self.sides, self.maps, strict=True)
         kept = [(side, each) for side, each in pairs if each is None or not each.coarse]
-        return replace(self, sides=[side for side, _ in kept], maps=[each for _, each in kept])
+        return replace(
+            self, sides=[side for side, _ in kept], maps=[each for _, each in kept]
+        )
 
     def solved(self, rows: Sequence[Tensor], places: Tensor) -> Blocks:
         """Return the blocks with maps from each side's rows (n, d) at `places` (n,)."""
         before = self.maps or [None] * len(self.sides)
 
-        def again(side: Side, given: Tensor, found: Map | None, coarse: bool) -> Map | None:
+        def again(
+            side: Side, given: Tensor, found: Map | None, coarse: bool
+        ) -> Map | None:
             if found is None or found.coarse != coarse:
                 return None
             made = by_squares(side, given, places, self.size, [found.start])
             return None if made is None else replace(made, coarse=coarse)
 
         maps = [
-            again(side, each, found, coarse=True) or solved(side, each, places, self.size)
+            again(side, each, found, coarse=True)
+            or solved(side, each, places, self.size)
             for side, each, found in zip(self.sides, rows, before, strict=True)
         ]
-        if any(found is not None and found.coarse for found in maps):  # then all by squares
+        if any(
+            found is not None and found.coarse for found in maps
+        ):  # then all by squares
             maps = [
                 again(side, each, found, coarse=False) or found
                 for side, each, found in zip(self.sides, rows, maps, strict=True)
@@ -375,19 +428,25 @@ class Blocks:
     def fit(self, rows: Sequence[Tensor], places: Sequence[int]) -> TokenFit:
         """Return how well each side's rows (p, c, d) fit at `places` (p,) of one block.
 
-        Rows (c, d) are the same at all places. Keys count twice in the score, because they depend
-        on the place of a token. If the hidden places of sides are not known, one side of keys may
-        hide a place, and any of values.
+        Rows (c, d) are the same at all places. Keys count twice in the score, because
+        they depend on the place of a token. If the hidden places of sides are not
+        known, one side of keys may hide a place, and any of values.
         """
-        number, inside = places[0] // self.size, torch.tensor([p % self.size for p in places])
+        number = places[0] // self.size
+        inside = torch.tensor([p % self.size for p in places])
         each: list[Tensor] = []
         for side, found, given in zip(self.sides, self.maps, rows, strict=True):
-            if found is not None:  # coarse rounding of one side says nothing about the others
+            if (
+                found is not None
+            ):  # coarse rounding of one side says nothing about the others
                 q = found.misfits(side, given, number)
                 q = q * max(1.0, self.level) / max(1.0, found.level)
                 each.append(q.expand(len(places), -1))
         misfits = torch.stack(each)  # (s, p, c)
-        free = [(inside != found.hidden) * float(side.free[number]) for side, found in self.pairs]
+        free = [
+            (inside != found.hidden) * float(side.free[number])
+            for side, found in self.pairs
+        ]
         free = torch.stack(free)[..., None].expand_as(misfits)
         keys = torch.tensor([side.keys for side, _ in self.pairs])[:, None, None]
         sure = torch.tensor([found.hides for _, found in self.pairs])[:, None, None]
@@ -398,8 +457,10 @@ class Blocks:
             is_worst = torch.zeros_like(hides).scatter(0, worst, value=True)
             free = free.masked_fill(hides & (is_worst | ~keys), 0.0)
         own = free * keys
-        keys_free, whole_free = own.sum(0), free.sum(0)
-        by_keys, by_all = (own * misfits).sum(0) / keys_free, (free * misfits).sum(0) / whole_free
+        keys_free = own.sum(0)
+        whole_free = free.sum(0)
+        by_keys = (own * misfits).sum(0) / keys_free
+        by_all = (free * misfits).sum(0) / whole_free
         return TokenFit(by_keys, by_all, score, keys_free, whole_free)
 
     def explained(self, rows: Sequence[Tensor], number: int) -> bool:
@@ -409,10 +470,13 @@ class Blocks:
 
     def spans(self, rows: Sequence[Tensor], number: int) -> list[Spans | None]:
         """Return what each side's tokens (n, d), the first of a block, explain of it."""
-        start, added = number * self.size, any(found.hides for _, found in self.pairs)
+        start = number * self.size
+        added = any(found.hides for _, found in self.pairs)
         inside = torch.arange(start, start + len(rows[0])) % self.size
         return [
-            None if found is None else Spans.of(side.blocks[number], found, given, inside, added)
+            None
+            if found is None
+            else Spans.of(side.blocks[number], found, given, inside, added)
             for side, found, given in zip(self.sides, self.maps, rows, strict=True)
         ]
 
@@ -425,7 +489,9 @@ def _sides(leak: MixedCache, block: int, sigmas: Sequence[Tensor]) -> list[Side]
             sigma = error.square().mean(-1, keepdim=True).sqrt()
             fine = float((error / rows.abs().clamp(min=1e-30)).median())
             blocks, spread = ((part / sigma).split(block) for part in (rows, error))
-            made.append(Side(name == "keys", head, blocks, sigma.split(block), spread, fine))
+            made.append(
+                Side(name == "keys", head, blocks, sigma.split(block), spread, fine)
+            )
     return made
 
 
@@ -439,9 +505,10 @@ def _spanned(rows: Tensor) -> Tensor:
 class Spans:
     """A block (b, d) and its tokens' rows x M (n, d), which may span it.
 
-    `shown` (n,) are the tokens that A does not hide. `more` (k, d) are the largest directions that
-    they leave: the row under A has one, and rows that fill a block, which are all equal, another.
-    `left` is the largest direction that nothing spans, as a multiple of rounding.
+    `shown` (n,) are the tokens that A does not hide. `more` (k, d) are the largest
+    directions that they leave: the row under A has one, and rows that fill a block,
+    which are all equal, another. `left` is the largest direction that nothing spans, as
+    a multiple of rounding.
     """
 
     block: Tensor
@@ -452,11 +519,15 @@ class Spans:
     left: float
 
     @classmethod
-    def of(cls, block: Tensor, found: Map, rows: Tensor, inside: Tensor, added: bool) -> Spans:
+    def of(
+        cls, block: Tensor, found: Map, rows: Tensor, inside: Tensor, added: bool
+    ) -> Spans:
         made = rows.double() @ found.matrix
         shown = inside != found.hidden
         base = _spanned(made[shown])
-        _, sizes, v = torch.linalg.svd(block - block @ base @ base.mT, full_matrices=False)
+        _, sizes, v = torch.linalg.svd(
+            block - block @ base @ base.mT, full_matrices=False
+        )
         free = found.free(len(rows), len(block) - len(rows), added)
         noise = sum(size**0.5 for size in block.shape)
         left = float(sizes[free]) / noise if len(sizes) > free else 0.0
@@ -468,17 +539,27 @@ class Spans:
             return torch.zeros(len(others), dtype=self.block.dtype)
         kept = self.shown.clone()
         kept[place] = False
-        base = _spanned(torch.cat([self.rows[kept], self.more * self.rows.norm(dim=-1).mean()]))
+        base = _spanned(
+            torch.cat([self.rows[kept], self.more * self.rows.norm(dim=-1).mean()])
+        )
         left = self.block - self.block @ base @ base.mT
 
         def explained(rows: Tensor) -> Tensor:
             apart = rows - rows @ base @ base.mT
-            return (torch.nn.functional.normalize(apart, dim=-1) @ left.mT).square().sum(-1)
+            return (
+                (torch.nn.functional.normalize(apart, dim=-1) @ left.mT)
+                .square()
+                .sum(-1)
+            )
 
-        return explained(self.rows[place][None]) - explained(others.double() @ self.matrix)
+        return explained(self.rows[place][None]) - explained(
+            others.double() @ self.matrix
+        )
 
 
-def lost_with(spans: Sequence[Spans | None], inside: int, given: Sequence[Tensor]) -> Tensor:
+def lost_with(
+    spans: Sequence[Spans | None], inside: int, given: Sequence[Tensor]
+) -> Tensor:
     """Return the loss of likelihood (c,) of all sides with other rows (c, d) at a block's place."""
     pairs = zip(spans, given, strict=True)
     lost = [each.losses(inside, rows) for each, rows in pairs if each is not None]
@@ -504,7 +585,9 @@ def _coefficients(block: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
 def directions(block: Tensor, rows: Tensor, count: int) -> Tensor:
     """Return the largest directions (k, d) of a block that rows (n, d) do not span."""
     base = torch.linalg.qr(rows.mT)[0]
-    return torch.linalg.svd(block - block @ base @ base.mT, full_matrices=False)[2][:count]
+    return torch.linalg.svd(block - block @ base @ base.mT, full_matrices=False)[2][
+        :count
+    ]
 
 
 def fitted(
@@ -512,21 +595,26 @@ def fitted(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sums of squares (h,) of a block (b, d) by tokens' rows x M (h, n, d), C and z.
 
-    `free` are directions z (k, d) to start from. C determines z only up to the tokens' rows. The
-    returned z makes the columns of C orthogonal, as S has them, so that it suits other tokens too.
+    `free` are directions z (k, d) to start from. C determines z only up to the tokens'
+    rows. The returned z makes the columns of C orthogonal, as S has them, so that it
+    suits other tokens too.
     """
     weights = spread.square().reciprocal()
-    free, cost = free.expand(len(rows), -1, -1), torch.inf
+    free = free.expand(len(rows), -1, -1)
+    cost = torch.inf
     for _ in range(rounds if free.shape[1] else 0):
         every = torch.cat([rows, free], 1)
         found = _coefficients(block, weights, every)
-        before, cost = cost, float(((block - found @ every).square() * weights).sum())
+        before = cost
+        cost = float(((block - found @ every).square() * weights).sum())
         if before - cost < _STILL * len(rows):
             break
         own, other = found.split([rows.shape[1], free.shape[1]], -1)
         left = (block - own @ rows) * weights
         gram = (other.mT[:, :, None] * other.mT[:, None]) @ weights  # (h, k, k, d)
-        free = torch.linalg.solve(gram.movedim(-1, 1), (other.mT @ left).mT[..., None])[..., 0].mT
+        free = torch.linalg.solve(gram.movedim(-1, 1), (other.mT @ left).mT[..., None])[
+            ..., 0
+        ].mT
     every = torch.cat([rows, free], 1)
     found = _coefficients(block, weights, every)
     own, other = found.split([rows.shape[1], free.shape[1]], -1)
@@ -541,19 +629,28 @@ def squares(block: Tensor, spread: Tensor, rows: Tensor, free: Tensor) -> Tensor
     return torch.cat(each)
 
 
-def exchanged(block: Tensor, spread: Tensor, rows: Tensor, free: Tensor, others: Tensor) -> Tensor:
+def exchanged(
+    block: Tensor, spread: Tensor, rows: Tensor, free: Tensor, others: Tensor
+) -> Tensor:
     """Return sums of squares (n, c), each of rows (n, d) replaced by each of others (n, c, d)."""
-    weights, every = spread.square().reciprocal(), torch.cat([rows, free])
+    weights = spread.square().reciprocal()
+    every = torch.cat([rows, free])
     found = _coefficients(block, weights, every[None])[0]
     left = block - found @ every
     every = torch.nn.functional.normalize(every, dim=-1)
     weighted = every * weights[:, None]  # (b, n + k, d)
-    gram, made = weighted @ every.mT, list[Tensor]()
+    gram = weighted @ every.mT
+    made = list[Tensor]()
     for place, given in enumerate(others):
         kept = torch.arange(len(every)) != place
-        aim = left + found[:, place, None] * rows[place]  # what the other rows do not explain
-        right, inside = weighted[:, kept] @ aim[..., None], weighted[:, kept] @ given.mT
-        solution = torch.linalg.solve(gram[:, kept][:, :, kept], torch.cat([right, inside], -1))
+        aim = (
+            left + found[:, place, None] * rows[place]
+        )  # what the other rows do not explain
+        right = weighted[:, kept] @ aim[..., None]
+        inside = weighted[:, kept] @ given.mT
+        solution = torch.linalg.solve(
+            gram[:, kept][:, :, kept], torch.cat([right, inside], -1)
+        )
         mine, theirs = solution.split([1, len(given)], -1)  # (b, n + k - 1, c)
         least = (aim.square() * weights).sum() - (mine * right).sum()
         length = weights @ given.square().mT - (inside * theirs).sum(1)
@@ -563,31 +660,48 @@ def exchanged(block: Tensor, spread: Tensor, rows: Tensor, free: Tensor, others:
 
 
 def turned(
-    blocks: Sequence[Tensor], spreads: Sequence[Tensor], rows: Sequence[Tensor], free: int,
-    start: Tensor, rounds: int,
-) -> tuple[Tensor, float]:  # fmt: skip
+    blocks: Sequence[Tensor],
+    spreads: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    free: int,
+    start: Tensor,
+    rounds: int,
+) -> tuple[Tensor, float]:
     """Return M as complex numbers (d/2,) of length 1, from `start`, and the mean square it leaves.
 
-    Each block (b, d) has the rows (n, d) of all tokens that show, and `free` other directions.
+    Each block (b, d) has the rows (n, d) of all tokens that show, and `free` other
+    directions.
     """
-    found, left, count = torch.sgn(start), 0.0, 0
+    found = torch.sgn(start)
+    left = 0.0
+    count = 0
     for _ in range(rounds):
-        over, under, left, count = torch.zeros_like(start), torch.zeros(len(start)), 0.0, 0
+        over = torch.zeros_like(start)
+        under = torch.zeros(len(start))
+        left = 0.0
+        count = 0
         for block, spread, given in zip(blocks, spreads, rows, strict=True):
             made = _real(planes(given) * found)
-            cost, mix, _ = fitted(block, spread, made[None], directions(block, made, free), 1)
+            cost, mix, _ = fitted(
+                block, spread, made[None], directions(block, made, free), 1
+            )
             left += float(cost)
             count += (len(block) - free) * (made.shape[1] - mix.shape[2])
             own, other = mix[0].to(found.dtype).split([len(given), free], -1)
-            weights = planes(spread).abs().square().reciprocal()  # of both numbers of a plane
+            weights = (
+                planes(spread).abs().square().reciprocal()
+            )  # of both numbers of a plane
             base = other[None] * weights.sqrt().mT[..., None]  # (d/2, b, k)
             base = torch.linalg.qr(base)[0] if free else base
 
-            def apart(numbers: Tensor, base: Tensor = base, weights: Tensor = weights) -> Tensor:
+            def apart(
+                numbers: Tensor, base: Tensor = base, weights: Tensor = weights
+            ) -> Tensor:
                 weighted = (numbers * weights.sqrt()).mT[..., None]
                 return (weighted - base @ (base.mH @ weighted))[..., 0]
 
-            tokens, whole = apart(own @ planes(given)), apart(planes(block))
+            tokens = apart(own @ planes(given))
+            whole = apart(planes(block))
             over = over + (tokens.conj() * whole).sum(-1)
             under = under + tokens.abs().square().sum(-1)
         found = torch.sgn(over / under)

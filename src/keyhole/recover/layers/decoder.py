@@ -1,34 +1,39 @@
 """Read text from what a causal decoder exposes at any layer, left to right, exactly.
 
-`DecoderStates` takes the model and a row of numbers for each position (hidden states, keys and
-values, attention outputs), and proposes token ids. Where no token fits, the proposal says so.
+`DecoderStates` takes the model and a row of numbers for each position (hidden states,
+keys and values, attention outputs), and proposes token ids. Where no token fits, the
+proposal says so.
 
-This is the idea of SipIt (*Language Models are Injective and Hence Invertible*, arXiv 2510.15511).
-Position t depends on tokens ≤ t only. So after the true prefix the right token reproduces what
-leaked at t, and is recognised at once. The cost is linear in the length. Departures:
+This is the idea of SipIt (*Language Models are Injective and Hence Invertible*, arXiv
+2510.15511). Position t depends on tokens ≤ t only. So after the true prefix the right
+token reproduces what leaked at t, and is recognised at once. The cost is linear in the
+length. Departures:
 
 - A candidate costs one token through the layers below the leak. The prefix is kept in a cache from
-  which all candidates branch (models/branches.py), so a thousand tokens need no more than their own
-  cache.
+  which all candidates branch (models/branches.py), so a thousand tokens need no more
+  than their own cache.
 - Candidates are ordered by a likelihood that is fitted on random tokens (ordering.py), not by
   gradient steps, which cost a backward pass each and find one candidate.
 - The first guesses for the next positions are tried as one chain. All that are right are accepted
   in one pass.
 - If the likeliest tokens do not fit, the rest of the vocabulary is tried, in passes as large as
-  memory allows. So the ordering decides how long the search takes, and never whether it finds the
-  text: random weights, which no regression predicts, are read as exactly as trained ones.
+  memory allows. So the ordering decides how long the search takes, and never whether it
+  finds the text: random weights, which no regression predicts, are read as exactly as
+  trained ones.
 - Rounded or noisy leaks are accepted by a test against their own error (`Tolerance`). The model's
-  own arithmetic adds to it, because batches of other sizes round differently (precision.py). If
-  arithmetic or stated noise exceeds 1% of the leak's spread, the first token that passes need not
-  be the best (states of the first position hardly differ at the last layer), so several are
-  compared at each position. If arithmetic exceeds 5% of a row, as in bfloat16 with large random
-  weights, near tokens are run again as the leak was: in the whole text alone.
+  own arithmetic adds to it, because batches of other sizes round differently
+  (precision.py). If arithmetic or stated noise exceeds 1% of the leak's spread, the
+  first token that passes need not be the best (states of the first position hardly
+  differ at the last layer), so several are compared at each position. If arithmetic
+  exceeds 5% of a row, as in bfloat16 with large random weights, near tokens are run
+  again as the leak was: in the whole text alone.
 - If nothing in the vocabulary fits, an earlier token may have been accepted wrongly. In 8 bits the
-  row of an attention sink is a few large numbers and zeros, which half the vocabulary fits. Other
-  tokens that fit there are tried before the position is called unexplained, each together with the
-  nearest tokens at this position.
+  row of an attention sink is a few large numbers and zeros, which half the vocabulary
+  fits. Other tokens that fit there are tried before the position is called unexplained,
+  each together with the nearest tokens at this position.
 
-Keys and values, and attention outputs, are searched in the same way: only the compared rows differ.
+Keys and values, and attention outputs, are searched in the same way: only the compared
+rows differ.
 """
 
 from __future__ import annotations
@@ -47,20 +52,37 @@ from keyhole.recover.layers.ordering import MANY, Orderings, contents, fit
 from keyhole.recover.layers.precision import Precision, precision_of, rounding_error
 from keyhole.recover.leaks import KeyValues, Leak, rows_of
 
-_COARSE = 0.01  # noise or arithmetic above this share of the leak's spread lets several tokens pass
+# noise or arithmetic above this share of the leak's spread lets several tokens pass
+_COARSE = 0.01
 _ROUGH = 0.1  # rounding above this share of the leak's spread does so too
-_CHAOTIC = 0.05  # arithmetic above this share of a row: near tokens are run in the leak's own shape
-_ARITHMETIC = 1e-4  # the share of a number's spread granted to another machine's arithmetic
+# arithmetic above this share of a row: near tokens are run in the leak's own shape
+_CHAOTIC = 0.05
+_ARITHMETIC = (
+    1e-4  # the share of a number's spread granted to another machine's arithmetic
+)
 _ACCEPTED = 6.0  # standard deviations of a chi-square that the right token is granted
-_BELIEVED = 1.5  # how much worse random tokens must do for an unknown error to be believed
-_CLEAR = 16.0  # how much worse they must do for the rest of the vocabulary to be skipped
+_BELIEVED = (
+    1.5  # how much worse random tokens must do for an unknown error to be believed
+)
+_CLEAR = (
+    16.0  # how much worse they must do for the rest of the vocabulary to be skipped
+)
 _ALONE = 4.0  # how much worse the second best token must do for that
-_REACH = 0.95  # the share of random tokens that the order must have among its first for that
-_CLEAN = 0.1  # of the limit: if accepted tokens fit better, the leak has no noise to be learnt
-_COMPARED = 32  # candidates compared at each position but the first, if several may pass
+_REACH = (
+    0.95  # the share of random tokens that the order must have among its first for that
+)
+# of the limit: if accepted tokens fit better, the leak has no noise to be learnt
+_CLEAN = 0.1
+_COMPARED = (
+    32  # candidates compared at each position but the first, if several may pass
+)
 _FAILURES = 2  # unexplained positions in a row that end the search
-_MAX_REOPENED = 16  # positions looked back for another token, and times that this may happen
-_TOGETHER = 50_000  # pairs of an earlier token and the nearest ones that are run together
+_MAX_REOPENED = (
+    16  # positions looked back for another token, and times that this may happen
+)
+_TOGETHER = (
+    50_000  # pairs of an earlier token and the nearest ones that are run together
+)
 _NEAREST = 16  # tried tokens that are kept, by each way to compare them
 
 
@@ -68,11 +90,11 @@ _NEAREST = 16  # tried tokens that are kept, by each way to compare them
 class DecoderStates:
     """Left-to-right search.
 
-    `samples`: random tokens for the ordering (None: eight for each number in a row). `fan`:
-    candidates in the first pass of a position; each further pass is four times as large, up to
-    `widest`; then come the others, until `most` tokens are tried (None: the whole vocabulary).
-    `draft`: maximum length of a chain. `batch`: texts searched at once (None: one on a CPU, sixteen
-    on a GPU).
+    `samples`: random tokens for the ordering (None: eight for each number in a row).
+    `fan`: candidates in the first pass of a position; each further pass is four times
+    as large, up to `widest`; then come the others, until `most` tokens are tried (None:
+    the whole vocabulary). `draft`: maximum length of a chain. `batch`: texts searched
+    at once (None: one on a CPU, sixteen on a GPU).
     """
 
     samples: int | None = None
@@ -83,9 +105,13 @@ class DecoderStates:
     batch: int | None = None
     seed: int = 0
 
-    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
+    def __call__(
+        self, target: Target, leaks: Sequence[Leak]
+    ) -> Iterator[tuple[int, Proposal]]:
         if not target.parts.causal:
-            raise Unsuccessful(Status.NOT_APPLICABLE, "only a causal model is read left to right")
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE, "only a causal model is read left to right"
+            )
         texts, orders = texts_of(target, leaks, self.samples, self.seed)
         fitting = orders.spent
         batch = self.batch or (1 if target.parts.device.type == "cpu" else 16)
@@ -99,33 +125,42 @@ class DecoderStates:
 class Text:
     """The search for one text: what leaked, what is accepted, and the state of the next position.
 
-    A pass runs `guesses`, a first guess for every position, as a chain of `reach` tokens, or a fan
-    of candidates for the next position. There, `tried` tokens gave the rows `given`; those in
-    `alone` were run in the whole text alone; `forced` is the token once it is chosen.
+    A pass runs `guesses`, a first guess for every position, as a chain of `reach`
+    tokens, or a fan of candidates for the next position. There, `tried` tokens gave the
+    rows `given`; those in `alone` were run in the whole text alone; `forced` is the
+    token once it is chosen.
 
-    `misfits` are those of the accepted `ids`, as shares of the limit (NaN: nothing leaked), and
-    `others` the other tokens that fit at earlier positions. `excluded` is the first position where
-    nothing in the vocabulary fits. `row` is the text's place in the batch.
+    `misfits` are those of the accepted `ids`, as shares of the limit (NaN: nothing
+    leaked), and `others` the other tokens that fit at earlier positions. `excluded` is
+    the first position where nothing in the vocabulary fits. `row` is the text's place
+    in the batch.
     """
 
     def __init__(self, target: Target, leak: Leak, number: int) -> None:
-        self.number, device = number, target.parts.device
+        self.number = number
+        device = target.parts.device
         # Padding before the text is skipped: nothing attends to it.
         self.start = 0 if leak.mask is None else int(leak.mask.nonzero().min())
         self.mask = None if leak.mask is None else leak.mask[None].to(device)
-        tensors = {name: tensor[None].to(device) for name, tensor in leak.tensors.items()}
+        tensors = {
+            name: tensor[None].to(device) for name, tensor in leak.tensors.items()
+        }
         positions = torch.arange(leak.length or 0, device=device)[None]
         self.rows = contents(target, leak.exposure, tensors, positions)[0, self.start :]
         leak = replace(leak, **{name: tensor[0] for name, tensor in tensors.items()})
         arithmetic = rounding_error(target, leak.exposure)
         precision = precision_of(leak, arithmetic)
         self.tolerance = Tolerance.of(target, leak, self.start, precision)
-        self.rounded: Tolerance | None = None  # what arithmetic alone explains, if it is large
+        self.rounded: Tolerance | None = (
+            None  # what arithmetic alone explains, if it is large
+        )
         if arithmetic > _CHAOTIC:
             self.rounded = self.tolerance
             self.tolerance = Tolerance.of(target, leak, self.start, precision_of(leak))
         noisy = bool(leak.noise) or _COARSE < arithmetic <= _CHAOTIC
-        self.coarse = precision.relative > (_COARSE if noisy else _ROUGH)  # several tokens may pass
+        self.coarse = precision.relative > (
+            _COARSE if noisy else _ROUGH
+        )  # several tokens may pass
         self.guesses = torch.zeros(0, dtype=torch.long)
         self.ids: list[int] = []
         self.misfits: list[float] = []
@@ -136,7 +171,9 @@ class Text:
         self.forced: int | None = None
         self.excluded: int | None = None
         self.learnt = self.given_up = False  # learnt: the error is larger than stated
-        self.reopened = self.failed = self.unexplained = self.passes = self.tested = self.row = 0
+        self.reopened = self.failed = self.unexplained = self.passes = self.tested = (
+            self.row
+        ) = 0
         self.reach = 4
 
     @property
@@ -161,13 +198,19 @@ class Text:
 
     def force(self, token: int) -> None:
         """Choose a token that fits for the next position."""
-        self.failed, self.forced = 0, token
+        self.failed = 0
+        self.forced = token
 
     def return_to(self, position: int, token: int) -> None:
         """Forget what was accepted from `position` on, and choose another token there."""
-        self.ids, self.misfits = self.ids[:position], self.misfits[:position]
-        self.others = {place: left for place, left in self.others.items() if place <= position}
-        self.tried, self.given, self.forced = [], [], token
+        self.ids = self.ids[:position]
+        self.misfits = self.misfits[:position]
+        self.others = {
+            place: left for place, left in self.others.items() if place <= position
+        }
+        self.tried = []
+        self.given = []
+        self.forced = token
         self.reopened += 1
 
     def proposal(self, target: Target, fitting: int) -> Proposal:
@@ -182,9 +225,14 @@ class Text:
         if self.excluded is not None:
             excluded = f"no token of the vocabulary fits at position {self.start + self.excluded}"
         return Proposal(
-            ids, self.passes, self.passes, fitting=fitting, note=note, tested=self.tested,
+            ids,
+            self.passes,
+            self.passes,
+            fitting=fitting,
+            note=note,
+            tested=self.tested,
             excluded=excluded,
-        )  # fmt: skip
+        )
 
 
 def texts_of(
@@ -201,18 +249,20 @@ def texts_of(
 class Tolerance:
     """Tests whether a tried token explains what leaked at its position.
 
-    After the true prefix, the right token leaves exactly the leak's own error, from rounding and
-    noise; it does not grow from position to position. With `u_j` its standard deviation for each
-    number, `q = mean_j (difference_j / u_j)²` is near 1 for the right token. For any other it is
-    larger by the squared distance of the two tokens' rows. A token is accepted if
-    `q ≤ 1 + 6 √(2/f)`, six standard deviations of a chi-square over `f` numbers.
+    After the true prefix, the right token leaves exactly the leak's own error, from
+    rounding and noise; it does not grow from position to position. With `u_j` its
+    standard deviation for each number, `q = mean_j (difference_j / u_j)²` is near 1 for
+    the right token. For any other it is larger by the squared distance of the two
+    tokens' rows. A token is accepted if `q ≤ 1 + 6 √(2/f)`, six standard deviations of
+    a chi-square over `f` numbers.
 
-    `u² = rounding² + noise² + (κ s)²`. The `rounding` (n, f) is stated, inferred from the numbers
-    or measured of the model's arithmetic. The `noise` is stated or learnt. A `share` κ of each
-    number's spread `s` over tokens covers another machine's arithmetic. If nothing is accepted, the
-    best of the tried tokens shows how large the error would have to be (equal for all numbers, or
-    in proportion to their spread, whichever is likelier). This error is believed if random tokens
-    would do much worse, and then kept.
+    `u² = rounding² + noise² + (κ s)²`. The `rounding` (n, f) is stated, inferred from
+    the numbers or measured of the model's arithmetic. The `noise` is stated or learnt.
+    A `share` κ of each number's spread `s` over tokens covers another machine's
+    arithmetic. If nothing is accepted, the best of the tried tokens shows how large the
+    error would have to be (equal for all numbers, or in proportion to their spread,
+    whichever is likelier). This error is believed if random tokens would do much worse,
+    and then kept.
     """
 
     rounding: Tensor
@@ -220,7 +270,9 @@ class Tolerance:
     share: float = _ARITHMETIC
 
     @classmethod
-    def of(cls, target: Target, leak: Leak, start: int, precision: Precision) -> Tolerance:
+    def of(
+        cls, target: Target, leak: Leak, start: int, precision: Precision
+    ) -> Tolerance:
         """Return the tolerance of a leak from position `start` on."""
         rounding = precision.rounding.nan_to_num(0.0)
         if isinstance(leak, KeyValues):
@@ -234,7 +286,11 @@ class Tolerance:
 
     def misfit(self, position: int, off: Tensor, spread: Tensor) -> Tensor:
         """Return `q` for differences (k, f) from what leaked, as shares of what is accepted."""
-        unit = self.rounding[position].square() + self.noise**2 + (self.share * spread).square()
+        unit = (
+            self.rounding[position].square()
+            + self.noise**2
+            + (self.share * spread).square()
+        )
         limit = 1 + _ACCEPTED * (2 / off.shape[-1]) ** 0.5
         return (off.square() / unit).nanmean(-1) / limit
 
@@ -243,12 +299,16 @@ class Tolerance:
         explanations: list[tuple[float, Learnt]] = []
         for unit, name in ((torch.ones_like(spread), "noise"), (spread, "share")):
             q = (off / unit).square().nanmean(-1)
-            usual = float(2 * (spread / unit).square().mean())  # of two tokens in one context
+            usual = float(
+                2 * (spread / unit).square().mean()
+            )  # of two tokens in one context
             best = int(q.argmin())
             size = float(q[best].sqrt())
             if not usual >= _BELIEVED * size**2:
                 continue
-            surprise = float((unit * size).log().mean())  # −log likelihood of a Gaussian error
+            surprise = float(
+                (unit * size).log().mean()
+            )  # −log likelihood of a Gaussian error
             better = replace(self, **{name: 1.1 * max(size, getattr(self, name))})
             explanations.append((surprise, Learnt(best, usual / size**2, better)))
         return min(explanations, key=lambda each: each[0], default=(0.0, None))[1]
@@ -257,16 +317,22 @@ class Tolerance:
 def _unrotated(target: Target, leak: KeyValues, sigma: Tensor) -> Tensor:
     """Return the errors (n, f) of keys and values once the rotation of keys is undone.
 
-    That mixes the errors of two numbers of a key, which are neighbours or half a key apart. The
-    mean square over four choices of signs, in half of which the two differ, is the sum of squares.
+    That mixes the errors of two numbers of a key, which are neighbours or half a key
+    apart. The mean square over four choices of signs, in half of which the two differ,
+    is the sum of squares.
     """
     heads, length, size = leak.keys.shape
     keys, values = (
-        sigma.view(length, heads, -1).transpose(0, 1).split([size, leak.values.shape[-1]], -1)
+        sigma.view(length, heads, -1)
+        .transpose(0, 1)
+        .split([size, leak.values.shape[-1]], -1)
     )
     places = torch.arange(size, device=sigma.device)
-    halves, odd = (1.0 - 2 * (places >= size // 2), 1.0 - 2 * (places % 2))
-    signs = torch.stack([torch.ones_like(odd), halves, odd, halves * odd])[:, None, None]
+    halves = 1.0 - 2 * (places >= size // 2)
+    odd = 1.0 - 2 * (places % 2)
+    signs = torch.stack([torch.ones_like(odd), halves, odd, halves * odd])[
+        :, None, None
+    ]
     positions = torch.arange(length, device=sigma.device).expand(len(signs), -1)
     mixed = target.parts.unrotated(leak.layer, signs * keys, positions)
     return rows_of({"keys": mixed.square().mean(0).sqrt(), "values": values})
@@ -305,7 +371,9 @@ class Search:
             chunks = [self._next_tokens(text) for text in active]
             given = self._run(active, chunks)
             accepted: list[tuple[int, int]] = []
-            for row, (text, chunk, rows) in enumerate(zip(active, chunks, given, strict=True)):
+            for row, (text, chunk, rows) in enumerate(
+                zip(active, chunks, given, strict=True)
+            ):
                 text.row = row
                 accept = self._accept_from_fan if text.fans else self._accept_chain
                 accepted.append(accept(text, chunk, rows[: len(chunk)]))
@@ -313,7 +381,9 @@ class Search:
             yield from (text for text in active if text.done)
             left = [row for row, text in enumerate(active) if not text.done]
             if left:
-                first, counts = torch.tensor([accepted[row] for row in left], device=device).mT
+                first, counts = torch.tensor(
+                    [accepted[row] for row in left], device=device
+                ).mT
                 self.branches.accept(first, counts, torch.tensor(left, device=device))
             active = [active[row] for row in left]
 
@@ -332,17 +402,22 @@ class Search:
         if not text.fans:
             return text.guesses[at : at + text.reach].tolist()
         least = self.method.fan
-        if text.coarse:  # at the first position no context helps, so more tokens are compared
+        if (
+            text.coarse
+        ):  # at the first position no context helps, so more tokens are compared
             least = _COMPARED if at else self.method.widest
         size = min(max(least, 4 * len(text.tried)), self.method.widest)
         order = self._order(text, size + len(text.tried)).tolist()
         tried = set(text.tried)
-        order = dict.fromkeys([int(text.guesses[at]), *order])  # the guess may be a special token
+        order = dict.fromkeys(
+            [int(text.guesses[at]), *order]
+        )  # the guess may be a special token
         return [token for token in order if token not in tried][:size]
 
     def _order(self, text: Text, count: int) -> Tensor:
         """Return the `count` likeliest tokens (count,) at the next position."""
-        device, context = text.rows.device, 0.0
+        device = text.rows.device
+        context = 0.0
         if len(text.tried) >= self.method.fan:
             tried = torch.tensor(text.tried, device=device)
             context = self.orders.context(text.position, tried, torch.stack(text.given))
@@ -356,29 +431,43 @@ class Search:
         padded = [chunk + [chunk[-1]] * (max(counts) - len(chunk)) for chunk in chunks]
         chain = torch.tensor([not text.fans for text in texts], device=device)
         given = self.branches.expose(
-            self.exposure, chain, ids=torch.tensor(padded, device=device),
+            self.exposure,
+            chain,
+            ids=torch.tensor(padded, device=device),
             counts=torch.tensor(counts, device=device),
-        )  # fmt: skip
+        )
         for text, chunk in zip(texts, chunks, strict=True):
             text.passes += 1
             text.tested += len(chunk)
         return contents(self.target, self.exposure, given, self.branches.positions)
 
-    def _accept_chain(self, text: Text, chunk: list[int], rows: Tensor) -> tuple[int, int]:
+    def _accept_chain(
+        self, text: Text, chunk: list[int], rows: Tensor
+    ) -> tuple[int, int]:
         """Accept the first tokens of a chain that fit; return the first and how many."""
-        at, right = text.position, 0 if text.forced is None else 1
-        misfits = [float(self._misfit(text, at + n, rows[n : n + 1])) for n in range(len(chunk))]
+        at = text.position
+        right = 0 if text.forced is None else 1
+        misfits = [
+            float(self._misfit(text, at + n, rows[n : n + 1]))
+            for n in range(len(chunk))
+        ]
         # The misfit of a row that did not leak is NaN, and any token is accepted there.
         while right < len(chunk) and not misfits[right] > 1:
             right += 1
         text.failed = 0 if right and text.forced is None else text.failed
         text.accept(chunk[:right], misfits[:right])
-        text.reach = min(2 * text.reach, self.method.draft) if right == len(chunk) else right + 1
+        if right == len(chunk):
+            text.reach = min(2 * text.reach, self.method.draft)
+        else:
+            text.reach = right + 1
         if right < len(chunk):
-            text.tried, text.given = [chunk[right]], [rows[right]]
+            text.tried = [chunk[right]]
+            text.given = [rows[right]]
         return 0, right
 
-    def _accept_from_fan(self, text: Text, chunk: list[int], rows: Tensor) -> tuple[int, int]:
+    def _accept_from_fan(
+        self, text: Text, chunk: list[int], rows: Tensor
+    ) -> tuple[int, int]:
         """Accept the best candidate for one position if it fits; return its place and how many."""
         misfits = self._misfit(text, text.position, rows)
         best = int(misfits.argmin())
@@ -408,14 +497,19 @@ class Search:
         position = text.position
         spread = self.orders.spread(position)
         tried = torch.tensor(text.tried, device=text.rows.device)
-        nearest = Nearest.of(tried, torch.stack(text.given) - text.rows[position], text, spread)
+        nearest = Nearest.of(
+            tried, torch.stack(text.given) - text.rows[position], text, spread
+        )
         order = self._order(text, self._most)
-        order, done = order[~torch.isin(order, tried)], len(tried)
+        order = order[~torch.isin(order, tried)]
+        done = len(tried)
         while True:
             if self._fits_alone(text, nearest.explained(text, spread)):
                 return
             learnt = text.tolerance.learnt(nearest.off, spread)
-            if not len(order) or (learnt is not None and self._is_noise(text, nearest, learnt)):
+            if not len(order) or (
+                learnt is not None and self._is_noise(text, nearest, learnt)
+            ):
                 break
             size = min(3 * done, self.branches.at_once(position))
             tokens, order, done = order[:size], order[size:], done + len(order[:size])
@@ -424,7 +518,9 @@ class Search:
             if nearest.misfits[0] <= 1:
                 text.force(int(nearest.tokens[0]))
                 return
-            note = f"{done:,} of {self._most:,} tried at position {text.start + position}"
+            note = (
+                f"{done:,} of {self._most:,} tried at position {text.start + position}"
+            )
             self.target.count.set(text.number, position, note)
         if text.rounded is not None:
             if self._fits_alone(text, nearest.tokens):
@@ -441,10 +537,12 @@ class Search:
     def _is_noise(self, text: Text, nearest: Nearest, learnt: Learnt) -> bool:
         """Return whether the leak is noisy so clearly that no more tokens need be tried.
 
-        Then noise is at all positions, the best token stands out among those tried, and the order
-        in which they are tried seldom misses.
+        Then noise is at all positions, the best token stands out among those tried, and
+        the order in which they are tried seldom misses.
         """
-        clean = bool(text.misfits) and not torch.tensor(text.misfits).nanmedian() > _CLEAN
+        clean = (
+            bool(text.misfits) and not torch.tensor(text.misfits).nanmedian() > _CLEAN
+        )
         clear = learnt.times >= _CLEAR and nearest.alone
         if not clear or (clean and not text.learnt):
             return False
@@ -458,7 +556,8 @@ class Search:
 
     def _fits_alone(self, text: Text, tokens: Tensor) -> bool:
         """Choose the first of these tokens that fits if the whole text is run alone."""
-        position, pads = text.position, [self.target.pads()[0]] * text.start
+        position = text.position
+        pads = [self.target.pads()[0]] * text.start
         device = text.rows.device
         places = torch.arange(text.start + len(text.rows), device=device)[None]
         for token in tokens.tolist():
@@ -468,8 +567,11 @@ class Search:
             after = text.guesses[position + 1 :].tolist()
             ids = torch.tensor([[*pads, *text.ids, token, *after]], device=device)
             given = capture(self.target.model, self.exposure, ids=ids, mask=text.mask)
-            text.passes, text.tested = text.passes + 1, text.tested + 1
-            row = contents(self.target, self.exposure, given, places)[0, text.start + position]
+            text.passes = text.passes + 1
+            text.tested = text.tested + 1
+            row = contents(self.target, self.exposure, given, places)[
+                0, text.start + position
+            ]
             if self._misfit(text, position, row[None])[0] <= 1:
                 text.force(token)
                 return True
@@ -478,11 +580,13 @@ class Search:
     def _reopen(self, text: Text, nearest: Tensor) -> bool:
         """Put another token that fits at the latest earlier position that has one.
 
-        With it, one of the `nearest` tokens should fit at this position. Where none does, the few
-        tokens that fit at the earlier position are tried in turn.
+        With it, one of the `nearest` tokens should fit at this position. Where none
+        does, the few tokens that fit at the earlier position are tried in turn.
         """
         position = text.position
-        if text.learnt or text.reopened >= _MAX_REOPENED:  # many tokens pass a test against noise
+        if (
+            text.learnt or text.reopened >= _MAX_REOPENED
+        ):  # many tokens pass a test against noise
             return False
         for place in reversed(range(max(0, position - _MAX_REOPENED), position)):
             if place not in text.others:
@@ -505,16 +609,25 @@ class Search:
         """Return the token of `others` at `place` with which all up to a `nearest` one fit."""
         if not others:
             return None
-        between = torch.tensor(text.ids[place + 1 :], dtype=torch.long, device=nearest.device)
+        between = torch.tensor(
+            text.ids[place + 1 :], dtype=torch.long, device=nearest.device
+        )
         first = torch.tensor(others, device=nearest.device)
         for last in nearest[: max(1, _TOGETHER // len(others))]:
-            for tokens in first.split(max(1, self.branches.at_once(place) // (len(between) + 2))):
+            for tokens in first.split(
+                max(1, self.branches.at_once(place) // (len(between) + 2))
+            ):
                 after = torch.cat([between, last[None]]).expand(len(tokens), -1)
                 ids = torch.cat([tokens[:, None], after], 1)
-                given, places = self.branches.chains(self.exposure, text.row, place, ids)
+                given, places = self.branches.chains(
+                    self.exposure, text.row, place, ids
+                )
                 rows = contents(self.target, self.exposure, given, places)
                 text.passes, text.tested = text.passes + 1, text.tested + ids.numel()
-                misfits = [self._misfit(text, place + n, rows[:, n]) for n in range(ids.shape[1])]
+                misfits = [
+                    self._misfit(text, place + n, rows[:, n])
+                    for n in range(ids.shape[1])
+                ]
                 fits = ~(torch.stack(misfits) > 1).any(0)  # NaN where nothing leaked
                 if bool(fits.any()):
                     return int(tokens[fits][0])
@@ -523,24 +636,30 @@ class Search:
     def _other_fits(self, text: Text, place: int) -> list[int]:
         """Return the other tokens that fit at an earlier position, the best first."""
         vocabulary = torch.arange(self.target.vocabulary, device=text.rows.device)
-        misfits = torch.cat([
-            self._misfit(text, place, self._rows_of_each(text, place, tokens))
-            for tokens in vocabulary.split(self.branches.at_once(place))
-        ])  # fmt: skip
+        misfits = torch.cat(
+            [
+                self._misfit(text, place, self._rows_of_each(text, place, tokens))
+                for tokens in vocabulary.split(self.branches.at_once(place))
+            ]
+        )
         misfits[text.ids[place]] = torch.inf
         order = misfits.argsort(stable=True)
         return order[misfits[order] <= 1].tolist()
 
-    def _leave_unexplained(self, text: Text, nearest: Nearest, learnt: Learnt | None) -> None:
+    def _leave_unexplained(
+        self, text: Text, nearest: Nearest, learnt: Learnt | None
+    ) -> None:
         """Choose the nearest token though it does not fit; learn the error or count a failure."""
         if learnt is None:
             text.failed += 1
             text.unexplained += 1
             text.given_up = text.failed >= _FAILURES
         else:
-            text.tolerance, text.learnt = learnt.tolerance, True
+            text.tolerance = learnt.tolerance
+            text.learnt = True
         text.forced = int(nearest.tokens[0 if learnt is None else learnt.best])
-        text.tried, text.given = [], []
+        text.tried = []
+        text.given = []
 
     def _misfit(self, text: Text, position: int, rows: Tensor) -> Tensor:
         """Return the misfit (k,) of rows (k, f) at a position; 1 is the limit."""
@@ -561,7 +680,9 @@ class Nearest:
 
     @classmethod
     def of(cls, tokens: Tensor, off: Tensor, text: Text, spread: Tensor) -> Nearest:
-        return cls(tokens, off, text.tolerance.misfit(text.position, off, spread))._kept(spread)
+        return cls(
+            tokens, off, text.tolerance.misfit(text.position, off, spread)
+        )._kept(spread)
 
     def joined(self, other: Nearest, spread: Tensor) -> Nearest:
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
@@ -576,14 +697,23 @@ class Nearest:
         return self.tokens[order[misfits[order] <= 1]]
 
     def _kept(self, spread: Tensor) -> Nearest:
-        sizes = (self.misfits, *((self.off / u).square().nanmean(-1) for u in (1.0, spread)))
+        sizes = (
+            self.misfits,
+            *((self.off / u).square().nanmean(-1) for u in (1.0, spread)),
+        )
         count = min(_NEAREST, len(self.tokens))
-        kept = torch.cat([size.topk(count, largest=False).indices for size in sizes]).unique()
+        kept = torch.cat(
+            [size.topk(count, largest=False).indices for size in sizes]
+        ).unique()
         kept = kept[self.misfits[kept].argsort()]
         return Nearest(self.tokens[kept], self.off[kept], self.misfits[kept])
 
     @property
     def alone(self) -> bool:
         """Whether the best token is so much nearer than the second that no other need be tried."""
-        best, second = self.misfits[:2].tolist() if len(self.misfits) > 1 else (0.0, 1.0)
+        if len(self.misfits) > 1:
+            best, second = self.misfits[:2].tolist()
+        else:
+            best = 0.0
+            second = 1.0
         return second >= _ALONE * best

@@ -1,28 +1,31 @@
 """Read text from hidden states of a bidirectional encoder, at any layer.
 
-`EncoderStates` takes the model and a row of numbers for each position, and proposes token ids. The
-state of a token depends on the whole text, so tokens cannot be found one after the other.
+`EncoderStates` takes the model and a row of numbers for each position, and proposes
+token ids. The state of a token depends on the whole text, so tokens cannot be found one
+after the other.
 
-The plain way is to minimise ‖f_ℓ(e) − h‖² over the input embeddings e by L-BFGS, to take the
-nearest tokens ("snap") and to verify them. This attack starts with cheaper steps:
+The plain way is to minimise ‖f_ℓ(e) − h‖² over the input embeddings e by L-BFGS, to
+take the nearest tokens ("snap") and to verify them. This attack starts with cheaper
+steps:
 
 1. Estimate e = h M + b by a linear map learnt from the weights (inverse_map.py), and read tokens
    off by cosine (TokenTable). One forward pass shows whether they are right.
 2. Error feedback: run the model on the snapped tokens and move the estimate by the residual,
-   e ← e + (h − f_ℓ(snap(e))) M. These are forward passes only. At the lower layers this ends the
-   search.
+   e ← e + (h − f_ℓ(snap(e))) M. These are forward passes only. At the lower layers this
+   ends the search.
 3. Search: L-BFGS on e from the best estimate, preconditioned by the covariance of the map's error,
-   with a snap and a step of feedback after every few steps. Deeper layers need it. In long texts
-   most tokens are clear early, but the search for all of them converges slowly. So the search goes
-   in stages. After each stage, candidates are tried at the positions that fit worst, each judged by
-   its own row (trials.py). Tokens that are clear are fixed, and the next stage moves the others.
+   with a snap and a step of feedback after every few steps. Deeper layers need it. In
+   long texts most tokens are clear early, but the search for all of them converges
+   slowly. So the search goes in stages. After each stage, candidates are tried at the
+   positions that fit worst, each judged by its own row (trials.py). Tokens that are
+   clear are fixed, and the next stage moves the others.
 4. Substitution: if the search stops near the text, a few tokens of many are wrong. The tokens
-   nearest to the estimates are tried at each position, one at a time. Then every token is tried at
-   the positions that fit worst, or on which the loss depends most.
+   nearest to the estimates are tried at each position, one at a time. Then every token
+   is tried at the positions that fit worst, or on which the loss depends most.
 
-The special tokens that the tokenizer puts around a text (its frame) are fixed first. A text that is
-not found with them is tried again without. Texts run in batches of similar length, and each leaves
-its batch when it fits.
+The special tokens that the tokenizer puts around a text (its frame) are fixed first. A
+text that is not found with them is tried again without. Texts run in batches of similar
+length, and each leaves its batch when it fits.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ from keyhole.recover.layers.trials import (
 )
 from keyhole.recover.leaks import Leak
 
-_FIRST_STEP, _LATER_STEP = 0.3, 0.1  # of L-BFGS, per token, in units of the inverse map's error
+# of L-BFGS, per token, in units of the inverse map's error
+_FIRST_STEP = 0.3
+_LATER_STEP = 0.1
 _STAGE = 4  # rounds of a stage after the first
 _HISTORY = 60  # steps that L-BFGS remembers
 _FLIPS = 3  # times that the worst positions get another token after a round that helped
@@ -58,12 +63,22 @@ _TRIED = 12  # candidates at each of the worst positions, after a stage
 _CANDIDATES = 8  # candidates at every position, at the end
 _WORTH = 0.9  # a pass is progress if the loss falls to this share of the best
 _PATIENCE = 2  # passes without progress that end feedback
-_DOUBT = 0.94  # a token is clear if its squared distance is below this share of the second's
-_MISFIT = 4.0  # a clear token stays open if its squared residual exceeds this many medians …
+_DOUBT = (
+    0.94  # a token is clear if its squared distance is below this share of the second's
+)
+_MISFIT = (
+    4.0  # a clear token stays open if its squared residual exceeds this many medians …
+)
 _PART = 0.02  # … and this share of the largest
-_WORST = (0.8, 0.4, 0.2)  # shares of the largest squared residual above which tokens are changed
-_ROUGHLY = 0.5  # unexplained share of the leak's variance below which rows identify their tokens
-_NEAR = 0.1  # unexplained share of the leak's variance below which only a few tokens are wrong
+_WORST = (
+    0.8,
+    0.4,
+    0.2,
+)  # shares of the largest squared residual above which tokens are changed
+# unexplained share of the leak's variance below which rows identify their tokens
+_ROUGHLY = 0.5
+# unexplained share of the leak's variance below which only a few tokens are wrong
+_NEAR = 0.1
 _SWEEPS = 12  # sweeps of trials after a stage, at most
 _PLACES = 40  # positions tried in a sweep
 _IN_A_PASS = 8  # positions of a sweep tried in one pass
@@ -75,12 +90,12 @@ _MORE = 3  # the factor of candidates if several tokens are changed at once
 class EncoderStates:
     """Feedback, search and trials for the hidden states of an encoder.
 
-    At most `feedback` forward passes come before the search. It takes `rounds` rounds of `steps`
-    forward–backward passes: a stage of `opening` rounds, then shorter ones. At the end a few tokens
-    are tried at each position, in at most `sweeps` sweeps, and then all tokens at some positions,
-    in at most `most` texts (None: 2,048 on a CPU, 128 times as many on a GPU). `samples` random
-    tokens fit the map (None: 48 for each number in a hidden state). `batch` tokens are searched at
-    once.
+    At most `feedback` forward passes come before the search. It takes `rounds` rounds
+    of `steps` forward–backward passes: a stage of `opening` rounds, then shorter ones.
+    At the end a few tokens are tried at each position, in at most `sweeps` sweeps, and
+    then all tokens at some positions, in at most `most` texts (None: 2,048 on a CPU,
+    128 times as many on a GPU). `samples` random tokens fit the map (None: 48 for each
+    number in a hidden state). `batch` tokens are searched at once.
     """
 
     feedback: int = 8
@@ -99,7 +114,9 @@ class EncoderStates:
         for name in ("feedback", "rounds"):
             expect_count(name, getattr(self, name), least=0)
 
-    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
+    def __call__(
+        self, target: Target, leaks: Sequence[Leak]
+    ) -> Iterator[tuple[int, Proposal]]:
         samples = self.samples or max(4000, 48 * target.parts.width)
         back = inverse_map(target, leaks[0], samples, self.seed)
         table = TokenTable.of(target.parts.table, without=target.pads())
@@ -115,7 +132,9 @@ class EncoderStates:
             if self.sweeps:
                 yield from texts.leave(try_everywhere(texts, self.sweeps))
             most = 2**11 if texts.ids.device.type == "cpu" else 2**18
-            yield from texts.leave(try_vocabulary(texts, most if self.most is None else self.most))
+            yield from texts.leave(
+                try_vocabulary(texts, most if self.most is None else self.most)
+            )
             yield from texts.leave(texts.frame_fits())
 
     def _by_feedback(self, texts: EncoderBatch) -> Iterator[tuple[int, Proposal]]:
@@ -134,10 +153,14 @@ class EncoderStates:
 
     def _by_search(self, texts: EncoderBatch) -> Iterator[tuple[int, Proposal]]:
         """Alternate gradients and trials; tokens that are clear after a stage are fixed."""
-        rounds_left, stage, first_step = self.rounds, self.opening, _FIRST_STEP
+        rounds_left = self.rounds
+        stage = self.opening
+        first_step = _FIRST_STEP
         while rounds_left > 0 and len(texts):
             yield from self._by_gradients(texts, min(stage, rounds_left), first_step)
-            rounds_left, stage, first_step = rounds_left - stage, _STAGE, _LATER_STEP
+            rounds_left = rounds_left - stage
+            stage = _STAGE
+            first_step = _LATER_STEP
             yield from texts.leave(try_worst(texts))
             texts.fix_clear()
 
@@ -145,9 +168,12 @@ class EncoderStates:
         self, texts: EncoderBatch, rounds: int, first_step: float
     ) -> Iterator[tuple[int, Proposal]]:
         """Run L-BFGS, with a snap and a few flips of the worst tokens after every few steps."""
-        start, root = texts.anchored(), texts.back.root
+        start = texts.anchored()
+        root = texts.back.root
         first = first_step * texts.unknowns**0.5
-        search = BatchedLBFGS(torch.zeros_like(start).flatten(1), first, history=_HISTORY)
+        search = BatchedLBFGS(
+            torch.zeros_like(start).flatten(1), first, history=_HISTORY
+        )
         for _ in range(rounds):
             for _ in range(self.steps):
                 search.step(texts.objective(start))
@@ -185,19 +211,22 @@ def _batches(leaks: Sequence[Leak], tokens: int) -> Iterator[list[int]]:
 class SubLayerOutput:
     """Read the output of an encoder's attention sub-layer, before the residual.
 
-    This is the inversion of one attention layer (keyhole.invert) with the vocabulary as prior. At
-    layer 1 the output is `B = Σ_h softmax(X W_h Xᵀ) X V_h`. It has as many numbers as the
-    embeddings, but at each position it is a mixture of all tokens and holds little of its own.
-    Levenberg–Marquardt alone would not know which of the solutions is a text. So `states` come
-    first, as for hidden states: a linear map learnt from the weights is a start from which
-    gradients find the text (on MiniLM that reads layer 1). `search`, from the vocabulary's mean,
-    takes the texts that are left.
+    This is the inversion of one attention layer (keyhole.invert) with the vocabulary as
+    prior. At layer 1 the output is `B = Σ_h softmax(X W_h Xᵀ) X V_h`. It has as many
+    numbers as the embeddings, but at each position it is a mixture of all tokens and
+    holds little of its own. Levenberg–Marquardt alone would not know which of the
+    solutions is a text. So `states` come first, as for hidden states: a linear map
+    learnt from the weights is a start from which gradients find the text (on MiniLM
+    that reads layer 1). `search`, from the vocabulary's mean, takes the texts that are
+    left.
     """
 
     search: TokenSearch = field(default_factory=TokenSearch)
     states: EncoderStates = field(default_factory=EncoderStates)
 
-    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
+    def __call__(
+        self, target: Target, leaks: Sequence[Leak]
+    ) -> Iterator[tuple[int, Proposal]]:
         left: list[int] = []
         for number, proposal in self.states(target, leaks):
             comparison = Comparison.of(target, leaks[number])
@@ -206,37 +235,54 @@ class SubLayerOutput:
                 yield number, proposal
             else:
                 left.append(number)
-        for place, proposal in self.search.each(target, [leaks[number] for number in left]):
+        for place, proposal in self.search.each(
+            target, [leaks[number] for number in left]
+        ):
             yield left[place], proposal
 
 
 class EncoderBatch:
     """The state of the search for b texts of at most n positions; every tensor has b rows.
 
-    Texts of different lengths are padded and masked; each leaves as soon as it fits its leak. A
-    position is free unless the frame fixes its token. A free position is sure while the search
-    keeps its token fixed, and open otherwise. It is good if the model reproduces the leaked row.
+    Texts of different lengths are padded and masked; each leaves as soon as it fits its
+    leak. A position is free unless the frame fixes its token. A free position is sure
+    while the search keeps its token fixed, and open otherwise. It is good if the model
+    reproduces the leaked row.
     """
 
     def __init__(
-        self, target: Target, leaks: dict[int, Leak], back: InverseMap, table: TokenTable
+        self,
+        target: Target,
+        leaks: dict[int, Leak],
+        back: InverseMap,
+        table: TokenTable,
     ) -> None:
-        self.target, self.back, self.table = target, back, table
+        self.target = target
+        self.back = back
+        self.table = table
         self.numbers, self.leaks = list(leaks), list(leaks.values())
         device = target.parts.device
         rows = [leak.rows(leak.tensors).to(device) for leak in self.leaks]
-        leaked = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=torch.nan)
+        leaked = torch.nn.utils.rnn.pad_sequence(
+            rows, batch_first=True, padding_value=torch.nan
+        )
         shape = leaked.shape[:2]
         lengths = torch.tensor([len(row) for row in rows], device=device)
-        self.mask = torch.arange(shape[1], device=device) < lengths[:, None]  # true on text
+        self.mask = (
+            torch.arange(shape[1], device=device) < lengths[:, None]
+        )  # true on text
         for row, leak in enumerate(self.leaks):
             if leak.mask is not None:
                 self.mask[row, : len(leak.mask)] &= leak.mask.to(device).bool()
         rounding = rounding_error(target, self.leaks[0].exposure)
         self.precisions = [precision_of(leak, rounding) for leak in self.leaks]
         self.seen = leaked.isfinite().all(-1) & self.mask  # true if a row leaked
-        self.leaked = leaked.nan_to_num().where(self.seen[..., None], torch.zeros_like(leaked))
-        self.missing = torch.zeros_like(leaked)  # leak minus what the model gave for `ids`
+        self.leaked = leaked.nan_to_num().where(
+            self.seen[..., None], torch.zeros_like(leaked)
+        )
+        self.missing = torch.zeros_like(
+            leaked
+        )  # leak minus what the model gave for `ids`
         self.ids = torch.full(shape, target.pads()[0], device=device)
         self.best_ids = self.ids.clone()
         self.best_estimates = table.centre.expand(*shape, -1).clone()
@@ -265,8 +311,12 @@ class EncoderBatch:
         """Start again from estimates by the inverse map, with or without the frame fixed."""
         before, after = self.target.frame()
         self.framed = framed and bool(before or after)
-        self.free, self.sure, self.good = self.mask.clone(), ~self.mask, ~self.mask
-        self.best = torch.full(self.passes.shape, torch.inf, device=self.ids.device)  # least loss
+        self.free = self.mask.clone()
+        self.sure = ~self.mask
+        self.good = ~self.mask
+        self.best = torch.full(
+            self.passes.shape, torch.inf, device=self.ids.device
+        )  # least loss
         self.stale = torch.zeros_like(self.passes)  # passes since the last progress
         guess = self.back.estimate(self.leaked)
         self.estimates = torch.where(self.seen[..., None], guess, self.table.centre)
@@ -277,7 +327,9 @@ class EncoderBatch:
             if len(places) < len(before) + len(after):
                 continue
             fixed = [*places[: len(before)], *places[len(places) - len(after) :]]
-            self.ids[row, fixed] = torch.tensor([*before, *after], device=self.ids.device)
+            self.ids[row, fixed] = torch.tensor(
+                [*before, *after], device=self.ids.device
+            )
             self.free[row, fixed] = False
 
     def frame_fits(self) -> list[int]:
@@ -307,16 +359,21 @@ class EncoderBatch:
         """Return what the model gives for `ids` (…, n or fewer) as the texts of these rows."""
         return self.target.rows(self.leaks[0], ids, self.mask[rows, : ids.shape[1]])
 
-    def record(self, rows: Tensor, ids: Tensor, given: Tensor, forwards: int) -> list[int]:
+    def record(
+        self, rows: Tensor, ids: Tensor, given: Tensor, forwards: int
+    ) -> list[int]:
         """Record what the model gave for the texts of some rows; return those that fit."""
         self.passes[rows] += forwards
         self.forwards[rows] += forwards
         missing = (self.leaked[rows] - given) * self.seen[rows, :, None]
         loss = missing.square().sum((1, 2))
-        self.stale[rows] = torch.where(loss < _WORTH * self.best[rows], 0, self.stale[rows] + 1)
+        self.stale[rows] = torch.where(
+            loss < _WORTH * self.best[rows], 0, self.stale[rows] + 1
+        )
         better = loss < self.best[rows]
         won = rows[better]
-        self.best[won], self.best_ids[won] = loss[better], ids[better]
+        self.best[won] = loss[better]
+        self.best_ids[won] = ids[better]
         self.best_estimates[won] = self.estimates[won]
         self.missing[rows] = missing
         self.ids[rows] = ids
@@ -333,7 +390,8 @@ class EncoderBatch:
 
     def unexplained(self, row: int, ids: Tensor) -> Tensor:
         """Return what texts (b, n) that are tried for a row leave unexplained (b, n, d)."""
-        n, rows = ids.shape[1], torch.full(ids.shape[:1], row, device=ids.device)
+        n = ids.shape[1]
+        rows = torch.full(ids.shape[:1], row, device=ids.device)
         return (self.leaked[row, :n] - self.run(rows, ids)) * self.seen[row, :n, None]
 
     def pull(self, row: int, ids: Tensor) -> Tensor:
@@ -345,7 +403,9 @@ class EncoderBatch:
             given = capture(
                 self.target.model, self.leaks[row].exposure, embeddings=words, mask=mask
             )
-            off = (self.leaks[row].rows(given)[0] - self.leaked[row, :n]) * self.seen[row, :n, None]
+            off = (self.leaks[row].rows(given)[0] - self.leaked[row, :n]) * self.seen[
+                row, :n, None
+            ]
             (gradient,) = torch.autograd.grad(off.square().sum(), words)
         return gradient[0].norm(dim=-1)
 
@@ -377,8 +437,9 @@ class EncoderBatch:
     def fix_clear(self) -> None:
         """Fix the tokens that are clear, so that the next stage has less to search.
 
-        A token that a trial chose against the estimate is fixed too, if its row fits better than
-        most. A token that was fixed wrongly is among the rows that fit worst, and is open again.
+        A token that a trial chose against the estimate is fixed too, if its row fits
+        better than most. A token that was fixed wrongly is among the rows that fit
+        worst, and is open again.
         """
         sizes = self.missing.square().sum(-1)
         typical = sizes.where(self.seen, torch.nan).nanmedian(-1, keepdim=True).values
@@ -388,9 +449,12 @@ class EncoderBatch:
         clear = ~tried & (doubt <= _DOUBT).view_as(self.ids)
         fits = (clear & (sizes <= least)) | (tried & (sizes <= typical)) | self.good
         self.sure = self.free & self.seen & fits
-        # An estimate that points clearly at a wrong token would not move, so it is reset.
+        # An estimate that points clearly at a wrong token would not move, so it is
+        # reset.
         stuck = (self.open & self.seen & clear)[..., None]
-        self.estimates = torch.where(stuck, self.back.estimate(self.leaked), self.estimates)
+        self.estimates = torch.where(
+            stuck, self.back.estimate(self.leaked), self.estimates
+        )
 
     def anchored(self) -> Tensor:
         """Return the estimates, with the token's own embedding where the token is known."""
@@ -399,16 +463,24 @@ class EncoderBatch:
 
     def objective(self, start: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """Return the loss at embeddings start + z·root, and its gradient in z, as a function."""
-        moves, leak = self.open[..., None], self.leaks[0]
-        sizes = torch.tensor([p.scale for p in self.precisions], device=start.device).square()
+        moves = self.open[..., None]
+        leak = self.leaks[0]
+        sizes = torch.tensor(
+            [p.scale for p in self.precisions], device=start.device
+        ).square()
 
         def at(z: Tensor) -> tuple[Tensor, Tensor]:
             self.passes = self.passes + 1
             with torch.enable_grad():
                 z = z.detach().requires_grad_()
-                words = start + torch.where(moves, z.view_as(start) @ self.back.root, 0.0)
+                words = start + torch.where(
+                    moves, z.view_as(start) @ self.back.root, 0.0
+                )
                 given = capture(
-                    self.target.model, leak.exposure, embeddings=words, mask=self.mask.long()
+                    self.target.model,
+                    leak.exposure,
+                    embeddings=words,
+                    mask=self.mask.long(),
                 )
                 off = (leak.rows(given) - self.leaked) * self.seen[..., None]
                 losses = off.square().sum((1, 2)) / sizes
@@ -421,7 +493,8 @@ class EncoderBatch:
         """Yield the best texts of these rows, and drop the rows from the batch."""
         for row in rows:
             ids = self.best_ids[row, : self.length(row)].tolist()
-            passes, forwards = int(self.passes[row]), int(self.forwards[row])
+            passes = int(self.passes[row])
+            forwards = int(self.forwards[row])
             yield self.numbers[row], Proposal(ids, passes, forwards, self.back.passes)
         kept = sorted(set(range(len(self))) - set(rows))
         for name, value in vars(self).items():
@@ -433,7 +506,9 @@ class EncoderBatch:
 
     def explained_to(self, share: float) -> list[int]:
         """Return the texts that leave less than a share of their leak's variance unexplained."""
-        sizes = torch.tensor([p.scale for p in self.precisions], device=self.best.device).square()
+        sizes = torch.tensor(
+            [p.scale for p in self.precisions], device=self.best.device
+        ).square()
         numbers = self.seen.sum(-1) * self.leaked.shape[-1]
         return (self.best < share * sizes * numbers).nonzero().flatten().tolist()
 
@@ -441,14 +516,16 @@ class EncoderBatch:
 def change_worst(texts: EncoderBatch) -> list[int]:
     """Give another token to the positions that fit worst, in texts that have just made progress.
 
-    Once most tokens are right, the wrong ones have the largest residuals, and the estimate moved by
-    its residual points at the right token. Three sets of positions are tried: those above 80%, 40%
-    and 20% of the largest squared residual.
+    Once most tokens are right, the wrong ones have the largest residuals, and the
+    estimate moved by its residual points at the right token. Three sets of positions
+    are tried: those above 80%, 40% and 20% of the largest squared residual.
     """
     rows = (texts.stale == 0).nonzero().flatten()
     if not len(rows):
         return []
-    ids, missing, free = texts.ids[rows], texts.missing[rows], texts.free[rows]
+    ids = texts.ids[rows]
+    missing = texts.missing[rows]
+    free = texts.free[rows]
     moved = texts.estimates[rows] + missing @ texts.back.M
     size = missing.square().sum(-1).where(free, 0.0)
     worst = free & (size >= min(_WORST) * size.amax(-1, keepdim=True)) & (size > 0)
@@ -458,7 +535,9 @@ def change_worst(texts: EncoderBatch) -> list[int]:
     changed[worst] = torch.where(same, nearest[:, 1], nearest[:, 0])
     trials = torch.stack(
         [
-            torch.where(worst & (size >= share * size.amax(-1, keepdim=True)), changed, ids)
+            torch.where(
+                worst & (size >= share * size.amax(-1, keepdim=True)), changed, ids
+            )
             for share in _WORST
         ]
     )
@@ -472,9 +551,9 @@ def change_worst(texts: EncoderBatch) -> list[int]:
 def try_worst(texts: EncoderBatch) -> list[int]:
     """Try candidates at the positions that fit worst, as long as that helps.
 
-    Many positions are tried in one pass first. Their effects on each other hide the last few wrong
-    tokens, so then the worst positions are tried one by one, with twice the candidates. If no
-    single token helps any more, several are changed at once.
+    Many positions are tried in one pass first. Their effects on each other hide the
+    last few wrong tokens, so then the worst positions are tried one by one, with twice
+    the candidates. If no single token helps any more, several are changed at once.
     """
     done: list[int] = []
     for row in texts.explained_to(_ROUGHLY):
@@ -489,15 +568,21 @@ def try_worst(texts: EncoderBatch) -> list[int]:
             proposed = _proposed(texts, row, places, count)
             tried = try_rows(
                 lambda ids, row=row: texts.unexplained(row, ids).square().sum(-1),
-                ids, places, proposed, batch_size,
-            )  # fmt: skip
-            helped, fits = not torch.equal(tried.ids, ids), texts.take(row, tried)
+                ids,
+                places,
+                proposed,
+                batch_size,
+            )
+            helped = not torch.equal(tried.ids, ids)
+            fits = texts.take(row, tried)
             if alone and not helped and not fits:
                 tried = _by_sums(texts, row, ids)
-                helped, fits = not torch.equal(tried.ids, ids), texts.take(row, tried)
+                helped = not torch.equal(tried.ids, ids)
+                fits = texts.take(row, tried)
                 if not helped:
                     break
-            ids, alone = tried.ids, alone or not helped
+            ids = tried.ids
+            alone = alone or not helped
         done += fits
     return done
 
@@ -508,7 +593,9 @@ def _by_sums(texts: EncoderBatch, row: int, ids: Tensor) -> Tried:
     if row not in texts.explained_to(_NEAR) or len(places) < 2:
         return Tried(ids, 0.0, 0)
     proposed = _proposed(texts, row, places, _MORE * _TRIED)
-    return try_sums(lambda ids: texts.unexplained(row, ids).flatten(1), ids, places, proposed)
+    return try_sums(
+        lambda ids: texts.unexplained(row, ids).flatten(1), ids, places, proposed
+    )
 
 
 def _worst_places(texts: EncoderBatch, row: int, alone: bool) -> Tensor:
@@ -523,19 +610,23 @@ def _worst_places(texts: EncoderBatch, row: int, alone: bool) -> Tensor:
 def _proposed(texts: EncoderBatch, row: int, places: Tensor, count: int) -> Tensor:
     """Return the candidates (m, count) for some positions, in turn from five lists.
 
-    These are the tokens nearest to the estimate, and to the estimate moved by its row's residual;
-    each among all tokens, and among those that the text already has, since long texts repeat words.
-    The fifth list is nearest to the present token, moved likewise: a wrong choice is often similar
-    to the right one.
+    These are the tokens nearest to the estimate, and to the estimate moved by its row's
+    residual; each among all tokens, and among those that the text already has, since
+    long texts repeat words. The fifth list is nearest to the present token, moved
+    likewise: a wrong choice is often similar to the right one.
     """
-    estimates, nearest = texts.estimates[row, places], texts.table.nearest
+    estimates = texts.estimates[row, places]
+    nearest = texts.table.nearest
     push = texts.missing[row, places] @ texts.back.M
     present = texts.table.vectors[texts.ids[row, places]] + push
     own = texts.ids[row][texts.mask[row]].unique()
     lists = [
-        nearest(estimates + push, count), nearest(estimates + push, count, own),
-        nearest(present, count), nearest(estimates, count), nearest(estimates, count, own),
-    ]  # fmt: skip
+        nearest(estimates + push, count),
+        nearest(estimates + push, count, own),
+        nearest(present, count),
+        nearest(estimates, count),
+        nearest(estimates, count, own),
+    ]
     width = min(part.shape[1] for part in lists)
     mixed = torch.stack([part[:, :width] for part in lists], -1).flatten(1)
     return _distinct(mixed, texts.ids[row, places], count)
@@ -572,24 +663,29 @@ def try_everywhere(texts: EncoderBatch, sweeps: int) -> list[int]:
 def try_vocabulary(texts: EncoderBatch, most: int) -> list[int]:
     """Try all tokens, in at most `most` texts for each row, if texts are roughly right.
 
-    The tokens of the text itself come first. The others follow as tokenizers number them, with
-    punctuation and frequent words before the rest.
+    The tokens of the text itself come first. The others follow as tokenizers number
+    them, with punctuation and frequent words before the rest.
     """
     done: list[int] = []
     for row in texts.explained_to(_ROUGHLY):
-        ids, left = texts.best_ids[row, : texts.length(row)].clone(), most
+        ids = texts.best_ids[row, : texts.length(row)].clone()
+        left = most
         fits = texts.take(row, Tried(ids, 0.0, 0))
         while not fits and left > 0:
             own = ids[texts.free[row, : len(ids)]].unique()
             every = torch.arange(len(texts.table.vectors), device=ids.device)
             tried = try_all(
                 lambda ids, row=row: texts.unexplained(row, ids).square().sum((1, 2)),
-                ids, _causes(texts, row, ids), torch.cat([own, every[~torch.isin(every, own)]]),
+                ids,
+                _causes(texts, row, ids),
+                torch.cat([own, every[~torch.isin(every, own)]]),
                 left,
-            )  # fmt: skip
+            )
             if not tried.loss < _WORTH * float(texts.best[row]):
                 break
-            ids, left, fits = tried.ids, left - tried.forwards, texts.take(row, tried)
+            ids = tried.ids
+            left = left - tried.forwards
+            fits = texts.take(row, tried)
         done += fits
     return done
 
@@ -597,6 +693,11 @@ def try_vocabulary(texts: EncoderBatch, most: int) -> list[int]:
 def _causes(texts: EncoderBatch, row: int, ids: Tensor) -> Tensor:
     """Return the positions that fit worst, alternating with those of the steepest loss."""
     worst = _worst_places(texts, row, alone=True)
-    steep = texts.pull(row, ids).where(texts.free[row, : len(ids)], 0.0).topk(len(worst)).indices
+    steep = (
+        texts.pull(row, ids)
+        .where(texts.free[row, : len(ids)], 0.0)
+        .topk(len(worst))
+        .indices
+    )
     both = torch.stack([worst, steep], 1).flatten().tolist()
     return torch.tensor(list(dict.fromkeys(both))[:_ALONE], device=ids.device)

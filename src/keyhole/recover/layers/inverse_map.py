@@ -1,21 +1,23 @@
 """Learn a linear map from hidden states back to token embeddings, from the weights alone.
 
-Searches of encoders need a start: `inverse_map` takes the model and a leak, `InverseMap.estimate`
-returns an embedding for each row, and `TokenTable` the tokens nearest to it.
+Searches of encoders need a start: `inverse_map` takes the model and a leak,
+`InverseMap.estimate` returns an embedding for each row, and `TokenTable` the tokens
+nearest to it.
 
-The attacker holds the weights, and so can run texts through the model. Ridge regression over their
-positions gives
+The attacker holds the weights, and so can run texts through the model. Ridge regression
+over their positions gives
 
     e ≈ h_ℓ M + b        (one M and b for all positions, one pair for each layer ℓ).
 
-Half of the texts are random: half of their tokens are uniform over the vocabulary, half log-uniform
-over the ids, because tokenizers number frequent tokens first. The other half are sentences of the
-corpus that ships. In a text most heads attend mainly to full stops and commas; in random tokens any
-token may take that part.
+Half of the texts are random: half of their tokens are uniform over the vocabulary, half
+log-uniform over the ids, because tokenizers number frequent tokens first. The other
+half are sentences of the corpus that ships. In a text most heads attend mainly to full
+stops and commas; in random tokens any token may take that part.
 
-Read by cosine (TokenTable), the estimates name most tokens before any pass over the text itself;
-the lower the layer, the more. The covariance of the regression's error shows in which directions an
-estimate may still be wrong. Its root is the preconditioner of the search (encoder.py).
+Read by cosine (TokenTable), the estimates name most tokens before any pass over the
+text itself; the lower the layer, the more. The covariance of the regression's error
+shows in which directions an estimate may still be wrong. Its root is the preconditioner
+of the search (encoder.py).
 """
 
 from __future__ import annotations
@@ -57,10 +59,14 @@ class InverseMap:
 def inverse_map(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
     """Return the map for a leak's exposure, fitted on about `tokens` random tokens; remembered."""
     key = (leak.exposure, tokens, seed)
-    return target.remembered("inverse map", key, lambda: _fit(target, leak, tokens, seed))
+    return target.remembered(
+        "inverse map", key, lambda: _fit(target, leak, tokens, seed)
+    )
 
 
-def random_texts(target: Target, count: int, length: int, stream: torch.Generator) -> Tensor:
+def random_texts(
+    target: Target, count: int, length: int, stream: torch.Generator
+) -> Tensor:
     """Return random token ids (count, length) inside the tokenizer's special tokens."""
     special = set(getattr(target.tokenizer, "all_special_ids", []))
     plain = torch.tensor([i for i in range(target.vocabulary) if i not in special])
@@ -68,7 +74,9 @@ def random_texts(target: Target, count: int, length: int, stream: torch.Generato
     ranks = torch.rand(shape, generator=stream) * math.log(len(plain))
     frequent = (ranks.exp() - 1).long().clamp(max=len(plain) - 1)
     any_token = torch.randint(len(plain), shape, generator=stream)
-    ids = plain[torch.where(torch.rand(shape, generator=stream) < 0.5, any_token, frequent)]
+    ids = plain[
+        torch.where(torch.rand(shape, generator=stream) < 0.5, any_token, frequent)
+    ]
     before, after = target.frame()
     if length > len(before) + len(after):
         ids[:, : len(before)] = torch.tensor(before, dtype=torch.long)
@@ -79,8 +87,12 @@ def random_texts(target: Target, count: int, length: int, stream: torch.Generato
 def _sentences(target: Target) -> Tensor:
     """Return the tokens of the corpus that ships, without special and unknown tokens."""
     special = set(getattr(target.tokenizer, "all_special_ids", []))
-    lines = target.tokenizer(corpus_texts(SHIPPED), add_special_tokens=False)["input_ids"]
-    return torch.tensor([token for line in lines for token in line if token not in special])
+    lines = target.tokenizer(corpus_texts(SHIPPED), add_special_tokens=False)[
+        "input_ids"
+    ]
+    return torch.tensor(
+        [token for line in lines for token in line if token not in special]
+    )
 
 
 def _texts(target: Target, count: int, length: int, stream: torch.Generator) -> Tensor:
@@ -90,16 +102,22 @@ def _texts(target: Target, count: int, length: int, stream: torch.Generator) -> 
     before, after = (len(side) for side in target.frame())
     inside = length - before - after
     if inside > 0 and len(tokens) >= _KNOWN:
-        starts = torch.randint(len(tokens) - inside + 1, (count // 2, 1), generator=stream)
-        ids[: count // 2, before : length - after] = tokens[starts + torch.arange(inside)]
+        starts = torch.randint(
+            len(tokens) - inside + 1, (count // 2, 1), generator=stream
+        )
+        ids[: count // 2, before : length - after] = tokens[
+            starts + torch.arange(inside)
+        ]
     return ids
 
 
 def _fit(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
     parts = target.parts
-    device, table = parts.device, parts.table.float()
+    device = parts.device
+    table = parts.table.float()
     stream = torch.Generator().manual_seed(seed)
-    width, size = leak.rows(leak.tensors).shape[-1], table.shape[1]
+    width = leak.rows(leak.tensors).shape[-1]
+    size = table.shape[1]
     gram = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=device)
     cross = torch.zeros(width + 1, size, dtype=torch.float64, device=device)
     energy = torch.zeros(size, size, dtype=torch.float64, device=device)
@@ -114,18 +132,24 @@ def _fit(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
         ids = _texts(target, max(1, at_once // length), length, stream).to(device)
         with torch.no_grad():
             states = leak.rows(capture(target.model, leak.exposure, ids=ids)).float()
-        inside = slice(before, length - after) if length > before + after else slice(None)
+        if length > before + after:
+            inside = slice(before, length - after)
+        else:
+            inside = slice(None)
         h = states[:, inside].flatten(0, 1)
         e = table[ids[:, inside].flatten()]
         h = torch.cat([h, torch.ones_like(h[:, :1])], -1)
         gram += (h.T @ h).double()
         cross += (h.T @ e).double()
         energy += (e.T @ e).double()
-        samples, passes = samples + len(e), passes + len(ids)
+        samples = samples + len(e)
+        passes = passes + len(ids)
     return _solve(gram, cross, energy, samples, passes)
 
 
-def _solve(gram: Tensor, cross: Tensor, energy: Tensor, samples: int, passes: int) -> InverseMap:
+def _solve(
+    gram: Tensor, cross: Tensor, energy: Tensor, samples: int, passes: int
+) -> InverseMap:
     weights = torch.linalg.solve(with_ridge(gram), cross)
     left = energy - weights.T @ cross - cross.T @ weights + weights.T @ gram @ weights
     sizes, axes = torch.linalg.eigh(left / samples)
@@ -137,9 +161,9 @@ def _solve(gram: Tensor, cross: Tensor, energy: Tensor, samples: int, passes: in
 class TokenTable:
     """Finds the token that a vector means: the one whose embedding has the largest cosine with it.
 
-    Encoders normalise their embeddings (LayerNorm) first. So a hidden state determines the
-    direction of an embedding but hardly its length, and a distance would depend on the length.
-    `directions` are the table's vectors less their mean, with length one.
+    Encoders normalise their embeddings (LayerNorm) first. So a hidden state determines
+    the direction of an embedding but hardly its length, and a distance would depend on
+    the length. `directions` are the table's vectors less their mean, with length one.
     """
 
     vectors: Tensor
@@ -155,7 +179,9 @@ class TokenTable:
         directions[without] = 0.0
         return cls(vectors, centre, directions)
 
-    def nearest(self, estimates: Tensor, count: int = 1, among: Tensor | None = None) -> Tensor:
+    def nearest(
+        self, estimates: Tensor, count: int = 1, among: Tensor | None = None
+    ) -> Tensor:
         """Return the `count` ids of largest cosine (m, count) for estimates (m, e), best first.
 
         If `among` is given, only its ids count.
@@ -166,19 +192,23 @@ class TokenTable:
     def meant(self, estimates: Tensor) -> tuple[Tensor, Tensor]:
         """Return the nearest ids (m,) for estimates (m, e), and the doubt about each (m,).
 
-        The doubt is the ratio of squared distances on the unit sphere to the nearest and to the
-        second token: 1 if both are equally near.
+        The doubt is the ratio of squared distances on the unit sphere to the nearest
+        and to the second token: 1 if both are equally near.
         """
         cosines, ids = self._best(estimates, 2, None)
         away = (1 - cosines).clamp(min=_ROUNDING)
         return ids[:, 0], away[:, 0] / away[:, -1]
 
-    def _best(self, estimates: Tensor, count: int, among: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _best(
+        self, estimates: Tensor, count: int, among: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         table = self.directions if among is None else self.directions[among]
         directions = torch.nn.functional.normalize(estimates - self.centre, dim=-1)
         parts = directions.split(max(1, _CHUNK // len(table)))
         best = [(part @ table.T).topk(min(count, len(table)), -1) for part in parts]
-        return torch.cat([top.values for top in best]), torch.cat([top.indices for top in best])
+        return torch.cat([top.values for top in best]), torch.cat(
+            [top.indices for top in best]
+        )
 
 
 def most_similar(table: Tensor, text: Tensor) -> Tensor:

@@ -1,40 +1,42 @@
 """Judge texts that were read from rows of positions: run the model and compare with the leak.
 
-`judge_rows` takes the model, a leak and the ids that an attack proposes, and returns a `Verdict`
-with a mark for every token. No attack decides by itself that it is right.
+`judge_rows` takes the model, a leak and the ids that an attack proposes, and returns a
+`Verdict` with a mark for every token. No attack decides by itself that it is right.
 
-A recovered text counts only if the model, run on it, reproduces the leak within the leak's own
-precision (precision.py). Each position is tested: a wrong token fails at its own position, another
-model or layer at all of them.
+A recovered text counts only if the model, run on it, reproduces the leak within the
+leak's own precision (precision.py). Each position is tested: a wrong token fails at its
+own position, another model or layer at all of them.
 
-**Alternatives.** A fit is not enough if the leak is coarse or a position did not leak, because
-another token might fit as well. A leak is fine if its error is small and each row has enough bits
-to tell every token from the others (`_is_fine`). Otherwise others are put in a token's place, one
-at a time. With E(text) the misfit of a text in units of the leak's error, an alternative's margin
-is the increase of E: twice the logarithm of the odds against it. The margin of a token is the least
-of its alternatives'.
+**Alternatives.** A fit is not enough if the leak is coarse or a position did not leak,
+because another token might fit as well. A leak is fine if its error is small and each
+row has enough bits to tell every token from the others (`_is_fine`). Otherwise others
+are put in a token's place, one at a time. With E(text) the misfit of a text in units of
+the leak's error, an alternative's margin is the increase of E: twice the logarithm of
+the odds against it. The margin of a token is the least of its alternatives'.
 
-A token is **verified** if the text fits as a whole and the odds against each alternative are at
-least V·e¹⁰ : 1 for a vocabulary of V tokens. In a coarse leak several wrong tokens may make up for
-each other. There no token is verified whose own position did not leak, and none at all if more than
-one in twenty is open.
+A token is **verified** if the text fits as a whole and the odds against each
+alternative are at least V·e¹⁰ : 1 for a vocabulary of V tokens. In a coarse leak
+several wrong tokens may make up for each other. There no token is verified whose own
+position did not leak, and none at all if more than one in twenty is open.
 
-A token is **likely** if its position leaked and the odds against each alternative are e¹⁰ : 1, even
-if the rest of the text is wrong. What the text leaves unexplained then counts as noise, and must be
-less than half of the leak's spread. If an encoder's rows are no linear map of its tokens (large
-random weights), the right token is not among the alternatives, and no token is likely.
+A token is **likely** if its position leaked and the odds against each alternative are
+e¹⁰ : 1, even if the rest of the text is wrong. What the text leaves unexplained then
+counts as noise, and must be less than half of the leak's spread. If an encoder's rows
+are no linear map of its tokens (large random weights), the right token is not among the
+alternatives, and no token is likely.
 
-Rows that leaked in no order are compared as a set, and other orders of the text are alternatives
-too. Logits are one vector for a whole text: no token is verified if a text one edit away fits.
-benchmarks/text_judge.py measures how often all this is right.
+Rows that leaked in no order are compared as a set, and other orders of the text are
+alternatives too. Logits are one vector for a whole text: no token is verified if a text
+one edit away fits. benchmarks/text_judge.py measures how often all this is right.
 
-**Which alternatives are tried.** Not every token can be tried at each position. Those that might
-pass are the tokens with the most similar embedding e, and those whose row would be what leaked.
-With A a linear map from embeddings to rows, and r what the text leaves unexplained at its position,
-these have the least ‖(e_v − e) A − r‖. Among ten of these was a token that fits as well, for all of
-112 tokens that were wrong within the noise. If the leak's error is above 5% of its spread, r says
-less, and 32 are tried. If a position did not leak there is no r, and if rows are not a position's
-own there is no A. Then tokens are tried that the gradient of E asks for.
+**Which alternatives are tried.** Not every token can be tried at each position. Those
+that might pass are the tokens with the most similar embedding e, and those whose row
+would be what leaked. With A a linear map from embeddings to rows, and r what the text
+leaves unexplained at its position, these have the least ‖(e_v − e) A − r‖. Among ten of
+these was a token that fits as well, for all of 112 tokens that were wrong within the
+noise. If the leak's error is above 5% of its spread, r says less, and 32 are tried. If
+a position did not leak there is no r, and if rows are not a position's own there is no
+A. Then tokens are tried that the gradient of E asks for.
 """
 
 from __future__ import annotations
@@ -69,18 +71,24 @@ from keyhole.recover.recovery import LOG_ODDS, Mark, Verdict, verifying_margin
 _MIDDLE_HALF = 1.35  # standard deviations between the quartiles of normal numbers
 _NOISY = 0.05  # an error above this share of the leak's spread needs more alternatives
 _FINE = 5e-3  # an error above this share of the leak's spread may hide another token
-_MORE_BITS = 10  # bits of a fine leak's row beyond those that the odds need: some tokens are alike
+# bits of a fine leak's row beyond those that the odds need: some tokens are alike
+_MORE_BITS = 10
 _OPEN = 0.05  # the share of open tokens of a coarse leak above which none is verified
 _SMALL = 1e-3  # embeddings below this share of the median length all count as zero
-_ALIKE = 1e-2  # the relative distance of embeddings below which tokens may pass for each other
+# the relative distance of embeddings below which tokens may pass for each other
+_ALIKE = 1e-2
 _ALONE = 64  # alternatives tried one by one; more are tried several in a pass
 _BY_ROW = 6  # alternatives of a token by what leaked at its position
 _BY_ROW_NOISY = 32  # the same if noise blurs the row
 _BY_GRADIENT = 3  # alternatives of a token by the gradient
-_EXPLAINED = 0.5  # of the rows' variance: a map that explains less does not find the right token
+_EXPLAINED = (
+    0.5  # of the rows' variance: a map that explains less does not find the right token
+)
 _AS_GOOD = 4  # tokens that give the same attention output
 _SAMPLES = 4  # tokens that the map is fitted on, for each number of an embedding
-_CONTEXT = 4  # random tokens before the fitted one: the first position of a text is special
+_CONTEXT = (
+    4  # random tokens before the fitted one: the first position of a text is special
+)
 _SHORT_TEXTS = 512  # in one pass
 _SHORT = 64  # tokens of a text up to which more than neighbours are exchanged
 
@@ -91,8 +99,8 @@ Misfits = Callable[[Tensor], Tensor]
 class Compared:
     """A text (n,) compared with a leak: the leaked rows (m, f), and those that the model gives.
 
-    `hidden` (n,) are the positions whose rows did not leak. `misfits` maps rows (…, m, f) to their
-    sums of squares (…, m) in units of the leak's error.
+    `hidden` (n,) are the positions whose rows did not leak. `misfits` maps rows (…, m,
+    f) to their sums of squares (…, m) in units of the leak's error.
     """
 
     target: Target
@@ -134,7 +142,9 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
         leak = leak.ordered(assigned(misfits))
         leaked = leak.values.to(device)
     fit = compare(precision_of(leak), leaked, given)
-    if not fit.whole:  # another machine, or a batch of texts, may have rounded differently
+    if (
+        not fit.whole
+    ):  # another machine, or a batch of texts, may have rounded differently
         rounding = rounding_error(target, leak.exposure)
         other = compare(precision_of(leak, rounding), leaked, given)
         fit = other if other.whole else fit
@@ -142,37 +152,49 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
         reason = "the leak's numbers are too large to compare"
         return Verdict.without_fit(Status.NOT_APPLICABLE, reason, len(ids))
     hidden = leaked.isnan().any(-1) & ~padding if own else torch.ones_like(padding)
-    compared = Compared(target, leak, text, leaked, given, hidden, _misfits(fit, leaked, given))
+    compared = Compared(
+        target, leak, text, leaked, given, hidden, _misfits(fit, leaked, given)
+    )
     fine = _is_fine(fit, own, compared)
     margin, forwards, doubt = _margin(compared, fit, fine, padding, unordered)
-    if not fit.settled and not target.parts.causal:  # a causal model is read token by token
+    if (
+        not fit.settled and not target.parts.causal
+    ):  # a causal model is read token by token
         rows = _row_map(compared)
-        if rows is not None and rows.explained < _EXPLAINED:  # the right token was not tried
+        if (
+            rows is not None and rows.explained < _EXPLAINED
+        ):  # the right token was not tried
             margin = torch.zeros_like(margin)
     marks = _marks(fit, fine, margin, hidden, compared.verifying)
     # The tokenizer's own special tokens, and padding, are no part of the text.
     status, words = _status(fit, marks, (target.framed(len(text)) == text) | padding)
     reason = f"residual {fit.residual:.1e} of the leak's spread, its precision {fit.level:.1e}"
     return Verdict(
-        status, f"{reason}{words}{doubt}", status is Status.RECOVERED, fit.residual, fit.level,
-        marks, forwards,
-    )  # fmt: skip
+        status,
+        f"{reason}{words}{doubt}",
+        status is Status.RECOVERED,
+        fit.residual,
+        fit.level,
+        marks,
+        forwards,
+    )
 
 
 def _is_fine(fit: Fit, own: bool, compared: Compared) -> bool:
     """Return whether every other token would show in a leak with errors like those of `fit`.
 
-    The error must be a small share of the leak's spread. If each token has its `own` row, each row
-    must also have the bits that tell a token from all others: a number of spread s and error σ has
-    ½ log₂(1 + s²/σ²). So a row of few numbers is not fine, nor one whose numbers differ much from
-    each other but little between positions.
+    The error must be a small share of the leak's spread. If each token has its `own`
+    row, each row must also have the bits that tell a token from all others: a number of
+    spread s and error σ has ½ log₂(1 + s²/σ²). So a row of few numbers is not fine, nor
+    one whose numbers differ much from each other but little between positions.
     """
     seen = ~compared.leaked.isnan().any(-1)
     if fit.level > _FINE or not own or not bool(seen.any()):
         return fit.level <= _FINE
-    rows, sigma = compared.leaked[seen], fit.sigma.expand_as(compared.leaked)[seen]
-    # A single row has only the spread of its own numbers. Of several, the middle half counts: a
-    # model's first position often has far larger numbers.
+    rows = compared.leaked[seen]
+    sigma = fit.sigma.expand_as(compared.leaked)[seen]
+    # A single row has only the spread of its own numbers. Of several, the middle half
+    # counts: a model's first position often has far larger numbers.
     ordered = (rows.T if len(rows) == 1 else rows).sort(0).values
     cut = len(ordered) // 4
     spread = (ordered[len(ordered) - 1 - cut] - ordered[cut]) / _MIDDLE_HALF
@@ -184,11 +206,15 @@ def _margin(
     compared: Compared, fit: Fit, fine: bool, padding: Tensor, unordered: bool
 ) -> tuple[Tensor, int, str]:
     """Return the margin (n,) of each token, the passes that took, and doubts in words."""
-    target, leak, text = compared.target, compared.leak, compared.text
-    margin, forwards, doubt = torch.full(text.shape, torch.inf, device=text.device), 1, ""
+    target = compared.target
+    leak = compared.leak
+    text = compared.text
+    margin = torch.full(text.shape, torch.inf, device=text.device)
+    forwards = 1
+    doubt = ""
     coarse = not fit.whole or not fine or bool(compared.hidden.any())
-    # With saturated attention, a token may show in no attention output, not even its own. If rows
-    # have too few bits, many tokens fit by chance, and no map finds them.
+    # With saturated attention, a token may show in no attention output, not even its
+    # own. If rows have too few bits, many tokens fit by chance, and no map finds them.
     vague = fit.level <= _FINE and not fine
     blind = (leak.kind == "attention" or vague) and target.parts.causal and fit.whole
     if coarse or blind or bool(duplicated(target)[text].any()):
@@ -196,13 +222,19 @@ def _margin(
         if blind:
             others = torch.cat([others, _fitting_as_well(compared, fit, others[0])])
         margin, more = _over_alternatives(compared, others)
-        margin, forwards = margin.masked_fill(padding, torch.inf), forwards + more
+        margin = margin.masked_fill(padding, torch.inf)
+        forwards = forwards + more
     if unordered:
         unsettled, more = _unsettled_places(compared, fit.sigma)
-        margin, forwards = margin.masked_fill(unsettled, 0.0), forwards + more
+        margin = margin.masked_fill(unsettled, 0.0)
+        forwards = forwards + more
         count = int(unsettled.sum())
         doubt = f"; the order of {count} tokens is unknown" if count else ""
-    if isinstance(leak, Logits) and fit.whole and bool((margin > compared.verifying).all()):
+    if (
+        isinstance(leak, Logits)
+        and fit.whole
+        and bool((margin > compared.verifying).all())
+    ):
         other, more = _other_text(compared, leak)
         forwards += more
         if other is not None:
@@ -242,7 +274,10 @@ def _status(fit: Fit, marks: tuple[Mark, ...], special: Tensor) -> tuple[Status,
         words += f": {len(marks) - certain} of {len(marks)} tokens could be others"
         return (Status.INEXACT if known else Status.NOT_IDENTIFIABLE), words
     if fit.settled:
-        return partly, f"{words}: as noise would leave it, but noise that strong was not stated"
+        return (
+            partly,
+            f"{words}: as noise would leave it, but noise that strong was not stated",
+        )
     if fit.residual > 1:
         return Status.UNSOLVED, ": no better than nothing"
     misfits = sum(not good for good in fit.good.tolist())
@@ -258,8 +293,8 @@ def duplicated(target: Target) -> Tensor:
 def _duplicates(table: Tensor) -> Tensor:
     """Return which tokens (v,) nearly share their embedding with another.
 
-    Duplicates have nearly the same product with any vector, so only neighbours in the order of
-    these products are compared.
+    Duplicates have nearly the same product with any vector, so only neighbours in the
+    order of these products are compared.
     """
     probe = torch.linspace(-1, 1, table.shape[1], device=table.device).sin()
     order = (table @ probe).argsort()
@@ -276,35 +311,39 @@ def _duplicates(table: Tensor) -> Tensor:
 def _misfits(fit: Fit, leaked: Tensor, given: Tensor) -> Misfits:
     """Return a function from rows (…, n, f) to sums of squares in units of the leak's error.
 
-    Numbers that did not leak add 0. If the text does not fit as a whole, what it leaves unexplained
-    counts as an error too.
+    Numbers that did not leak add 0. If the text does not fit as a whole, what it leaves
+    unexplained counts as an error too.
     """
     seen = leaked.isfinite()
     sigma = fit.sigma
     if not fit.whole:
         left = (given - leaked)[~leaked.isnan().any(-1)].square().mean().sqrt()
         sigma = sigma.clamp(min=float(left))
-    weights, known = torch.where(seen, 1 / sigma, 0.0), leaked.nan_to_num()
+    weights = torch.where(seen, 1 / sigma, 0.0)
+    known = leaked.nan_to_num()
     return lambda rows: ((rows - known) * weights).square().sum(-1)
 
 
 def _over_alternatives(compared: Compared, others: Tensor) -> tuple[Tensor, int]:
     """Return the margin (n,) of each token over `others` (k, n), and the passes that took.
 
-    The whole leak speaks for a token, because its own row may say next to nothing about it ([CLS]
-    in the lower layers of MiniLM), while the other rows do. So an alternative is tried alone. In a
-    text of more than 64 tokens a pass has an alternative at every 64th position, each judged by its
-    own row. The first 64 tokens that this does not verify are tried alone, and so are the first 64
-    positions that did not leak.
+    The whole leak speaks for a token, because its own row may say next to nothing about
+    it ([CLS] in the lower layers of MiniLM), while the other rows do. So an alternative
+    is tried alone. In a text of more than 64 tokens a pass has an alternative at every
+    64th position, each judged by its own row. The first 64 tokens that this does not
+    verify are tried alone, and so are the first 64 positions that did not leak.
     """
-    text, hidden, misfits = compared.text, compared.hidden, compared.misfits
+    text = compared.text
+    hidden = compared.hidden
+    misfits = compared.misfits
     places = torch.arange(len(text), device=text.device)
     before = misfits(compared.given)
 
     def gains(tokens: Tensor, groups: Tensor) -> Tensor:
         """Return how much worse each row (g, n) fits with other tokens at the places of a group.
 
-        `groups` (g, n) are masks of places, `tokens` those of all groups (n,) or of each (g, n).
+        `groups` (g, n) are masks of places, `tokens` those of all groups (n,) or of
+        each (g, n).
         """
         return compared.rows(torch.where(groups, tokens, text), misfits) - before
 
@@ -312,7 +351,8 @@ def _over_alternatives(compared: Compared, others: Tensor) -> tuple[Tensor, int]
         alone = (places == places[:, None]).repeat(len(others), 1)
         each = others.repeat_interleave(len(text), 0)
         return gains(each, alone).sum(-1).view_as(others).amin(0), 2 + len(alone)
-    least, spent = torch.full(text.shape, torch.inf, device=text.device), 2
+    least = torch.full(text.shape, torch.inf, device=text.device)
+    spent = 2
     for tokens in others:
         groups = (places % _ALONE == places[:_ALONE, None]) & ~hidden
         margin = gains(tokens, groups).where(groups, -torch.inf).amax(0)
@@ -328,7 +368,8 @@ def _over_alternatives(compared: Compared, others: Tensor) -> tuple[Tensor, int]
 
 def alternatives(compared: Compared, noisy: bool) -> Tensor:
     """Return the tokens (k, n) to be tried at each position."""
-    table, text = compared.target.parts.table.float(), compared.text
+    table = compared.target.parts.table.float()
+    text = compared.text
     tokens = [most_similar(table, text)]
     rows = _row_map(compared)
     if rows is not None:
@@ -342,7 +383,8 @@ def alternatives(compared: Compared, noisy: bool) -> Tensor:
 
 def _row_map(compared: Compared) -> RowMap | None:
     """Return the map from embeddings to rows; None if rows are not a position's own."""
-    target, exposure = compared.target, compared.leak.exposure
+    target = compared.target
+    exposure = compared.leak.exposure
     if exposure.kind not in ("hidden", "kv", "attention"):
         return None
     return target.remembered("row map", exposure, lambda: _fitted_map(target, exposure))
@@ -354,18 +396,29 @@ def _fitting_as_well(compared: Compared, fit: Fit, none: Tensor) -> Tensor:
 
     If there are fewer than k, `none` (n,) takes their place.
     """
-    target, text, exposure = compared.target, compared.text, compared.leak.exposure
+    target = compared.target
+    text = compared.text
+    exposure = compared.leak.exposure
     start = 0 if compared.leak.mask is None else int(compared.leak.mask.nonzero().min())
     branches = Branches(target.model, torch.tensor([start], device=text.device))
     branches.go_on(exposure, text[None, start:])
     found = none.repeat(_AS_GOOD, 1)
     vocabulary = torch.arange(target.vocabulary, device=text.device)
     for place in range(start, len(text)):
-        misfits = torch.cat([
-            ((branches.each(exposure, 0, place - start, part)[0]["values"][0]
-              - compared.leaked[place]) / fit.sigma[place]).square().mean(-1)
-            for part in vocabulary.split(branches.at_once(place))
-        ])  # fmt: skip
+        misfits = torch.cat(
+            [
+                (
+                    (
+                        branches.each(exposure, 0, place - start, part)[0]["values"][0]
+                        - compared.leaked[place]
+                    )
+                    / fit.sigma[place]
+                )
+                .square()
+                .mean(-1)
+                for part in vocabulary.split(branches.at_once(place))
+            ]
+        )
         misfits[text[place]] = torch.inf
         least, tokens = misfits.topk(min(_AS_GOOD, len(misfits)), largest=False)
         tokens = tokens[least <= limit(compared.leaked.shape[-1])]
@@ -375,12 +428,16 @@ def _fitting_as_well(compared: Compared, fit: Fit, none: Tensor) -> Tensor:
 
 def _by_gradient(compared: Compared) -> Tensor:
     """Return the tokens (k, n) that would lower the misfit most, to first order."""
-    target, leak, text = compared.target, compared.leak, compared.text
+    target = compared.target
+    leak = compared.leak
+    text = compared.text
     table = target.parts.table.float()
     with torch.enable_grad():
         words = table[text][None].requires_grad_()
         mask = None if leak.mask is None else leak.mask.to(words.device)[None]
-        given = leak.rows(capture(target.model, leak.exposure, embeddings=words, mask=mask))
+        given = leak.rows(
+            capture(target.model, leak.exposure, embeddings=words, mask=mask)
+        )
         (gradient,) = torch.autograd.grad(compared.misfits(given[0]).sum(), words)
     change = gradient[0] @ table.T
     change[:, target.pads()] = torch.inf
@@ -392,8 +449,9 @@ def _by_gradient(compared: Compared) -> Tensor:
 class RowMap:
     """A linear `map` (e, f) from embeddings to rows, and its squared length (v,) for each token.
 
-    Of keys and values only the values count, since keys may be rotated by their position. `heads`
-    is their number, or 1. `explained` is the share of the rows' variance that is linear.
+    Of keys and values only the values count, since keys may be rotated by their
+    position. `heads` is their number, or 1. `explained` is the share of the rows'
+    variance that is linear.
     """
 
     map: Tensor
@@ -406,7 +464,9 @@ class RowMap:
         each = rows.unflatten(-1, (self.heads, -1))
         return each[..., -self.map.shape[1] // self.heads :].flatten(-2)
 
-    def nearest(self, table: Tensor, text: Tensor, unexplained: Tensor, count: int) -> Tensor:
+    def nearest(
+        self, table: Tensor, text: Tensor, unexplained: Tensor, count: int
+    ) -> Tensor:
         """Return for each token those (k, n) whose rows differ most nearly by `unexplained`."""
         wanted = table[text] @ self.map + unexplained.to(self.map)
         far = self.sizes - 2 * (wanted @ self.map.T) @ table.T
@@ -421,20 +481,31 @@ def _fitted_map(target: Target, exposure: Exposure) -> RowMap:
     tokens = torch.randperm(len(table), generator=stream)[:count]
     before, after = target.frame()
     context = torch.randint(len(table), (_CONTEXT,), generator=stream).tolist()
-    opening, ending = torch.tensor([*before, *context]), torch.tensor(after, dtype=torch.long)
-    tokens, opening, ending = (ids.to(target.parts.device) for ids in (tokens, opening, ending))
+    opening = torch.tensor([*before, *context])
+    ending = torch.tensor(after, dtype=torch.long)
+    tokens, opening, ending = (
+        ids.to(target.parts.device) for ids in (tokens, opening, ending)
+    )
     with torch.no_grad():
-        answers = torch.cat([
-            rows.double() for rows in _answers(target, exposure, tokens, opening, ending)
-        ])  # fmt: skip
+        answers = torch.cat(
+            [
+                rows.double()
+                for rows in _answers(target, exposure, tokens, opening, ending)
+            ]
+        )
     words = table[tokens.to(table.device)].double()
     words = words - words.mean(0)
     square = with_ridge(words.T @ words)
     answers = answers - answers.mean(0)
     linear = torch.linalg.solve(square, words.T @ answers)
-    left = (answers - words @ linear).square().sum() / answers.square().sum().clamp(min=1e-30)
-    explained = 1 - float(left) * count / max(1, count - table.shape[1])  # of tokens not fitted
-    linear, heads = linear.to(table), target.parts.key_heads if exposure.kind == "kv" else 1
+    left = (answers - words @ linear).square().sum() / answers.square().sum().clamp(
+        min=1e-30
+    )
+    explained = 1 - float(left) * count / max(
+        1, count - table.shape[1]
+    )  # of tokens not fitted
+    linear = linear.to(table)
+    heads = target.parts.key_heads if exposure.kind == "kv" else 1
     return RowMap(linear, (table @ linear).square().sum(-1), heads, explained)
 
 
@@ -445,11 +516,17 @@ def _answers(
     parts = tokens.split(_SHORT_TEXTS)
     if not target.parts.causal:
         for part in parts:
-            frame = [opening.expand(len(part), -1), part[:, None], ending.expand(len(part), -1)]
+            frame = [
+                opening.expand(len(part), -1),
+                part[:, None],
+                ending.expand(len(part), -1),
+            ]
             given = capture(target.model, exposure, ids=torch.cat(frame, 1))["values"]
             yield given[..., len(opening), :].flatten(1)
         return
-    branches = Branches(target.model, torch.zeros(1, dtype=torch.long, device=tokens.device))
+    branches = Branches(
+        target.model, torch.zeros(1, dtype=torch.long, device=tokens.device)
+    )
     branches.go_on(exposure, opening[None])
     for part in parts:
         given = branches.each(exposure, 0, len(opening), part)[0]["values"][0]
@@ -462,11 +539,13 @@ def _answers(
 def _unsettled_places(compared: Compared, sigma: Tensor) -> tuple[Tensor, int]:
     """Return the positions (n,) whose tokens might be in another order, and the passes that took.
 
-    The leak is in the text's order, `sigma` (n, f) is the error of its numbers. The model runs on
-    other orders of the text, and the leak is assigned anew. Two equal rows leave open which is
-    which; that is no doubt about the text if their tokens are the same.
+    The leak is in the text's order, `sigma` (n, f) is the error of its numbers. The
+    model runs on other orders of the text, and the leak is assigned anew. Two equal
+    rows leave open which is which; that is no doubt about the text if their tokens are
+    the same.
     """
-    text, leaked = compared.text, compared.leaked
+    text = compared.text
+    leaked = compared.leaked
     orders = _other_orders(len(text)).to(text.device)
     orders = orders[(text[orders] != text).any(-1)]
     unsettled = torch.zeros_like(text, dtype=torch.bool)
@@ -475,9 +554,13 @@ def _unsettled_places(compared: Compared, sigma: Tensor) -> tuple[Tensor, int]:
     own = _least(_set_misfits(compared.given, leaked, sigma))
 
     def least(rows: Tensor) -> Tensor:
-        return torch.tensor([_least(_set_misfits(given, leaked, sigma)) for given in rows])
+        return torch.tensor(
+            [_least(_set_misfits(given, leaked, sigma)) for given in rows]
+        )
 
-    for order, misfit in zip(orders, compared.rows(text[orders], least).tolist(), strict=True):
+    for order, misfit in zip(
+        orders, compared.rows(text[orders], least).tolist(), strict=True
+    ):
         if not misfit - own > compared.verifying:
             unsettled |= text[order] != text
     return unsettled, len(orders)
@@ -486,8 +569,8 @@ def _unsettled_places(compared: Compared, sigma: Tensor) -> tuple[Tensor, int]:
 def _other_orders(length: int) -> Tensor:
     """Return other orders (k, n) of n tokens.
 
-    All tokens are reversed, all but the ends are reversed, all are shuffled, or two are exchanged:
-    neighbours, and in short texts next but one.
+    All tokens are reversed, all but the ends are reversed, all are shuffled, or two are
+    exchanged: neighbours, and in short texts next but one.
     """
     same = torch.arange(length)
     orders = [same.flip(0), torch.cat([same[:1], same[1:-1].flip(0), same[1:][-1:]])]
@@ -516,15 +599,19 @@ def _least(misfits: Tensor) -> float:
 def _other_text(compared: Compared, leak: Logits) -> tuple[Tokens | None, int]:
     """Return the best text one edit away, if the odds do not exclude it, and the passes.
 
-    A token more or less is an edit too if the length is not known. Such a text always fits in a
-    model with rotary positions and no token that begins every text: it gives the same for a token
-    alone and for that token repeated, because attention over equal values is that value.
+    A token more or less is an edit too if the length is not known. Such a text always
+    fits in a model with rotary positions and no token that begins every text: it gives
+    the same for a token alone and for that token repeated, because attention over equal
+    values is that value.
     """
     exposure = Exposure("pooled", pooling="last")
-    target, ids = compared.target, compared.text.tolist()
+    target = compared.target
+    ids = compared.text.tolist()
     vectors = Vectors(target, exposure, ids)
     text = vectors.inside(ids)
-    others = alternatives_to(vectors, text, vectors([text])[0], leak.length is not None).texts
+    others = alternatives_to(
+        vectors, text, vectors([text])[0], leak.length is not None
+    ).texts
 
     def misfit(texts: Sequence[Tokens]) -> Tensor:
         framed = [[*vectors.before, *each, *vectors.after] for each in texts]

@@ -1,8 +1,8 @@
 """Read text from keys and values, of a decoder's KV cache or of an encoder.
 
-Keys and values are rows of their positions, as hidden states are. A decoder's are read left to
-right, with their rotary positions undone (decoder.py). An encoder's are read from a linear map back
-to its embeddings (encoder.py).
+Keys and values are rows of their positions, as hidden states are. A decoder's are read
+left to right, with their rotary positions undone (decoder.py). An encoder's are read
+from a linear map back to its embeddings (encoder.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ class CachedKeys:
     decoder: Attack = field(default_factory=DecoderStates)
     encoder: Attack = field(default_factory=EncoderStates)
 
-    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
+    def __call__(
+        self, target: Target, leaks: Sequence[Leak]
+    ) -> Iterator[tuple[int, Proposal]]:
         if not all(isinstance(leak, KeyValues) for leak in leaks):
-            raise Unsuccessful(Status.NOT_APPLICABLE, "this attack reads keys and values")
-        yield from (self.decoder if target.parts.causal else self.encoder)(target, leaks)
+            raise Unsuccessful(
+                Status.NOT_APPLICABLE, "this attack reads keys and values"
+            )
+        yield from (self.decoder if target.parts.causal else self.encoder)(
+            target, leaks
+        )

@@ -1,18 +1,20 @@
 """Log-probabilities of attention maps, their errors, and how well a candidate token explains them.
 
-`LogMaps` takes the leaked maps, `Anchors` the known tokens, and `Questions.misfit` returns how
-badly candidates at each position explain the maps. maps.py chooses tokens by that.
+`LogMaps` takes the leaked maps, `Anchors` the known tokens, and `Questions.misfit`
+returns how badly candidates at each position explain the maps. maps.py chooses tokens
+by that.
 
 A map is the softmax over keys of `s_h(i, j) = q_h(x_i)·k_h(x_j) / √k`. So a row of
-log-probabilities is the row of scores up to a constant. Given some known tokens (the anchors), a
-candidate at position j is measured in two ways. As a key, by every anchor's row; the constant of a
-row follows from the anchors' own scores. As a query, over the anchors' columns; the constant is
-their mean error. Both are linear in the candidate's hidden state below the layer.
+log-probabilities is the row of scores up to a constant. Given some known tokens (the
+anchors), a candidate at position j is measured in two ways. As a key, by every anchor's
+row; the constant of a row follows from the anchors' own scores. As a query, over the
+anchors' columns; the constant is their mean error. Both are linear in the candidate's
+hidden state below the layer.
 
-A probability p known to ±σ has a logarithm known to ±σ/p. Each number is weighted by that, so maps
-rounded to a few decimals count where they are still informative. Misfits are summed as
-`log(1 + r²/σ²)` (Student's t with one degree of freedom). So a wrong anchor, or a σ that is too
-small, costs every candidate about the same.
+A probability p known to ±σ has a logarithm known to ±σ/p. Each number is weighted by
+that, so maps rounded to a few decimals count where they are still informative. Misfits
+are summed as `log(1 + r²/σ²)` (Student's t with one degree of freedom). So a wrong
+anchor, or a σ that is too small, costs every candidate about the same.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ from keyhole.recover.leaks import AttentionMaps
 
 _ARITHMETIC = 1e-5  # the error of a score by float32 arithmetic; measured: a few 1e-6
 _RELATIVE = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}
-_LEVELS = {"int8": 127.0, "int4": 7.0}  # rounding steps in the largest number of a position
+_LEVELS = {
+    "int8": 127.0,
+    "int4": 7.0,
+}  # rounding steps in the largest number of a position
 _SUBNORMAL = {"float16": 2.0**-25}
 _MAX_DECIMALS = 6
 _TINY = 1e-30  # keeps divisors positive
@@ -56,9 +61,9 @@ class LogMaps:
 def resolution(leak: AttentionMaps, maps: Tensor) -> Tensor:
     """Return the error of each probability by rounding and noise, as stated or as inferred.
 
-    The judge's precision (precision.py) has a single least error for all numbers. But small
-    probabilities of a float32 map are as exact, relatively, as large ones, and their logarithms
-    are what is read.
+    The judge's precision (precision.py) has a single least error for all numbers. But
+    small probabilities of a float32 map are as exact, relatively, as large ones, and
+    their logarithms are what is read.
     """
     kind = leak.precision or "float32"
     relative = maps * _RELATIVE.get(kind, _RELATIVE["float32"])
@@ -86,8 +91,9 @@ def _decimals(values: Tensor) -> int | None:
 class Anchors:
     """The known tokens of a text, and the linear measurements that they make of a candidate.
 
-    `as_key` and `as_query` (d, h·a) are the directions in which a hidden state is measured, with
-    their offsets. `scores` (h, a, a) are those between the anchors themselves.
+    `as_key` and `as_query` (d, h·a) are the directions in which a hidden state is
+    measured, with their offsets. `scores` (h, a, a) are those between the anchors
+    themselves.
     """
 
     places: Tensor
@@ -98,9 +104,12 @@ class Anchors:
     scores: Tensor
 
     @classmethod
-    def of(cls, parts: Anatomy, layer: int, states: Tensor, places: Sequence[int]) -> Anchors:
+    def of(
+        cls, parts: Anatomy, layer: int, states: Tensor, places: Sequence[int]
+    ) -> Anchors:
         """Return the anchors at `places`, from the hidden states (n, d) below block `layer`."""
-        (query, key, _), size = parts.attention(layer).apart, parts.head_dim
+        (query, key, _) = parts.attention(layer).apart
+        size = parts.head_dim
         where = torch.tensor(list(places), device=states.device)
         scale = size**-0.5
         to_query, q_bias = _by_head(query, size, states)
@@ -124,9 +133,12 @@ class Anchors:
         return as_key, as_query
 
 
-def _by_head(projection: Projection, size: int, states: Tensor) -> tuple[Tensor, Tensor]:
+def _by_head(
+    projection: Projection, size: int, states: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return a projection's weights (h, k, d) and bias (h, k), in the dtype of the states."""
-    weight, bias = projection.weight, projection.bias
+    weight = projection.weight
+    bias = projection.bias
     offset = torch.zeros_like(weight[:, 0]) if bias is None else bias
     by_head = weight.unflatten(0, (-1, size)), offset.unflatten(0, (-1, size))
     return by_head[0].to(states), by_head[1].to(states)
@@ -136,7 +148,8 @@ def _by_head(projection: Projection, size: int, states: Tensor) -> tuple[Tensor,
 class Questions:
     """The scores that a text's maps ask for at every position, and their weights.
 
-    The arrays are (n, h, a): position, head, anchor. An anchor does not measure its own position.
+    The arrays are (n, h, a): position, head, anchor. An anchor does not measure its own
+    position.
     """
 
     key_scores: Tensor
@@ -147,10 +160,13 @@ class Questions:
     @classmethod
     def of(cls, maps: LogMaps, anchors: Anchors) -> Questions:
         at = anchors.places
-        logs, weights = maps.values[:, at], maps.weights[:, at]  # (h, a, n)
+        # (h, a, n)
+        logs = maps.values[:, at]
+        weights = maps.weights[:, at]
         others = torch.ones(len(at), logs.shape[-1], device=at.device)
         others[torch.arange(len(at), device=at.device), at] = 0.0
-        # The constant of an anchor's row, from all anchors but the position that is measured.
+        # The constant of an anchor's row, from all anchors but the position that is
+        # measured.
         known = weights[:, :, at]
         off = known * (anchors.scores - logs[:, :, at])
         total = torch.einsum("hab,bj->haj", known, others)
@@ -174,5 +190,7 @@ class Questions:
 
     def numbers(self) -> Tensor:
         """Return how many numbers measure each position, (n,)."""
-        asked = (self.key_weights > 0).sum((-2, -1)) + (self.query_weights > 0).sum((-2, -1))
+        asked = (self.key_weights > 0).sum((-2, -1)) + (self.query_weights > 0).sum(
+            (-2, -1)
+        )
         return asked.clamp(min=1)

@@ -1,21 +1,23 @@
 """Read text from the attention maps of one layer of an encoder.
 
-`EncoderMaps` takes the model and the probabilities (heads, n, n), and proposes token ids.
+`EncoderMaps` takes the model and the probabilities (heads, n, n), and proposes token
+ids.
 
-Log-ratios of the probabilities give q_h(x_i)·(k_h(x_j) − k_h(x_k)) for every head. At layer 1 the
-special tokens are known, so each unknown token has three linear measurements per head (as key to
-[CLS], as key to [SEP], as query over both). The 3H numbers are looked up in the vocabulary.
+Log-ratios of the probabilities give q_h(x_i)·(k_h(x_j) − k_h(x_k)) for every head. At
+layer 1 the special tokens are known, so each unknown token has three linear
+measurements per head (as key to [CLS], as key to [SEP], as query over both). The 3H
+numbers are looked up in the vocabulary.
 
-Layer 1 has a closed form. The hidden states below it are the embeddings, which depend only on the
-token and its position. So the whole vocabulary is measured at every position in a few matrix
-products, for all texts of a length at once. Beyond the plain look-up, each number is weighted by
-the error that rounding left in it (map_scores.py). Further rounds use the tokens found so far as
-anchors too. They measure each position 2nH times instead of 3H, which settles what rounding left
-open.
+Layer 1 has a closed form. The hidden states below it are the embeddings, which depend
+only on the token and its position. So the whole vocabulary is measured at every
+position in a few matrix products, for all texts of a length at once. Beyond the plain
+look-up, each number is weighted by the error that rounding left in it (map_scores.py).
+Further rounds use the tokens found so far as anchors too. They measure each position
+2nH times instead of 3H, which settles what rounding left open.
 
-Deeper layers have no closed form: the states below them depend on the whole text. They are searched
-(token_search.py), on the scores `q·k` that the maps give away. So are the first maps of models that
-add relative positions to their scores.
+Deeper layers have no closed form: the states below them depend on the whole text. They
+are searched (token_search.py), on the scores `q·k` that the maps give away. So are the
+first maps of models that add relative positions to their scores.
 """
 
 from __future__ import annotations
@@ -46,21 +48,24 @@ _NUMBERS = 2**24  # of hidden states in memory at a time
 class EncoderMaps:
     """Layer 1: look every position up in the vocabulary, then measure with the tokens found.
 
-    There are at most `rounds` of these measurements. `deeper` searches for the text if the maps are
-    of a deeper layer.
+    There are at most `rounds` of these measurements. `deeper` searches for the text if
+    the maps are of a deeper layer.
     """
 
     rounds: int = 4
     deeper: TokenSearch = field(default_factory=TokenSearch)
 
-    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
+    def __call__(
+        self, target: Target, leaks: Sequence[Leak]
+    ) -> Iterator[tuple[int, Proposal]]:
         maps = [cast("AttentionMaps", leak) for leak in leaks]
         if maps[0].layer > 1 or not _is_plain(target):
             yield from self.deeper.each(target, leaks)
             return
         if not any(target.frame()):
             raise Unsuccessful(
-                Status.NOT_APPLICABLE, "no special tokens are known: the maps have no anchor"
+                Status.NOT_APPLICABLE,
+                "no special tokens are known: the maps have no anchor",
             )
         by_length: dict[int, list[int]] = defaultdict(list)
         for number, leak in enumerate(maps):
@@ -73,9 +78,12 @@ class EncoderMaps:
                 yield number, self._settle(target, log, frame, short)
 
     @torch.no_grad()
-    def _look_up(self, target: Target, logs: list[LogMaps], frame: Tensor) -> list[Tensor]:
+    def _look_up(
+        self, target: Target, logs: list[LogMaps], frame: Tensor
+    ) -> list[Tensor]:
         """Return the best tokens of the vocabulary (shortlist, n) at each position of each text."""
-        parts, n = target.parts, len(frame)
+        parts = target.parts
+        n = len(frame)
         known = (frame >= 0).nonzero().flatten().tolist()
         states = _embedded(target, frame.clamp(min=0)[None])[0]
         anchors = Anchors.of(parts, 1, states, known)
@@ -90,24 +98,33 @@ class EncoderMaps:
         return [torch.where(frame >= 0, frame, short.T) for short in best]
 
     @torch.no_grad()
-    def _settle(self, target: Target, log: LogMaps, frame: Tensor, shortlist: Tensor) -> Proposal:
+    def _settle(
+        self, target: Target, log: LogMaps, frame: Tensor, shortlist: Tensor
+    ) -> Proposal:
         """Measure again with the tokens found so far as anchors, until nothing changes."""
         ids = shortlist[0]
         candidates = _embedded(target, shortlist)
         trusted = torch.ones_like(ids, dtype=torch.bool)
         for _ in range(self.rounds):
             states = _embedded(target, ids[None])[0]
-            anchors = Anchors.of(target.parts, 1, states, _anchor_places(trusted, frame))
+            anchors = Anchors.of(
+                target.parts, 1, states, _anchor_places(trusted, frame)
+            )
             questions = Questions.of(log, anchors)
-            numbers = 2 * anchors.key_offset.numel() * len(ids)  # that measure one candidate text
-            misfit = torch.cat([
-                questions.misfit(*anchors.measure(chunk))
-                for chunk in candidates.split(max(1, _NUMBERS // numbers))
-            ])  # fmt: skip
+            numbers = (
+                2 * anchors.key_offset.numel() * len(ids)
+            )  # that measure one candidate text
+            misfit = torch.cat(
+                [
+                    questions.misfit(*anchors.measure(chunk))
+                    for chunk in candidates.split(max(1, _NUMBERS // numbers))
+                ]
+            )
             best = misfit.min(0)
             nearest = shortlist.gather(0, best.indices[None])[0]
             each = best.values / questions.numbers()
-            # A token that fits far worse than most is wrong, and would mislead as an anchor.
+            # A token that fits far worse than most is wrong, and would mislead as an
+            # anchor.
             trusted = (each <= each.median() + 1.0) | (frame >= 0)
             if torch.equal(nearest, ids):
                 break
@@ -118,7 +135,8 @@ class EncoderMaps:
 @torch.no_grad()
 def _is_plain(target: Target) -> bool:
     """Return whether the first maps are softmax(QKᵀ/√k) of the embeddings and nothing else."""
-    projections, size = target.parts.attention(1).projections, target.parts.head_dim
+    projections = target.parts.attention(1).projections
+    size = target.parts.head_dim
     if projections is None or target.parts.key_heads != target.parts.heads:
         return False
     ids = torch.arange(target.vocabulary, device=target.parts.device)[None, -8:]
@@ -128,9 +146,13 @@ def _is_plain(target: Target) -> bool:
         for projection in projections[:2]
     )
     expected = (q @ k.mT / size**0.5).softmax(-1)
-    given = capture(target.model, Exposure("maps", 1), embeddings=target.parts.tokens(ids))
+    given = capture(
+        target.model, Exposure("maps", 1), embeddings=target.parts.tokens(ids)
+    )
     rounding = torch.finfo(target.parts.tokens.weight.dtype).eps
-    return bool(torch.allclose(given["values"], expected, atol=max(_AGREES, 2 * rounding)))
+    return bool(
+        torch.allclose(given["values"], expected, atol=max(_AGREES, 2 * rounding))
+    )
 
 
 def _embedded(target: Target, ids: Tensor) -> Tensor:

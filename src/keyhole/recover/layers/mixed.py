@@ -1,61 +1,67 @@
 """Read text from a KV cache whose tokens are mixed within blocks by a secret (KV-Cloak).
 
-`MixedKeys` takes the stored keys and values of one layer (`MixedCache`) and the model, and perhaps
-the first tokens of the text. It proposes token ids, which `judge_mixed` verifies. So whoever gets
-such a cache has the text: the secret is no encryption.
+`MixedKeys` takes the stored keys and values of one layer (`MixedCache`) and the model,
+and perhaps the first tokens of the text. It proposes token ids, which `judge_mixed`
+verifies. So whoever gets such a cache has the text: the secret is no encryption.
 
-*Shadow in the Cache* (NDSS 2026, arXiv 2508.09442; code SiO-2/kvcloak) stores, for each layer, head
-and block of b positions, of keys and of values alike,
+*Shadow in the Cache* (NDSS 2026, arXiv 2508.09442; code SiO-2/kvcloak) stores, for each
+layer, head and block of b positions, of keys and of values alike,
 
     X' = S P (X M + A)      S (b, b) invertible, P a permutation, drawn anew for every block,
-                            M (d, d) one rotation with a scale in each plane (j, j + d/2),
-                            A zero but for one secret row a, at one place of every block
+                            M (d, d) one rotation with a scale in each plane (j, j +
+                            d/2), A zero but for one secret row a, at one place of every
+                            block
 
-and keeps S, M, A and the place secret; each head has its own. S P is invertible, so it changes the
-rows of a block and not the space that they span. With W the projection on what is outside of that
-span,
+and keeps S, M, A and the place secret; each head has its own. S P is invertible, so it
+changes the rows of a block and not the space that they span. With W the projection on
+what is outside of that span,
 
     x_i M W = 0             for every token i of the block except the one under A.
 
-**M.** In plane j it multiplies by one complex number α_j + iβ_j, so x_i M = θ J(x_i) is linear in
-the d numbers θ = (α, β). Known tokens give θ as the eigenvector of Σ_i J W Jᵀ with the least
-eigenvalue, up to a factor that membership does not need. A token gives d − b equations for d
-unknowns: two tokens are enough up to b = d/2, and about d/(d − b) beyond. The place under A is the
-one without which the least eigenvalue falls; it is the same in all blocks. A general M has d²
-unknowns and needs d²/(d − b) known tokens: 86 for d = 64, b = 16.
+**M.** In plane j it multiplies by one complex number α_j + iβ_j, so x_i M = θ J(x_i) is
+linear in the d numbers θ = (α, β). Known tokens give θ as the eigenvector of Σ_i J W Jᵀ
+with the least eigenvalue, up to a factor that membership does not need. A token gives d
+− b equations for d unknowns: two tokens are enough up to b = d/2, and about d/(d − b)
+beyond. The place under A is the one without which the least eigenvalue falls; it is the
+same in all blocks. A general M has d² unknowns and needs d²/(d − b) known tokens: 86
+for d = 64, b = 16.
 
-**Tokens.** In the first layer of a model with rotary positions, the rows of token v at position p
-are known before anything leaks: R_p k_v and u_v. ‖u_v M W‖ finds the tokens of a block (values have
-no position), and ‖R_p k_v M W‖ their places. In deeper layers, and with learnt positions, rows
-depend on the prefix. Tokens are then tried after it, left to right, in the order of the model's own
-prediction. The place under A differs between heads, so other heads show what one head hides.
+**Tokens.** In the first layer of a model with rotary positions, the rows of token v at
+position p are known before anything leaks: R_p k_v and u_v. ‖u_v M W‖ finds the tokens
+of a block (values have no position), and ‖R_p k_v M W‖ their places. In deeper layers,
+and with learnt positions, rows depend on the prefix. Tokens are then tried after it,
+left to right, in the order of the model's own prediction. The place under A differs
+between heads, so other heads show what one head hides.
 
-**Rounding.** Stored rows are Y = X' + E, with row i of E of standard deviation σ_i. Each row is
-divided by its σ_i, so E has unit deviation. A token's row is c (Y − E), so what of it is outside of
-Y is −cE: ‖c‖² in each of d − b dimensions, with c = x M Y⁺. So q = ‖x M W‖² / (d − b) ‖c‖² is
-1 ± √(2/(d − b)) for the right token, whatever S, M and the rounding are. It is a chi-square, and
-its sums over heads, keys and values compare tokens. W = (YᵀY + 1)⁻¹ and Y⁺ are soft: directions no
-larger than the rounding count as outside.
+**Rounding.** Stored rows are Y = X' + E, with row i of E of standard deviation σ_i.
+Each row is divided by its σ_i, so E has unit deviation. A token's row is c (Y − E), so
+what of it is outside of Y is −cE: ‖c‖² in each of d − b dimensions, with c = x M Y⁺. So
+q = ‖x M W‖² / (d − b) ‖c‖² is 1 ± √(2/(d − b)) for the right token, whatever S, M and
+the rounding are. It is a chi-square, and its sums over heads, keys and values compare
+tokens. W = (YᵀY + 1)⁻¹ and Y⁺ are soft: directions no larger than the rounding count as
+outside.
 
-**Coarse rounding.** If rounding hides directions of a block's keys (a large bias, few bits), single
-tokens cannot be distinguished. Whole blocks still can, by squares (block_spans.py,
-block_reader.py).
+**Coarse rounding.** If rounding hides directions of a block's keys (a large bias, few
+bits), single tokens cannot be distinguished. Whole blocks still can, by squares
+(block_spans.py, block_reader.py).
 
-**No token known.** The tokens of a text are common ones. For token v in block B, θ lies in the
-b-dimensional space B / v (the block's rows divided plane by plane by the token's). Two right
-guesses have a direction in common, while spaces of b < d/2 dimensions have none by chance. Values
-are solved first, because there tokens need no position: each frequent token is compared with some
-hundred common ones in every block. Then the block's tokens are known except for their order, and
-the same is done with keys for each place that a token may have. Shifting all positions by one is a
-rotation M, so the places that fit best over all blocks decide.
+**No token known.** The tokens of a text are common ones. For token v in block B, θ lies
+in the b-dimensional space B / v (the block's rows divided plane by plane by the
+token's). Two right guesses have a direction in common, while spaces of b < d/2
+dimensions have none by chance. Values are solved first, because there tokens need no
+position: each frequent token is compared with some hundred common ones in every block.
+Then the block's tokens are known except for their order, and the same is done with keys
+for each place that a token may have. Shifting all positions by one is a rotation M, so
+the places that fit best over all blocks decide.
 
-**What it does not read.** If the rows of a block span all of a head (b ≥ d, if the text is as
-long), then W = 0: nothing is outside. Encryption is what protects a cache at rest.
+**What it does not read.** If the rows of a block span all of a head (b ≥ d, if the text
+is as long), then W = 0: nothing is outside. Encryption is what protects a cache at
+rest.
 
-A text is verified as all others are, by running the model (`judge_mixed`). M is solved for again
-from the whole text. Each token must lie in its block, in the heads that show it, and no other token
-of the vocabulary may do as well. The tokens must also span their blocks, except for one row (A) and
-the padding, so that no token is missing.
+A text is verified as all others are, by running the model (`judge_mixed`). M is solved
+for again from the whole text. Each token must lie in its block, in the heads that show
+it, and no other token of the vocabulary may do as well. The tokens must also span their
+blocks, except for one row (A) and the padding, so that no token is missing.
 """
 
 from __future__ import annotations
@@ -93,14 +99,23 @@ from keyhole.recover.layers.inverse_map import most_similar, random_texts
 from keyhole.recover.leaks import KeyValues, Leak, MixedCache
 from keyhole.recover.recovery import LOG_ODDS, Mark, Verdict, verifying_margin
 
-_SIZES = (8, 16, 32, 64)  # of blocks: if two sizes fit, one a multiple, the smaller is right
+_SIZES = (
+    8,
+    16,
+    32,
+    64,
+)  # of blocks: if two sizes fit, one a multiple, the smaller is right
 _FAN = 256  # tokens tried at once after a prefix
 _CLAIMED = 4.0  # the level above which no text is verified
 _LOOKED_AT = 8  # positions that show whether a cache is mixed
-_STRANGE = 0.5  # relative distance from all tokens' rows above which a row is no token's
+_STRANGE = (
+    0.5  # relative distance from all tokens' rows above which a row is no token's
+)
 _AGAIN = 8  # tokens after which M is solved for again
 _OPENS = 3.0  # the level above which known tokens do not open the text
-_COMMON, _FREQUENT = 768, 24  # common tokens, and the most frequent of them
+# common tokens, and the most frequent of them
+_COMMON = 768
+_FREQUENT = 24
 _SQUARINGS = 5  # of a product of projections, to find its largest eigenvalue
 _NEAR = 6  # pairs of guesses that are examined for each frequent token
 _NEARLY = 8.0  # the q below which a token may be in a block, by a map from two tokens
@@ -116,10 +131,14 @@ _SILENT = (
 class MixedKeys:
     """Read mixed caches by the spans of their blocks; M comes from known or usual first tokens."""
 
-    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
+    def __call__(
+        self, target: Target, leaks: Sequence[Leak]
+    ) -> Iterator[tuple[int, Proposal]]:
         for number, leak in enumerate(leaks):
             if not isinstance(leak, MixedCache):
-                raise Unsuccessful(Status.NOT_APPLICABLE, "this attack reads mixed caches")
+                raise Unsuccessful(
+                    Status.NOT_APPLICABLE, "this attack reads mixed caches"
+                )
             yield number, _read(target, leak)
 
 
@@ -139,7 +158,8 @@ def _read(target: Target, leak: MixedCache) -> Proposal:
     known = [ids[: leak.keys.shape[1]] for ids in known if len(ids)]
     if not first_and_rotary(target, leak):
         return _left_to_right(target, cut, known)
-    table, reads = Table.of(target), list[Read]()
+    table = Table.of(target)
+    reads = list[Read]()
     for blocks, ids in product(cut, known):
         read = _from_known(table, blocks, ids)
         if read is not None:
@@ -156,7 +176,9 @@ def _read(target: Target, leak: MixedCache) -> Proposal:
                 break
     _, text, note = max(reads, default=(0, list[int](), ""))
     if not text:
-        raise Unsuccessful(Status.UNSOLVED, "no tokens are known that would give the secret map")
+        raise Unsuccessful(
+            Status.UNSOLVED, "no tokens are known that would give the secret map"
+        )
     return Proposal(text, fitting=target.vocabulary, note=note)
 
 
@@ -182,8 +204,8 @@ def _from_known(table: Table, blocks: Blocks, ids: Sequence[int]) -> Read | None
 def unmixed(target: Target, leak: Leak) -> MixedCache | None:
     """Return keys and values as a mixed cache if no tokens would give them; otherwise None.
 
-    The secret row A makes numbers many times as large as any of the layer's own. In a first layer,
-    the values at every position must be those of a token.
+    The secret row A makes numbers many times as large as any of the layer's own. In a
+    first layer, the values at every position must be those of a token.
     """
     parts = target.parts
     if not isinstance(leak, KeyValues) or not parts.causal:
@@ -191,15 +213,21 @@ def unmixed(target: Target, leak: Leak) -> MixedCache | None:
     if leak.mask is not None or bool(leak.keys.isnan().any()):
         return None
     length = min(leak.keys.shape[1], parts.max_length)
-    ids = random_texts(target, 1, length, torch.Generator().manual_seed(0)).to(parts.device)
+    ids = random_texts(target, 1, length, torch.Generator().manual_seed(0)).to(
+        parts.device
+    )
     usual = capture(target.model, leak.exposure, ids=ids)["values"].abs().max()
     strange = bool(leak.values.square().mean().sqrt() > usual.cpu())
     number = leak.exposure.block(parts)
-    mixed = MixedCache(leak.keys, leak.values, number, precision=leak.precision, noise=leak.noise)
+    mixed = MixedCache(
+        leak.keys, leak.values, number, precision=leak.precision, noise=leak.noise
+    )
     if not strange and first_and_rotary(target, mixed):
         rows = leak.values[:, :_LOOKED_AT].transpose(0, 1).flatten(1)
         table = Table.of(target).values.transpose(0, 1).flatten(1)
-        far = torch.stack([(table - row).norm(dim=-1).min() / row.norm() for row in rows])
+        far = torch.stack(
+            [(table - row).norm(dim=-1).min() / row.norm() for row in rows]
+        )
         strange = bool(far.median() > _STRANGE)
     return mixed if strange else None
 
@@ -220,16 +248,27 @@ def openings(target: Target) -> list[list[int]]:
         for text in ("a", "The 1", target.decode([target.vocabulary // 2])):
             talk = [{"role": role, "content": text} for role in roles]
             try:
-                ids = target.tokenizer.apply_chat_template(talk, tokenize=True, return_dict=True)
-            except (AttributeError, ImportError, TypeError, ValueError):  # it has no template
+                ids = target.tokenizer.apply_chat_template(
+                    talk, tokenize=True, return_dict=True
+                )
+            except (
+                AttributeError,
+                ImportError,
+                TypeError,
+                ValueError,
+            ):  # it has no template
                 return [target.frame()[0]]
-            except Exception as error:  # a template may refuse roles that it does not know
+            except (
+                Exception
+            ) as error:  # a template may refuse roles that it does not know
                 if type(error).__module__.partition(".")[0] != "jinja2":
                     raise
                 break
             made.append(list(ids["input_ids"]))
         else:
-            same = takewhile(lambda column: len(set(column)) == 1, zip(*made, strict=False))
+            same = takewhile(
+                lambda column: len(set(column)) == 1, zip(*made, strict=False)
+            )
             found.append([column[0] for column in same])
     return sorted([*found, target.frame()[0]], key=len, reverse=True)
 
@@ -250,7 +289,9 @@ def judge_mixed(target: Target, leak: MixedCache, ids: list[int]) -> Verdict:
     places = torch.arange(len(ids))
     best: Blocks | None = None
     rows: list[Tensor] = []
-    for blocks in Blocks.cut(leak, sizes_of(leak)) if len(ids) <= leak.keys.shape[1] else []:
+    for blocks in (
+        Blocks.cut(leak, sizes_of(leak)) if len(ids) <= leak.keys.shape[1] else []
+    ):
         rows = [_rows_of(side, given) for side in blocks.sides]
         last = replace(blocks, sides=blocks.sides[-1:]).solved(rows[-1:], places)
         if last.level <= _OPENS or blocks.size == sizes_of(leak)[-1]:
@@ -269,27 +310,37 @@ def _rows_of(side: Side, given: Mapping[str, Tensor]) -> Tensor:
     return given["keys" if side.keys else "values"][0, side.head].float().cpu()
 
 
-def _verdict(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[int]) -> Verdict:
-    reader, by_order, ends = None, list[float](), False
+def _verdict(
+    target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[int]
+) -> Verdict:
+    reader = None
+    by_order = list[float]()
+    ends = False
     if blocks.coarse and first_and_rotary(target, blocks.leak):
         reader = Reader(Table.of(target), blocks)
         by_order, ends = _in_order(reader, ids)
-        fine, pairs = blocks.fine(), zip(rows, blocks.sides, strict=True)
-        blocks, rows = fine, [row for row, side in pairs if side in fine.sides]
+        fine = blocks.fine()
+        pairs = zip(rows, blocks.sides, strict=True)
+        blocks = fine
+        rows = [row for row, side in pairs if side in fine.sides]
     margins, fitting, left = _margins(target, blocks, rows, ids, reader)
     if reader is None:
         ends = _ends(target, blocks, rows, ids)
     else:
         margins = [min(pair) for pair in zip(margins, by_order, strict=True)]
-    level, verifying = max(1.0, blocks.level), verifying_margin(target.vocabulary)
+    level = max(1.0, blocks.level)
+    verifying = verifying_margin(target.vocabulary)
     whole = left <= LEFT and all(fitting) and level <= _CLAIMED and ends
     marks = tuple(
-        Mark.VERIFIED if whole and margin > verifying
-        else Mark.LIKELY if fits and margin > 2 * LOG_ODDS and level <= _CLAIMED
+        Mark.VERIFIED
+        if whole and margin > verifying
+        else Mark.LIKELY
+        if fits and margin > 2 * LOG_ODDS and level <= _CLAIMED
         else Mark.UNKNOWN
         for fits, margin in zip(fitting, margins, strict=True)
-    )  # fmt: skip
-    certain, likely = marks.count(Mark.VERIFIED), marks.count(Mark.LIKELY)
+    )
+    certain = marks.count(Mark.VERIFIED)
+    likely = marks.count(Mark.LIKELY)
     status = Status.INEXACT if certain + likely else Status.UNSOLVED
     status = Status.RECOVERED if certain == len(marks) else status
     off = blocks.level**0.5
@@ -305,33 +356,51 @@ def _verdict(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[i
 
 
 def _margins(
-    target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[int], reader: Reader | None
+    target: Target,
+    blocks: Blocks,
+    rows: Sequence[Tensor],
+    ids: list[int],
+    reader: Reader | None,
 ) -> tuple[list[float], list[bool], float]:
     """Return each token's margin, whether it fits, and the largest direction that none spans.
 
     With a `reader`, the keys of its blocks are coarse, and count by squares.
     """
-    level, others = max(1.0, blocks.level), _others(target, blocks, ids)
-    margins, fitting, left = list[float](), list[bool](), 0.0
+    level = max(1.0, blocks.level)
+    others = _others(target, blocks, ids)
+    margins = list[float]()
+    fitting = list[bool]()
+    left = 0.0
     for start in range(0, blocks.length, blocks.size):
-        number, stop = start // blocks.size, start + blocks.size
-        tokens, own = ids[start:stop], [each[start:stop] for each in rows]
+        number = start // blocks.size
+        stop = start + blocks.size
+        tokens = ids[start:stop]
+        own = [each[start:stop] for each in rows]
         spans = blocks.spans(own, number)
-        left = max([left, *(torch.inf if each is None else each.left for each in spans)])
+        left = max(
+            [left, *(torch.inf if each is None else each.left for each in spans)]
+        )
         by_keys = None
         if reader is not None and tokens:
-            order = BlockOrders(reader, number).order(torch.tensor(tokens), others(start)[0])
+            order = BlockOrders(reader, number).order(
+                torch.tensor(tokens), others(start)[0]
+            )
             by_keys = order.others
         for inside, token in enumerate(tokens):
-            fit = blocks.fit([each[inside][None, None] for each in own], [start + inside])
+            fit = blocks.fit(
+                [each[inside][None, None] for each in own], [start + inside]
+            )
             fitting.append(bool(fit.fits(level)))
             near, given = others(start + inside)
             lost = lost_with(spans, inside, given)
             same = near == token
             if by_keys is not None:  # keys that A does not hide distinguish tokens too
                 lost = (lost + by_keys[inside]) * bool(fit.free)
-            if by_keys is not None or (not float(fit.keys_free) and tokens.count(token) == 1):
-                # No other token of the block can take this place: this token would be missing.
+            if by_keys is not None or (
+                not float(fit.keys_free) and tokens.count(token) == 1
+            ):
+                # No other token of the block can take this place: this token would be
+                # missing.
                 same |= torch.isin(near, torch.tensor(tokens))
             margins.append(float(lost.masked_fill(same, torch.inf).min()) / level)
     return margins, fitting, left
@@ -340,26 +409,34 @@ def _margins(
 def _in_order(reader: Reader, ids: list[int]) -> tuple[list[float], bool]:
     """Return each token's margin over other orders, by squares, and whether the text ends.
 
-    The alternatives at a place are fewer than the tokens of a vocabulary: an exchange with each
-    other place, or each other token of the block. In a block that does not fit, no margin counts.
+    The alternatives at a place are fewer than the tokens of a vocabulary: an exchange
+    with each other place, or each other token of the block. In a block that does not
+    fit, no margin counts.
     """
-    text, size = torch.tensor(ids), reader.blocks.size
+    text = torch.tensor(ids)
+    size = reader.blocks.size
     fewer = 2 * log(len(reader.table.values[0]) / (2 * size))
     margins = list[float]()
     for number, tokens in enumerate(text.split(size)):
         orders = BlockOrders(reader, number)
         fits = orders.order(tokens).fits
-        margins += [float(each) + fewer if fits else 0.0 for each in orders.margins(tokens)]
+        margins += [
+            float(each) + fewer if fits else 0.0 for each in orders.margins(tokens)
+        ]
     last = reader.blocks.length // size - 1
-    ends = len(ids) > last * size and BlockOrders(reader, last).ends(text[last * size :])
+    ends = len(ids) > last * size and BlockOrders(reader, last).ends(
+        text[last * size :]
+    )
     return margins, ends
 
 
-def _ends(target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[int]) -> bool:
+def _ends(
+    target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[int]
+) -> bool:
     """Return whether the text ends with its last token: rows that fill a block leave that open.
 
-    Without its last token it must not span its block, unless this token fits as none does by
-    chance. And no token may fit at the next position.
+    Without its last token it must not span its block, unless this token fits as none
+    does by chance. And no token may fit at the next position.
     """
     number, more = divmod(len(ids), blocks.size)
     if len(ids) == blocks.length:
@@ -392,7 +469,9 @@ def _others(target: Target, blocks: Blocks, ids: list[int]) -> Others:
 
         return by_table
     prefix = Prefix(target, blocks, ids)
-    near = most_similar(target.parts.table.float(), torch.tensor(ids, device=target.parts.device))
+    near = most_similar(
+        target.parts.table.float(), torch.tensor(ids, device=target.parts.device)
+    )
     return lambda place: (near[:, place].cpu(), prefix.rows(near[:, place], place))
 
 
@@ -403,15 +482,20 @@ class Prefix:
     """The beginning of a text, and the rows of tokens after it for each side of a leak."""
 
     def __init__(self, target: Target, blocks: Blocks, ids: Sequence[int]) -> None:
-        self.sides, self.exposure = blocks.sides, blocks.leak.exposure
+        self.sides = blocks.sides
+        self.exposure = blocks.leak.exposure
         self.device = target.parts.device
-        self.branches = Branches(target.model, torch.zeros(1, dtype=torch.long, device=self.device))
+        self.branches = Branches(
+            target.model, torch.zeros(1, dtype=torch.long, device=self.device)
+        )
         self.own = self.extend(ids)
 
     @torch.no_grad()
     def extend(self, ids: Sequence[int]) -> list[Tensor]:
         """Append tokens, and return their rows (n, d)."""
-        given = self.branches.go_on(self.exposure, torch.tensor([list(ids)], device=self.device))
+        given = self.branches.go_on(
+            self.exposure, torch.tensor([list(ids)], device=self.device)
+        )
         return [_rows_of(side, given) for side in self.sides]
 
     @torch.no_grad()
@@ -432,9 +516,12 @@ def _left_to_right(
             break
     else:
         raise Unsuccessful(
-            Status.UNSOLVED, "no first tokens are known, or too few, that would give the secret map"
+            Status.UNSOLVED,
+            "no first tokens are known, or too few, that would give the secret map",
         )
-    ids, rows, tested = list(first), prefix.own, 0
+    ids = list(first)
+    rows = prefix.own
+    tested = 0
     while len(ids) < blocks.length:
         number = len(ids) // blocks.size
         inside = [each[number * blocks.size :] for each in rows]
@@ -446,7 +533,9 @@ def _left_to_right(
         if token is None:
             break
         ids.append(token)
-        rows = [torch.cat(pair) for pair in zip(rows, prefix.extend([token]), strict=True)]
+        rows = [
+            torch.cat(pair) for pair in zip(rows, prefix.extend([token]), strict=True)
+        ]
         if len(ids) % _AGAIN == 0:
             blocks = blocks.solved(rows, torch.arange(len(ids)))
     note = f"blocks of {blocks.size}, {len(first)} first tokens known, {tested} tokens tested"
@@ -457,12 +546,17 @@ def _next_token(
     target: Target, blocks: Blocks, prefix: Prefix, ids: Sequence[int]
 ) -> tuple[int | None, int]:
     """Return the first token that fits after the prefix, and how many were tested."""
-    order, most, tested = _predicted(target, ids), prefix.branches.at_once(len(ids)), 0
+    order = _predicted(target, ids)
+    most = prefix.branches.at_once(len(ids))
+    tested = 0
     margin = verifying_margin(target.vocabulary)
     while len(order):
         fan = min(_FAN, most, len(order))
-        tokens, order = order[:fan], order[fan:]
-        fit = blocks.fit([each[None] for each in prefix.rows(tokens, len(ids))], [len(ids)])
+        tokens = order[:fan]
+        order = order[fan:]
+        fit = blocks.fit(
+            [each[None] for each in prefix.rows(tokens, len(ids))], [len(ids)]
+        )
         tested += len(tokens)
         scores, at = fit.score[0].topk(min(2, len(tokens)), largest=False)
         apart = len(scores) < 2 or float(scores[1] - scores[0]) > margin
@@ -505,9 +599,11 @@ def common_tokens(target: Target) -> Tensor:
     """Return the tokens of plain English, by how often they occur in the corpus that ships."""
     lines = SHIPPED.read_text("utf-8").splitlines()
     counts = Counter(
-        token for line in lines for text in (line, f" {line}")
+        token
+        for line in lines
+        for text in (line, f" {line}")
         for token in target.tokenizer(text, add_special_tokens=False)["input_ids"]
-    )  # fmt: skip
+    )
     return torch.tensor([token for token, _ in counts.most_common(_COMMON)])
 
 
@@ -532,16 +628,24 @@ def _maps_of_pairs(
 ) -> Iterator[Map]:
     """Yield the maps that two guesses have in common: rows (n, d) of tokens in blocks.
 
-    The first `most` guesses are each compared with all others that are of another token.
+    The first `most` guesses are each compared with all others that are of another
+    token.
     """
     width = max(len(base) for base in side.bases)
-    spaces = torch.cat([
-        _spaces(base, rows[numbers == number], width) for number, base in enumerate(side.bases)
-    ])  # fmt: skip
-    order = torch.cat([(numbers == n).nonzero().flatten() for n in range(len(side.bases))])
+    spaces = torch.cat(
+        [
+            _spaces(base, rows[numbers == number], width)
+            for number, base in enumerate(side.bases)
+        ]
+    )
+    order = torch.cat(
+        [(numbers == n).nonzero().flatten() for n in range(len(side.bases))]
+    )
     spaces = spaces[order.argsort()]
     for first in range(min(most, len(rows))):
-        near = _in_common(spaces[first], spaces).masked_fill(tokens == tokens[first], 0.0)
+        near = _in_common(spaces[first], spaces).masked_fill(
+            tokens == tokens[first], 0.0
+        )
         for other in near.topk(min(_NEAR, len(near))).indices.tolist():
             both = torch.tensor([first, other])
             jacobians = products(rows[both])
@@ -549,50 +653,70 @@ def _maps_of_pairs(
                 jacobians @ form[numbers[both]] @ jacobians.mT for form in side.forms
             )
             weights = 1 / errors.diagonal(dim1=1, dim2=2).mean(-1)
-            theta = torch.linalg.eigh((outside * weights[:, None, None]).sum(0))[1][:, 0]
+            theta = torch.linalg.eigh((outside * weights[:, None, None]).sum(0))[1][
+                :, 0
+            ]
             sizes = theta.unflatten(0, (2, -1)).square().sum(0)
             if float(sizes.sum() ** 2 / sizes.square().sum()) > _EVEN * len(sizes):
                 yield _map(theta)
-                yield _map(theta / sizes.sqrt().repeat(2))  # the same if M has no scales
+                yield _map(
+                    theta / sizes.sqrt().repeat(2)
+                )  # the same if M has no scales
 
 
 def _map(theta: Tensor) -> Map:
-    return Map(products((theta / theta.norm() * (len(theta) / 2) ** 0.5)[None])[0], NOWHERE, 1.0)
+    return Map(
+        products((theta / theta.norm() * (len(theta) / 2) ** 0.5)[None])[0],
+        NOWHERE,
+        1.0,
+    )
 
 
 def _tokens_of_blocks(table: Table, side: Side, common: Tensor) -> list[Tensor] | None:
     """Return the tokens of each block, by their values.
 
-    Each frequent token is compared with all common ones. The map that puts the most common tokens
-    into blocks is solved for again from all tokens that it puts there.
+    Each frequent token is compared with all common ones. The map that puts the most
+    common tokens into blocks is solved for again from all tokens that it puts there.
     """
-    count, vocabulary = len(side.blocks), table.values[side.head]
+    count = len(side.blocks)
+    vocabulary = table.values[side.head]
     tokens = common.repeat_interleave(count)  # the most frequent first, in every block
     numbers = torch.arange(count).repeat(len(common))
     whole = sum(len(each) for each in side.blocks)
     best: tuple[int, Map | None] = (0, None)
-    for found in _maps_of_pairs(side, vocabulary[tokens], numbers, tokens, _FREQUENT * count):
-        misfits = torch.cat([found.misfits(side, vocabulary[common], n) for n in range(count)])
+    for found in _maps_of_pairs(
+        side, vocabulary[tokens], numbers, tokens, _FREQUENT * count
+    ):
+        misfits = torch.cat(
+            [found.misfits(side, vocabulary[common], n) for n in range(count)]
+        )
         fits = int((misfits < _NEARLY).sum())
         if fits > whole:  # more than there are: this map puts any token into a block
             continue
         best = max(best, (fits, found), key=lambda pair: pair[0])
         if fits >= 5 * count:
             break
-    found, most, held = best[1], _NEARLY, list[Tensor]()
+    found = best[1]
+    most = _NEARLY
+    held = list[Tensor]()
     for _ in range(3):
         if found is None:
             return None
         held = [
-            (found.misfits(side, vocabulary, n) < most).nonzero().flatten() for n in range(count)
+            (found.misfits(side, vocabulary, n) < most).nonzero().flatten()
+            for n in range(count)
         ]
-        numbers = torch.cat([torch.full_like(tokens, n) for n, tokens in enumerate(held)])
+        numbers = torch.cat(
+            [torch.full_like(tokens, n) for n, tokens in enumerate(held)]
+        )
         every = torch.cat(held)
         if not 2 * count < len(every) <= 4 * whole:
             return None
-        # No place is known: each token gets a place of its own, of which A hides one at most.
+        # No place is known: each token gets a place of its own, of which A hides one at
+        # most.
         places = numbers * len(every) + torch.arange(len(every))
-        found, most = solved(side, vocabulary[every], places, len(every)), HIDDEN
+        found = solved(side, vocabulary[every], places, len(every))
+        most = HIDDEN
         found = None if found is None else replace(found, hidden=NOWHERE)
     return held
 
@@ -601,8 +725,12 @@ def _placed(
     reader: Reader, side: Side, held: Sequence[Tensor]
 ) -> tuple[Reader, dict[int, int]] | None:
     """Put the tokens that blocks hold into their places, by one head's keys, and read the rest."""
-    size, table = reader.blocks.size, reader.table
-    number = max(range(len(held)), key=lambda n: len(held[n]) if len(side.blocks[n]) == size else 0)
+    size = reader.blocks.size
+    table = reader.table
+    number = max(
+        range(len(held)),
+        key=lambda n: len(held[n]) if len(side.blocks[n]) == size else 0,
+    )
     places = torch.arange(number * size, (number + 1) * size)
     tokens = held[number].repeat(size)
     rows = table.rows(side, tokens, places.repeat_interleave(len(held[number])))
@@ -610,9 +738,15 @@ def _placed(
     for found in _maps_of_pairs(side, rows, numbers, tokens, len(tokens)):
         if int((found.misfits(side, rows, number) < _NEARLY).sum()) < size // 2:
             continue
-        shifted = [_shifted(reader, side, found, held, shift) for shift in range(-size, size + 1)]
+        shifted = [
+            _shifted(reader, side, found, held, shift)
+            for shift in range(-size, size + 1)
+        ]
         likely = sorted(shifted, key=len, reverse=True)[:_SHIFTS]
-        read = max((reader.read(known) for known in likely if known), key=lambda read: len(read[1]))
+        read = max(
+            (reader.read(known) for known in likely if known),
+            key=lambda read: len(read[1]),
+        )
         if len(read[1]) >= size // 2:
             return read
     return None
@@ -634,5 +768,7 @@ def _shifted(
         misfits = found.misfits(side, rows, number)
         least, which = misfits.unflatten(0, (len(places), -1)).min(1)
         kept = least < _NEARLY
-        known |= dict(zip(places[kept].tolist(), tokens[which[kept]].tolist(), strict=True))
+        known |= dict(
+            zip(places[kept].tolist(), tokens[which[kept]].tolist(), strict=True)
+        )
     return known

@@ -1,18 +1,20 @@
 """Order the vocabulary by how likely each token is at a position, from what leaked there.
 
-A left-to-right search tries tokens until one fits (decoder.py). `fit` takes the model and the kind
-of leak, and `Orderings.first` returns the tokens to try first for a leaked row.
+A left-to-right search tries tokens until one fits (decoder.py). `fit` takes the model
+and the kind of leak, and `Orderings.first` returns the tokens to try first for a leaked
+row.
 
-The attacker has the weights. Running each token alone through the first block gives a table `z_v`,
-and running random texts through the model gives rows `h` as they would leak. With these the
-attacker fits
+The attacker has the weights. Running each token alone through the first block gives a
+table `z_v`, and running random texts through the model gives rows `h` as they would
+leak. With these the attacker fits
 
     h = μ + A z_v + e,      e ~ N(0, C),
 
-by ridge regression towards a diagonal matrix: the residual stream carries a token's first state
-upwards, so `A` is nearly diagonal. Generalised cross-validation chooses its strength. Tokens are
-tried in the order of their likelihood. Predicting the row from the token needs far fewer random
-tokens than predicting the token from the row, because the table holds the whole vocabulary.
+by ridge regression towards a diagonal matrix: the residual stream carries a token's
+first state upwards, so `A` is nearly diagonal. Generalised cross-validation chooses its
+strength. Tokens are tried in the order of their likelihood. Predicting the row from the
+token needs far fewer random tokens than predicting the token from the row, because the
+table holds the whole vocabulary.
 
 - Keys and values are fitted in two steps, from `z` to the layer's input `x`, where the diagonal
   helps, and from `x` to the row, which is nearly linear.
@@ -23,13 +25,16 @@ tokens than predicting the token from the row, because the table holds the whole
 - The model predicts the next token from the last hidden state. If that leaks, the row before a
   position gives this prediction, and `log p(v | h_{t−1})` is added to the likelihood.
 - If the order misses, most of `e` is often what the prefix adds to the rows of all tokens: the mean
-  of what is left of the rows tried at that position. It is then subtracted (`Orderings.context`).
+  of what is left of the rows tried at that position. It is then subtracted
+  (`Orderings.context`).
 
-Of rows with very many numbers (a large model's cache) only some numbers, evenly chosen, decide on
-the order. The table and what it predicts are kept in the model's own precision.
+Of rows with very many numbers (a large model's cache) only some numbers, evenly chosen,
+decide on the order. The table and what it predicts are kept in the model's own
+precision.
 
-A fit depends on the exposure alone, and the leak's own error is added at the end. So a fit is kept
-for the next leak of the same exposure, which may be the same text in another precision.
+A fit depends on the exposure alone, and the leak's own error is added at the end. So a
+fit is kept for the next leak of the same exposure, which may be the same text in
+another precision.
 """
 
 from __future__ import annotations
@@ -47,15 +52,18 @@ from keyhole.recover.attack import Target
 from keyhole.recover.layers.inverse_map import random_texts
 from keyhole.recover.leaks import rows_of
 
-MANY = 4096  # numbers of a row that decide on the order, at most; of longer rows half as many do
+# numbers of a row that decide on the order, at most; of longer rows half as many do
+MANY = 4096
 _STRENGTHS = torch.logspace(-5, 2, 15, dtype=torch.float64)
-_SHRINKAGE = 0.2  # of the errors' correlations: there are fewer random rows than pairs of numbers
+# of the errors' correlations: there are fewer random rows than pairs of numbers
+_SHRINKAGE = 0.2
 _LEAST_ERROR = 1e-3  # of a prediction, as a share of a number's spread
 _LENGTH = 32  # tokens of a random text
 _CHUNK = 4096  # rows of an array in memory at a time
 _RANKED = 128  # rows ranked at a time: their distances to the whole table are in memory
-# Errors are not quite Gaussian, and their covariance is an estimate, so the likelihood is
-# overconfident. This power of it predicts unseen random tokens best (0.2 to 0.3 on SmolLM2).
+# Errors are not quite Gaussian, and their covariance is an estimate, so the likelihood
+# is overconfident. This power of it predicts unseen random tokens best (0.2 to 0.3 on
+# SmolLM2).
 _TRUST = 0.2
 _SEEN = 128  # random rows that the order is tested on
 _SINK = 25.0  # squared length of an attention sink, in medians
@@ -66,9 +74,9 @@ _UNPREDICTED = 0.1  # the share of tokens that the model's own prediction does n
 class Fit:
     """The regression at a position: μ (f,), predicted rows `A z_v` (v, c), error products (c, c).
 
-    Only the `numbers` (c,) of a row are predicted. `spread` (f,) is how much each number varies
-    over random tokens, the unit of differences. `seen` (m, f) are some of the random rows, and
-    `meant` (m,) their tokens.
+    Only the `numbers` (c,) of a row are predicted. `spread` (f,) is how much each
+    number varies over random tokens, the unit of differences. `seen` (m, f) are some of
+    the random rows, and `meant` (m,) their tokens.
     """
 
     centre: Tensor
@@ -83,11 +91,15 @@ class Fit:
         """Return the ordering for a leak whose own errors (f,) have this standard deviation."""
         if isinstance(error, Tensor):
             error = error[self.numbers]
-        precision = _precision(self.errors, self.spread[self.numbers], error).to(self.centre)
-        half_norms = torch.cat([
-            (part.to(precision) @ precision * part).sum(-1) / 2
-            for part in self.predicted.split(_CHUNK)
-        ])  # fmt: skip
+        precision = _precision(self.errors, self.spread[self.numbers], error).to(
+            self.centre
+        )
+        half_norms = torch.cat(
+            [
+                (part.to(precision) @ precision * part).sum(-1) / 2
+                for part in self.predicted.split(_CHUNK)
+            ]
+        )
         return Ordering(self, precision, half_norms)
 
 
@@ -102,8 +114,12 @@ class Ordering:
     def likelihood(self, rows: Tensor) -> Tensor:
         """Return every token's log-likelihood (n, v) for rows (n, f), up to a constant per row."""
         centred = (rows - self.fit.centre)[..., self.fit.numbers]
-        weighed = centred.nan_to_num(0.0) @ self.precision  # numbers that did not leak say nothing
-        scores = [weighed @ part.to(weighed).mT for part in self.fit.predicted.split(_CHUNK)]
+        weighed = (
+            centred.nan_to_num(0.0) @ self.precision
+        )  # numbers that did not leak say nothing
+        scores = [
+            weighed @ part.to(weighed).mT for part in self.fit.predicted.split(_CHUNK)
+        ]
         return torch.cat(scores, -1) - self.half_norms
 
     def reach(self, count: int) -> float:
@@ -117,7 +133,8 @@ class Ordering:
 class Orderings:
     """The orderings of the first position and of the others.
 
-    `head` (v, f) predicts the next token from a row. `spent` counts the tokens run for the fit.
+    `head` (v, f) predicts the next token from a row. `spent` counts the tokens run for
+    the fit.
     """
 
     opening: Ordering
@@ -144,22 +161,32 @@ class Orderings:
     ) -> Tensor:
         """Return the `count` tokens (m, count) to try first at `positions` (m,) of some rows."""
         count = min(count, len(self.rest.fit.predicted))
-        return torch.cat([
-            self._scores(rows, part, context).topk(count).indices
-            for part in positions.split(_RANKED)
-        ])  # fmt: skip
+        return torch.cat(
+            [
+                self._scores(rows, part, context).topk(count).indices
+                for part in positions.split(_RANKED)
+            ]
+        )
 
-    def _scores(self, rows: Tensor, positions: Tensor, context: Tensor | float) -> Tensor:
+    def _scores(
+        self, rows: Tensor, positions: Tensor, context: Tensor | float
+    ) -> Tensor:
         scores = self.rest.likelihood(rows[positions] - context)
         opening = positions == 0
         if bool(opening.any()):
-            scores[opening] = self.opening.likelihood(rows[positions[opening]] - context)
+            scores[opening] = self.opening.likelihood(
+                rows[positions[opening]] - context
+            )
         if self.head is None:
             return scores
         predicted = (rows[positions - 1] @ self.head.mT).softmax(-1)
         known = ~opening & predicted.isfinite().all(-1)
-        prior = (1 - _UNPREDICTED) * predicted.nan_to_num(0.0) + _UNPREDICTED / len(self.head)
-        return _TRUST * scores + prior.log().where(known[:, None], torch.zeros_like(prior))
+        prior = (1 - _UNPREDICTED) * predicted.nan_to_num(0.0) + _UNPREDICTED / len(
+            self.head
+        )
+        return _TRUST * scores + prior.log().where(
+            known[:, None], torch.zeros_like(prior)
+        )
 
 
 def contents(
@@ -174,7 +201,11 @@ def contents(
 
 @torch.no_grad()
 def fit(
-    target: Target, exposure: Exposure, samples: int, seed: int, error: Tensor | float = 0.0
+    target: Target,
+    exposure: Exposure,
+    samples: int,
+    seed: int,
+    error: Tensor | float = 0.0,
 ) -> Orderings:
     """Return the orderings for a leak, from about `samples` random tokens and the vocabulary.
 
@@ -186,15 +217,23 @@ def fit(
     return Orderings(opening, rest, _head(target, exposure), spent)
 
 
-def _fits(target: Target, exposure: Exposure, samples: int, seed: int) -> tuple[Fit, Fit, int]:
+def _fits(
+    target: Target, exposure: Exposure, samples: int, seed: int
+) -> tuple[Fit, Fit, int]:
     """Return the fits of the first position and of the others, and the tokens run for them."""
     stream = torch.Generator().manual_seed(seed)
     alone = exposure.layer == 0  # embeddings or the first cache: no attention yet
     table = _table(target, exposure if alone else Exposure("hidden", 1))
-    below = None if alone or exposure.kind != "kv" else Exposure("hidden", exposure.layer)
+    if alone or exposure.kind != "kv":
+        below = None
+    else:
+        below = Exposure("hidden", exposure.layer)
     made: list[Fit] = []
     spent = target.vocabulary
-    for shape, first in (((samples // 2, 1), 0), ((-(-samples // _LENGTH), _LENGTH), 1)):
+    for shape, first in (
+        ((samples // 2, 1), 0),
+        ((-(-samples // _LENGTH), _LENGTH), 1),
+    ):
         tokens = random_texts(target, *shape, stream).to(target.parts.device)
         rows = _run(target, exposure, tokens)[:, first:].flatten(0, 1)
         inputs = None
@@ -208,9 +247,11 @@ def _fits(target: Target, exposure: Exposure, samples: int, seed: int) -> tuple[
 def _head(target: Target, exposure: Exposure) -> Tensor | None:
     """Return the matrix from a last hidden state to scores of the next token, if that leaked.
 
-    Rows of length one are taken to have been as long as those of random tokens usually are.
+    Rows of length one are taken to have been as long as those of random tokens usually
+    are.
     """
-    parts, last = target.parts, Exposure("hidden", target.parts.layers)
+    parts = target.parts
+    last = Exposure("hidden", target.parts.layers)
     if exposure not in (last, replace(last, unit=True)):
         return None
     head = getattr(target.model, "get_output_embeddings", lambda: None)()
@@ -237,12 +278,17 @@ def _table(target: Target, exposure: Exposure) -> Tensor:
 def _run(target: Target, exposure: Exposure, ids: Tensor) -> Tensor:
     """Return the rows (b, n, f) of texts (b, n)."""
     places = torch.arange(ids.shape[1], device=ids.device)
-    return torch.cat([
-        contents(
-            target, exposure, capture(target.model, exposure, ids=part), places.expand(part.shape)
-        )
-        for part in ids.split(target.batch_size(ids.shape[1]))
-    ])  # fmt: skip
+    return torch.cat(
+        [
+            contents(
+                target,
+                exposure,
+                capture(target.model, exposure, ids=part),
+                places.expand(part.shape),
+            )
+            for part in ids.split(target.batch_size(ids.shape[1]))
+        ]
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,7 +308,9 @@ class _Rows:
         return cls(array, chosen, cast("Tensor", total) / len(chosen))
 
     def chunks(self) -> Iterator[Tensor]:
-        return (self.array[some].double() - self.mean for some in self.chosen.split(_CHUNK))
+        return (
+            self.array[some].double() - self.mean for some in self.chosen.split(_CHUNK)
+        )
 
     def times(self, other: _Rows) -> Tensor:
         """Return the sum of the outer products of both rows, (f, g)."""
@@ -285,14 +333,18 @@ def _regress(
     width = rows.shape[-1]
     chosen = width if alone or width <= MANY else MANY // 2
     numbers = torch.arange(chosen, device=rows.device) * width // chosen
-    whole, count = _Rows.of(rows, kept), len(kept)
+    whole = _Rows.of(rows, kept)
+    count = len(kept)
     squares = cast("Tensor", sum(part.square().sum(0) for part in whole.chunks()))
     spread = (squares / max(count - 1, 1)).sqrt().clamp(min=1e-9)
-    x, y, squares = _Rows.of(table, tokens[kept]), whole, squares[numbers]
+    x = _Rows.of(table, tokens[kept])
+    y = whole
+    squares = squares[numbers]
     if chosen < width:
         y = _Rows.of(rows[:, numbers], kept)
     if alone:
-        matrix, freedom = torch.eye(len(x.mean), dtype=torch.float64, device=rows.device), 0.0
+        matrix = torch.eye(len(x.mean), dtype=torch.float64, device=rows.device)
+        freedom = 0.0
     elif inputs is None:
         matrix, freedom = ridge(x.times(x), x.times(y), squares, count)
     else:
@@ -305,28 +357,35 @@ def _regress(
     errors = errors / max(1 - freedom / count, 0.1) ** 2
     every = torch.arange(len(table), device=table.device)
     predicted = table.new_empty(len(table), chosen)
-    for some, part in zip(every.split(_CHUNK), _Rows(table, every, x.mean).chunks(), strict=True):
+    for some, part in zip(
+        every.split(_CHUNK), _Rows(table, every, x.mean).chunks(), strict=True
+    ):
         predicted[some] = (part @ matrix).to(table)
-    seen, meant = rows[kept[:_SEEN]], tokens[kept[:_SEEN]]
+    seen = rows[kept[:_SEEN]]
+    meant = tokens[kept[:_SEEN]]
     return Fit(whole.mean.to(rows), numbers, predicted, errors, spread, seen, meant)
 
 
 def ridge(xx: Tensor, xy: Tensor, yy: Tensor, count: int) -> tuple[Tensor, float]:
     """Return `A` with `y ≈ x A`, close to diagonal if it is square, and its degrees of freedom.
 
-    The sums over `count` centred rows x and y are `xx = xᵀx`, `xy = xᵀy` and the squares `yy` (g,).
-    Generalised cross-validation chooses among 15 strengths from 1e-5 to 100, relative to the number
-    of rows and to the variance of each column of x.
+    The sums over `count` centred rows x and y are `xx = xᵀx`, `xy = xᵀy` and the
+    squares `yy` (g,). Generalised cross-validation chooses among 15 strengths from 1e-5
+    to 100, relative to the number of rows and to the variance of each column of x.
     """
     own = xx.diagonal()
     scale = (own / max(count - 1, 1)).sqrt().clamp(min=1e-12)
     diagonal = torch.zeros_like(yy)
-    rest, left = xy, yy  # of y − x D: the products with x, and the sums of squares
+    # of y − x D: the products with x, and the sums of squares
+    rest = xy
+    left = yy
     square = len(xx) == len(yy)
     if square:
         diagonal = xy.diagonal() / own.clamp(min=1e-12)
         rest = xy - xx * diagonal
-        left = (yy - 2 * diagonal * xy.diagonal() + diagonal.square() * own).clamp(min=0)
+        left = (yy - 2 * diagonal * xy.diagonal() + diagonal.square() * own).clamp(
+            min=0
+        )
     values, vectors = torch.linalg.eigh(xx / scale / scale[:, None])
     values = values.clamp(min=0)
     weights = vectors.mT @ (rest / scale[:, None])
@@ -336,7 +395,8 @@ def ridge(xx: Tensor, xy: Tensor, yy: Tensor, count: int) -> tuple[Tensor, float
     best = (float("inf"), 0.0, 0.0)
     for strength in (_STRENGTHS * count).tolist():
         freedom = float((values / (values + strength)).sum())
-        # ‖remainder − X V (Λ + s)⁻¹ w‖² with VᵀXᵀX V = Λ and w = VᵀXᵀ remainder, without X.
+        # ‖remainder − X V (Λ + s)⁻¹ w‖² with VᵀXᵀX V = Λ and w = VᵀXᵀ remainder,
+        # without X.
         gain = (2 - values / (values + strength)) / (values + strength)
         loss = float(total - (gain * squares).sum()) / (count * len(yy))
         loss = max(loss, 0.0) / max(1 - freedom / count, 0.05) ** 2
@@ -354,6 +414,8 @@ def _precision(errors: Tensor, unit: Tensor, error: Tensor | float) -> Tensor:
     """
     spread = errors.diagonal().sqrt().clamp(min=_LEAST_ERROR * unit)
     correlation = errors / spread / spread[:, None]
-    correlation = (1 - _SHRINKAGE) * correlation + _SHRINKAGE * torch.eye(len(unit)).to(errors)
+    correlation = (1 - _SHRINKAGE) * correlation + _SHRINKAGE * torch.eye(len(unit)).to(
+        errors
+    )
     inverse = torch.linalg.inv(correlation + (error / spread).square().diag())
     return inverse / spread / spread[:, None]

@@ -1,24 +1,24 @@
 """Infer how exact a leak is from its own numbers, and compare a text's numbers with it.
 
-`precision_of` takes a leak and returns the error of each number; `compare` takes what the model
-gives for a text and says where it agrees with the leak within that error. Searches end by it, and
-judges decide by it.
+`precision_of` takes a leak and returns the error of each number; `compare` takes what
+the model gives for a text and says where it agrees with the leak within that error.
+Searches end by it, and judges decide by it.
 
-A leaked number is y = f + ε. Rounding puts y on a grid: bfloat16 and float16 have few bits of
-mantissa, integers have one step for each row (int8 with a scale for each token, decimals, …). Then
-ε is uniform over a step, with variance step²/12. Noise leaves no trace in y: it shows only in y − f
-of the right text (`compare`).
+A leaked number is y = f + ε. Rounding puts y on a grid: bfloat16 and float16 have few
+bits of mantissa, integers have one step for each row (int8 with a scale for each token,
+decimals, …). Then ε is uniform over a step, with variance step²/12. Noise leaves no
+trace in y: it shows only in y − f of the right text (`compare`).
 
-A quantised cache has a grid for each group of numbers, and every program groups them differently:
-a token's numbers of a head (KIVI's values), a channel's over some tokens (KIVI's keys; arXiv
-2402.02750), all of a tensor (fp8). So every usual grouping is tried. If its groups lie on grids, it
-is the right one: that does not happen by chance.
+A quantised cache has a grid for each group of numbers, and every program groups them
+differently: a token's numbers of a head (KIVI's values), a channel's over some tokens
+(KIVI's keys; arXiv 2402.02750), all of a tensor (fp8). So every usual grouping is
+tried. If its groups lie on grids, it is the right one: that does not happen by chance.
 
-Arithmetic has errors too. Two machines, or two batch sizes, add up in different orders. In float32
-that hardly shows; in bfloat16 and float16 it does, and large random weights enlarge it from layer
-to layer. So it is measured (`rounding_error`): random texts are run one at a time, and again as a
-batch with the last bit of their embeddings changed. The right text may differ from the leak by as
-much as these rows differ.
+Arithmetic has errors too. Two machines, or two batch sizes, add up in different orders.
+In float32 that hardly shows; in bfloat16 and float16 it does, and large random weights
+enlarge it from layer to layer. So it is measured (`rounding_error`): random texts are
+run one at a time, and again as a batch with the last bit of their embeddings changed.
+The right text may differ from the leak by as much as these rows differ.
 """
 
 from __future__ import annotations
@@ -38,9 +38,11 @@ from keyhole.recover.attack import Target
 from keyhole.recover.layers.inverse_map import random_texts
 from keyhole.recover.leaks import Leak, rows_of
 
-FLOAT32 = 3e-5  # the difference of float32 between machines, as a share of the root mean square
+# the difference of float32 between machines, as a share of the root mean square
+FLOAT32 = 3e-5
 NOISE = 0.5  # noise above this share of the leak's spread may be a misfit as well
-_FLOATS = (  # the coarsest first, each with its bits of mantissa, the leading one included
+# the coarsest first, each with its bits of mantissa, the leading one included
+_FLOATS = (
     ("float8_e5m2", torch.float8_e5m2, 3),
     ("float8_e4m3fn", torch.float8_e4m3fn, 4),
     ("bfloat16", torch.bfloat16, 8),
@@ -50,16 +52,26 @@ _GROUPS = (128, 64, 32, 16)  # numbers that share a scale
 _SAMPLED = 64  # groups of a grouping that are tested first
 _ENOUGH = 32  # so many numbers do not lie on a grid by chance
 _NEAR = 0.05  # in steps: the error of a scaled 8-bit float that was rounded again
-_NORMAL = 2.0**-4  # numbers above this share of the largest are no subnormal 8-bit floats
-_ALL = 0.95  # the share of groups on grids that ends the search: constant groups are on none
-_FEW = 0.1  # a smaller share is chance; it may be below 1, as KIVI does not round the last tokens
+_NORMAL = (
+    2.0**-4
+)  # numbers above this share of the largest are no subnormal 8-bit floats
+# the share of groups on grids that ends the search: constant groups are on none
+_ALL = 0.95
+# a smaller share is chance; it may be below 1, as KIVI does not round the last tokens
+_FEW = 0.1
 _LEVELS = 4  # so many different numbers do not lie on a grid of 127 steps by chance
 _GRID = 5e-3  # in steps: how far from a multiple of the step a number may lie
 _DEVIATIONS = 4.5  # standard deviations that chance is granted
-_CLAIMED = 0.15  # unknown noise above this share of the leak's spread is never confirmed
-_TEXTS, _LENGTH = 4, 32  # random texts that the arithmetic is measured on, and their tokens
+_CLAIMED = (
+    0.15  # unknown noise above this share of the leak's spread is never confirmed
+)
+# random texts that the arithmetic is measured on, and their tokens
+_TEXTS = 4
+_LENGTH = 32
 _MARGIN = 1.5  # times the largest error of their positions
-_MIN_POSITIONS, _MIN_NUMBERS = 4, 2000  # fewer prove nothing about unknown noise
+# fewer prove nothing about unknown noise
+_MIN_POSITIONS = 4
+_MIN_NUMBERS = 2000
 _FAR_OFF = 1e6  # in units of the leak's spread: the error of a number that overflows
 _TINY = 1e-30  # in place of 0 in a denominator
 
@@ -68,9 +80,10 @@ _TINY = 1e-30  # in place of 0 in a denominator
 class Precision:
     """The errors of a leak's numbers (positions, numbers), as stated or inferred.
 
-    `rounding` is the standard deviation of each number's error without noise. `noise` is that of
-    the noise, if it is stated. Without noise, no error is larger than `most`. `scale` is the
-    standard deviation of the leaked numbers, the unit of relative figures.
+    `rounding` is the standard deviation of each number's error without noise. `noise`
+    is that of the noise, if it is stated. Without noise, no error is larger than
+    `most`. `scale` is the standard deviation of the leaked numbers, the unit of
+    relative figures.
     """
 
     rounding: Tensor
@@ -92,7 +105,8 @@ class Precision:
 def precision_of(leak: Leak, arithmetic: float = 0.0) -> Precision:
     """Return the precision of a leak, from its numbers and its stated noise.
 
-    `arithmetic` is the model's own rounding error, as a share of each row's root mean square.
+    `arithmetic` is the model's own rounding error, as a share of each row's root mean
+    square.
     """
     rows = leak.rows(leak.tensors).float()
     own = arithmetic * rows.square().nanmean(-1, keepdim=True).sqrt().nan_to_num(0.0)
@@ -100,8 +114,12 @@ def precision_of(leak: Leak, arithmetic: float = 0.0) -> Precision:
     scale = float((seen - seen.mean()).square().mean().sqrt().clamp(min=_TINY))
     least = FLOAT32 * float(seen.square().mean().sqrt())
     name, step = rounding_of(rows, leak.precision)
-    if name == "float32" and "keys" in leak.tensors:  # a head or other group may have a scale
-        step = leak.rows({part: _grouped(tensor) for part, tensor in leak.tensors.items()})
+    if (
+        name == "float32" and "keys" in leak.tensors
+    ):  # a head or other group may have a scale
+        step = leak.rows(
+            {part: _grouped(tensor) for part, tensor in leak.tensors.items()}
+        )
     rounding = (step.square() / 12 + own.square() + least**2).sqrt()
     others = (own.square() + least**2 + (leak.noise or 0.0) ** 2).sqrt()
     return Precision(rounding, scale, leak.noise, step / 2 + _DEVIATIONS * others)
@@ -110,7 +128,8 @@ def precision_of(leak: Leak, arithmetic: float = 0.0) -> Precision:
 def rounding_error(target: Target, exposure: Exposure) -> float:
     """Return how far the model's arithmetic moves a row, relative to the row's length.
 
-    That is the largest error of any position, times a margin; remembered for every exposure.
+    That is the largest error of any position, times a margin; remembered for every
+    exposure.
     """
     known = target.remembered("rounding", None, dict[Exposure, float])
     if exposure not in known:
@@ -123,10 +142,14 @@ def _rounding_error(target: Target, exposure: Exposure) -> float:
     length = min(_LENGTH, target.parts.max_length)
     stream = torch.Generator().manual_seed(0)
     ids = random_texts(target, _TEXTS, length, stream).to(target.parts.device)
-    alone = torch.cat([rows_of(capture(target.model, exposure, ids=text[None])) for text in ids])
+    alone = torch.cat(
+        [rows_of(capture(target.model, exposure, ids=text[None])) for text in ids]
+    )
 
     def change_last_bit(_m: nn.Module, _i: Any, states: Tensor) -> Tensor:
-        off = torch.finfo(states.dtype).eps * (2 * torch.rand(states.shape, generator=stream) - 1)
+        off = torch.finfo(states.dtype).eps * (
+            2 * torch.rand(states.shape, generator=stream) - 1
+        )
         return (states * (1 + off.to(states.device))).to(states)
 
     with hooks((target.parts.tokens.register_forward_hook, change_last_bit)):
@@ -134,7 +157,9 @@ def _rounding_error(target: Target, exposure: Exposure) -> float:
             # As a search runs them: a few tokens after a cached prefix.
             branches = Branches(target.model, torch.zeros_like(ids[:, 0]))
             halves = ids.split(-(-length // 2), 1)
-            batch = torch.cat([rows_of(branches.go_on(exposure, half)) for half in halves], 1)
+            batch = torch.cat(
+                [rows_of(branches.go_on(exposure, half)) for half in halves], 1
+            )
         else:
             batch = rows_of(capture(target.model, exposure, ids=ids))
     error = (batch - alone).norm(dim=-1) / alone.norm(dim=-1)
@@ -151,7 +176,9 @@ def rounding_of(rows: Tensor, stated: str | None) -> tuple[str, Tensor]:
         if stated == name or torch.equal(numbers.to(dtype).float(), numbers):
             exponent = torch.frexp(numbers.abs().clamp(min=_TINY)).exponent
             least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-            return name, torch.ldexp(torch.ones_like(numbers), exponent - bits).clamp(min=least)
+            return name, torch.ldexp(torch.ones_like(numbers), exponent - bits).clamp(
+                min=least
+            )
     name, floats = _scaled_floats(rows.reshape(1, -1))
     if name:
         return name, floats.view_as(rows)
@@ -166,20 +193,26 @@ def _integers(rows: Tensor, steps: Tensor) -> str:
     numbers = rows.nan_to_num()
     levels = (numbers.amax(-1) - numbers.amin(-1)) / steps.clamp(min=_TINY)
     most = float(torch.where(steps > 0, levels, 0.0).max())
-    return "int4" if most <= 15.5 else "int8" if most <= 255.5 else "rounded"
+    if most <= 15.5:
+        return "int4"
+    if most <= 255.5:
+        return "int8"
+    return "rounded"
 
 
 def _grouped(part: Tensor) -> Tensor:
     """Return the step at each number of keys or values (heads, n, k).
 
-    The best grouping is the one with the largest share of numbers in groups that lie on a grid.
+    The best grouping is the one with the largest share of numbers in groups that lie on
+    a grid.
     """
     numbers = part.flatten()
     for groups in (1, len(part)):
         name, floats = _scaled_floats(numbers.view(groups, -1))
         if name:
             return floats.view_as(part)
-    best, found = _FEW, torch.zeros_like(numbers)
+    best = _FEW
+    found = torch.zeros_like(numbers)
     for groups in _groupings(part):
         sample = groups[:: -(-len(groups) // _SAMPLED)]
         if not float((_steps(numbers[sample]) > 0).float().mean()) > best:
@@ -189,7 +222,9 @@ def _grouped(part: Tensor) -> Tensor:
         if share > best:
             best = share
             spread = numbers[groups].amax(-1) - numbers[groups].amin(-1)
-            steps = torch.where(steps > 0, steps, spread)  # two levels are one step or several
+            steps = torch.where(
+                steps > 0, steps, spread
+            )  # two levels are one step or several
             found = torch.zeros_like(numbers)
             found[groups] = steps[:, None].expand(groups.shape)
         if best >= _ALL:
@@ -200,8 +235,8 @@ def _grouped(part: Tensor) -> Tensor:
 def _groupings(part: Tensor) -> Iterator[Tensor]:
     """Yield ways to group the numbers of (heads, n, k), as indices (groups, size).
 
-    Groups are whole rows, whole channels, consecutive numbers, numbers at equal distances, or some
-    tokens of a channel.
+    Groups are whole rows, whole channels, consecutive numbers, numbers at equal
+    distances, or some tokens of a channel.
     """
     heads, length, size = part.shape
     places = torch.arange(part.numel(), device=part.device)
@@ -221,9 +256,10 @@ def _groupings(part: Tensor) -> Iterator[Tensor]:
 def _scaled_floats(rows: Tensor) -> tuple[str, Tensor]:
     """Return the name and the steps of groups (g, s) of 8-bit floats, each times a scale.
 
-    The name is empty if they are none. With b bits of mantissa, a group's largest number is 2ᵇ⁻¹ …
-    2ᵇ − 1 times its step, so there are 2ᵇ⁻¹ scales to test. All whole numbers below 2ᵇ are such
-    floats, too, so there must be more than 2ᵇ different numbers.
+    The name is empty if they are none. With b bits of mantissa, a group's largest
+    number is 2ᵇ⁻¹ … 2ᵇ − 1 times its step, so there are 2ᵇ⁻¹ scales to test. All whole
+    numbers below 2ᵇ are such floats, too, so there must be more than 2ᵇ different
+    numbers.
     """
     sizes = rows.double().nan_to_num().abs()
     top = sizes.amax(-1, keepdim=True).clamp(min=1e-300)
@@ -238,7 +274,9 @@ def _scaled_floats(rows: Tensor) -> tuple[str, Tensor]:
         found = torch.zeros_like(sizes)
         for leading in range(2 ** (bits - 1), 2**bits) if different > 2**bits else ():
             unit = top / leading
-            exponent = torch.frexp((sizes / unit).clamp(min=_TINY) * (1 + 1e-4)).exponent
+            exponent = torch.frexp(
+                (sizes / unit).clamp(min=_TINY) * (1 + 1e-4)
+            ).exponent
             step = torch.ldexp(unit.expand_as(sizes), exponent - bits)
             off = (_distance_to_whole(sizes / step) > _NEAR) & normal
             fits = ~off.any(-1, keepdim=True)
@@ -262,8 +300,9 @@ def _steps(rows: Tensor) -> Tensor:
 def _steps_of_finite(rows: Tensor) -> Tensor:
     """Return the steps (n,) of rows of finite numbers, all at once.
 
-    The usual grid is tried first: the largest number is 127 steps (or 7) from zero. Then any other:
-    with few levels many numbers are equal, and the gaps between the rest are multiples of a step.
+    The usual grid is tried first: the largest number is 127 steps (or 7) from zero.
+    Then any other: with few levels many numbers are equal, and the gaps between the
+    rest are multiples of a step.
     """
     step = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
     if not len(rows) or rows.shape[1] < 8:
@@ -275,15 +314,21 @@ def _steps_of_finite(rows: Tensor) -> Tensor:
     count = apart.sum(-1)
     for most in (127, 7):  # the coarser grid last: its numbers lie on the finer one too
         scaled = levels / (largest / most)[:, None]
-        different = scaled.round().diff(dim=-1).count_nonzero(-1)  # numbers near 0 are one level
+        different = (
+            scaled.round().diff(dim=-1).count_nonzero(-1)
+        )  # numbers near 0 are one level
         whole = _distance_to_whole(scaled).amax(-1) < _GRID
         step = torch.where(whole & (different >= _LEVELS), largest / most, step)
     least = gaps.where(apart, torch.inf).amin(-1, keepdim=True)
     each = (gaps / (gaps / least).round()).where(apart, 0.0)
     common = each.sum(-1) / count.clamp(min=1)
-    fits = _distance_to_whole((gaps / common[:, None]).where(apart, 0.0)).amax(-1) < _GRID
+    fits = (
+        _distance_to_whole((gaps / common[:, None]).where(apart, 0.0)).amax(-1) < _GRID
+    )
     fits &= (count >= 2) & (count <= 0.9 * levels.shape[1])
-    step = torch.where(fits, common.maximum(step), step)  # the finer grid may fit by chance
+    step = torch.where(
+        fits, common.maximum(step), step
+    )  # the finer grid may fit by chance
     return step.where(rows.abs().amax(-1) > 0, 0.0).float()
 
 
@@ -298,10 +343,11 @@ def _distance_to_whole(numbers: Tensor) -> Tensor:
 class Fit:
     """The comparison of a text's own numbers with the leak's, position by position.
 
-    `good` (positions,) is true where the difference may be the leak's error, or nothing leaked.
-    `proven` says that such an agreement proves the text: the precision is known, or the difference
-    looks like noise and nothing else. `residual` is the size of the difference and `level` that of
-    the errors `sigma`, both relative to the leak's spread.
+    `good` (positions,) is true where the difference may be the leak's error, or nothing
+    leaked. `proven` says that such an agreement proves the text: the precision is
+    known, or the difference looks like noise and nothing else. `residual` is the size
+    of the difference and `level` that of the errors `sigma`, both relative to the
+    leak's spread.
     """
 
     good: Tensor
@@ -324,7 +370,8 @@ class Fit:
 def compare(precision: Precision, leaked: Tensor, given: Tensor) -> Fit:
     """Test the difference of a text's rows (positions, numbers) from the leak's.
 
-    A number that leaked, and that the text makes NaN or infinite, is as far off as can be.
+    A number that leaked, and that the text makes NaN or infinite, is as far off as can
+    be.
     """
     overflows = ~given.isfinite() & ~leaked.isnan()
     off = torch.where(overflows, _FAR_OFF * precision.scale, given - leaked)
@@ -356,12 +403,17 @@ def limit(count: int, deviations: float = _DEVIATIONS) -> float:
 def _is_only_noise(off: Tensor, given: Tensor, level: float, scale: float) -> bool:
     """Return whether a residual is independent noise of one strength, and large enough to tell.
 
-    A wrong text, model or layer leaves traces that noise does not: a part along the model's own
-    numbers (another text mixed in), a part that positions share (another context or model: a
-    singular value beyond √n + √d), or numbers that are worse than others at every position.
+    A wrong text, model or layer leaves traces that noise does not: a part along the
+    model's own numbers (another text mixed in), a part that positions share (another
+    context or model: a singular value beyond √n + √d), or numbers that are worse than
+    others at every position.
     """
     rows, count = off.shape
-    if rows * count < _MIN_NUMBERS or rows < _MIN_POSITIONS or not level <= _CLAIMED * scale:
+    if (
+        rows * count < _MIN_NUMBERS
+        or rows < _MIN_POSITIONS
+        or not level <= _CLAIMED * scale
+    ):
         return False
     off = off / level
     along = float((off * given).sum() / given.norm())

@@ -1,19 +1,20 @@
 """Search a text by relaxing it to embeddings, for leaks that no closed form reads.
 
-`TokenSearch` takes the model and a leak, such as attention maps of a deeper layer, and proposes
-token ids.
+`TokenSearch` takes the model and a leak, such as attention maps of a deeper layer, and
+proposes token ids.
 
-A leak such as the maps of one layer holds fewer numbers than the embeddings, so the prior decides.
-The search minimises over `a` in `e = mean + a·factor`, with a standard normal prior on `a` (L-BFGS,
-one forward and one backward pass a step), from `a = 0`. At first mean and factor are those of the
-whole vocabulary. Every tokenizer in use sorts its tokens by frequency, so a token is weighted by
-`1/(id + V/30)`, Zipf's law: the search starts among the words that texts are made of.
+A leak such as the maps of one layer holds fewer numbers than the embeddings, so the
+prior decides. The search minimises over `a` in `e = mean + a·factor`, with a standard
+normal prior on `a` (L-BFGS, one forward and one backward pass a step), from `a = 0`. At
+first mean and factor are those of the whole vocabulary. Every tokenizer in use sorts
+its tokens by frequency, so a token is weighted by `1/(id + V/30)`, Zipf's law: the
+search starts among the words that texts are made of.
 
-The prior pulls the result away from the truth. So tokens are compared by direction, in the prior's
-own coordinates, and those that agree best are tried (trials.py). If the best text does not explain
-the leak, the prior narrows to the mean and covariance of the candidates at each position, weighted
-by their agreement, and the search starts again. It takes at most `rounds` times `passes` passes
-and `sweeps` sweeps.
+The prior pulls the result away from the truth. So tokens are compared by direction, in
+the prior's own coordinates, and those that agree best are tried (trials.py). If the
+best text does not explain the leak, the prior narrows to the mean and covariance of the
+candidates at each position, weighted by their agreement, and the search starts again.
+It takes at most `rounds` times `passes` passes and `sweeps` sweeps.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _PULL = 1e-4  # the prior's weight in the loss
 class TokenSearch:
     """Limits of the search: `rounds` of at most `passes` passes, each followed by trials.
 
-    In at most `sweeps` sweeps, `candidates` tokens are tried at each position. The search ends when
-    a round gives the same text as the one before.
+    In at most `sweeps` sweeps, `candidates` tokens are tried at each position. The
+    search ends when a round gives the same text as the one before.
     """
 
     rounds: int = 8
@@ -51,14 +52,18 @@ class TokenSearch:
     candidates: int = 24
     sweeps: int = 4
 
-    def each(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
+    def each(
+        self, target: Target, leaks: Sequence[Leak]
+    ) -> Iterator[tuple[int, Proposal]]:
         """Search each leak alone, with the special tokens where the tokenizer puts them."""
         vocabulary = Vocabulary.of(target)
         for number, leak in enumerate(leaks):
             known = target.framed(leak.length or 0)
             yield number, self(Comparison.of(target, leak), vocabulary, known)
 
-    def __call__(self, comparison: Comparison, vocabulary: Vocabulary, known: Tensor) -> Proposal:
+    def __call__(
+        self, comparison: Comparison, vocabulary: Vocabulary, known: Tensor
+    ) -> Proposal:
         """Return the text that explains the leak best; `known` (n,) has its known ids, or -1."""
         prior = Prior.whole(vocabulary, len(known))
         best = Tried(known.clamp(min=0), float("inf"), 0)
@@ -69,11 +74,19 @@ class TokenSearch:
             agreement = vocabulary.agreement(relaxed, _SHARPNESS * _GROWTH**number)
             wide = agreement.topk(min(_NARROWED, agreement.shape[-1]), -1).indices.T
             ids = torch.where(known >= 0, known, wide[0])
-            # Once the relaxation gives nothing new, the best text is tried with all candidates.
+            # Once the relaxation gives nothing new, the best text is tried with all
+            # candidates.
             stuck = torch.equal(ids, before)
-            start, candidates = (best.ids, wide) if stuck else (ids, wide[: self.candidates])
+            if stuck:
+                start = best.ids
+                candidates = wide
+            else:
+                start = ids
+                candidates = wide[: self.candidates]
             tried = substitute(comparison, start, candidates, known, self.sweeps)
-            passes, forwards, before = passes + spent, forwards + tried.forwards, ids
+            passes = passes + spent
+            forwards = forwards + tried.forwards
+            before = ids
             best = min(best, tried, key=lambda text: text.loss)
             if stuck or best.loss <= comparison.tolerance:
                 break
@@ -115,19 +128,32 @@ class Vocabulary:
         whiten = (axes / variance.sqrt()).to(table)
         directions = torch.nn.functional.normalize((table - mean) @ whiten, dim=-1)
         frequency = weight.clamp(min=1e-30).log()
-        return cls(table, frequency, mean, (axes * variance.sqrt()).T.to(table), whiten, directions)
+        return cls(
+            table,
+            frequency,
+            mean,
+            (axes * variance.sqrt()).T.to(table),
+            whiten,
+            directions,
+        )
 
     def agreement(self, embeddings: Tensor, sharpness: float) -> Tensor:
         """Return log-weights (n, V) of the tokens at each position, for embeddings (n, e)."""
-        directions = torch.nn.functional.normalize((embeddings - self.mean) @ self.whiten, dim=-1)
+        directions = torch.nn.functional.normalize(
+            (embeddings - self.mean) @ self.whiten, dim=-1
+        )
         return sharpness * (directions @ self.directions.T) + self.log_frequency
 
 
 def _never(target: Target, device: torch.device) -> Tensor:
     """Return ids that no text holds: special tokens, and the unused entries of BERT's table."""
     words = target.tokenizer.convert_ids_to_tokens(range(target.vocabulary))
-    unused = [number for number, word in enumerate(words) if str(word).startswith("[unused")]
-    special = [number for number in target.tokenizer.all_special_ids if number < len(words)]
+    unused = [
+        number for number, word in enumerate(words) if str(word).startswith("[unused")
+    ]
+    special = [
+        number for number in target.tokenizer.all_special_ids if number < len(words)
+    ]
     return torch.tensor([*unused, *special], dtype=torch.long, device=device)
 
 
@@ -150,7 +176,8 @@ class Prior:
         words = vocabulary.table[best.indices]
         means = torch.einsum("nk,nke->ne", weights, words)
         among = (words - means[:, None]) * weights.sqrt()[..., None]
-        # The right token may not be among them, so part of the vocabulary's spread remains.
+        # The right token may not be among them, so part of the vocabulary's spread
+        # remains.
         beyond = (_DOUBT * vocabulary.factor).expand(len(means), -1, -1)
         return cls(means, torch.cat([among, beyond], 1))
 
@@ -160,7 +187,9 @@ class Prior:
         return self.means + torch.einsum("nr,nre->ne", coordinates, self.factors)
 
 
-def relax(comparison: Comparison, prior: Prior, known: Tensor, passes: int) -> tuple[Tensor, int]:
+def relax(
+    comparison: Comparison, prior: Prior, known: Tensor, passes: int
+) -> tuple[Tensor, int]:
     """Return embeddings (n, e) near the prior that explain the leak, and the passes that took.
 
     `known` (n,) holds the ids that are certain, and -1 at other positions.
@@ -171,9 +200,14 @@ def relax(comparison: Comparison, prior: Prior, known: Tensor, passes: int) -> t
     shape = (len(known), prior.factors.shape[-2])
     at = torch.zeros(shape, dtype=table.dtype, device=table.device, requires_grad=True)
     search = torch.optim.LBFGS(
-        [at], max_iter=passes, max_eval=passes, history_size=min(50, passes),
-        tolerance_grad=0.0, tolerance_change=0.0, line_search_fn="strong_wolfe",
-    )  # fmt: skip
+        [at],
+        max_iter=passes,
+        max_eval=passes,
+        history_size=min(50, passes),
+        tolerance_grad=0.0,
+        tolerance_change=0.0,
+        line_search_fn="strong_wolfe",
+    )
     spent = 0
 
     def embed() -> Tensor:
@@ -183,9 +217,13 @@ def relax(comparison: Comparison, prior: Prior, known: Tensor, passes: int) -> t
         nonlocal spent
         spent += 1
         search.zero_grad()
-        loss = comparison.loss(embed()[None]).sum() + _PULL * (at * free).square().mean()
+        loss = (
+            comparison.loss(embed()[None]).sum() + _PULL * (at * free).square().mean()
+        )
         if spent == 1 and not bool(loss.isfinite()):
-            raise LinAlgError("what the model gives of its own embeddings is not finite")
+            raise LinAlgError(
+                "what the model gives of its own embeddings is not finite"
+            )
         loss.backward()
         return loss
 

@@ -1,29 +1,33 @@
 """Improve texts by trying other tokens: four searches that only run the model.
 
-Each takes a text that is partly right and candidates for its tokens, and returns the best text that
-it tried (`Tried`). encoder.py and token_search.py end with them.
+Each takes a text that is partly right and candidates for its tokens, and returns the
+best text that it tried (`Tried`). encoder.py and token_search.py end with them.
 
 - `substitute` tries one position at a time. Each candidate at each position is put into the present
-  text. Then the best candidates of all positions are put in one after another, the best first, and
-  the number of them with the least loss is kept.
+  text. Then the best candidates of all positions are put in one after another, the best
+  first, and the number of them with the least loss is kept.
 - `try_rows` tries many positions in a pass. A wrong token shows most in its own row: once most of a
-  text is right, the right token takes its row's residual to nearly zero, even if other positions
-  are wrong. Positions are dealt to groups, neighbours to different ones. A pass has one candidate
-  at every position of a group, and each is judged by its own row. The winners are put in, the
-  largest gain first, as long as the whole text fits better.
+  text is right, the right token takes its row's residual to nearly zero, even if other
+  positions are wrong. Positions are dealt to groups, neighbours to different ones. A
+  pass has one candidate at every position of a group, and each is judged by its own
+  row. The winners are put in, the largest gain first, as long as the whole text fits
+  better.
 - `try_sums` changes several tokens at once, by what each change does alone (ours). If two tokens
-  near each other are wrong, neither right token alone removes much of the residual, and a wrong one
-  may remove more. But the effects of changes at different positions on the leaked rows nearly add
-  up (embeddings/sums.py). So every candidate is run once, alone; sets whose effects add up to the
-  residual are found without the model; and the best of them are run.
+  near each other are wrong, neither right token alone removes much of the residual, and
+  a wrong one may remove more. But the effects of changes at different positions on the
+  leaked rows nearly add up (embeddings/sums.py). So every candidate is run once, alone;
+  sets whose effects add up to the residual are found without the model; and the best of
+  them are run.
 - `try_all` tries the whole vocabulary at a few positions. If most heads attend to one punctuation
-  mark (a full stop in MPNet), its state is the same whichever mark it is. Then no list of
-  candidates from that row holds the right one; only its effect on other rows shows it.
+  mark (a full stop in MPNet), its state is the same whichever mark it is. Then no list
+  of candidates from that row holds the right one; only its effect on other rows shows
+  it.
 
-`Comparison` measures the distance of a text from a leak as one number. Hidden states, attention
-outputs and pooled embeddings are compared in units of the leak's standard deviation. Maps are
-compared by their logarithms less each row's mean. These are the scores `q·k`, which are nearly
-linear in the hidden states where the probabilities are not.
+`Comparison` measures the distance of a text from a leak as one number. Hidden states,
+attention outputs and pooled embeddings are compared in units of the leak's standard
+deviation. Maps are compared by their logarithms less each row's mean. These are the
+scores `q·k`, which are nearly linear in the hidden states where the probabilities are
+not.
 """
 
 from __future__ import annotations
@@ -41,9 +45,13 @@ from keyhole.recover.layers.map_scores import LogMaps
 from keyhole.recover.layers.precision import precision_of
 from keyhole.recover.leaks import AttentionMaps, Leak
 
-_BLURRED = 0.1  # the error of a score that halves its weight: scores of tokens differ by more
+_BLURRED = (
+    0.1  # the error of a score that halves its weight: scores of tokens differ by more
+)
 _SMALLEST = 1e-30
-_ARITHMETIC = 1e-7  # the loss that another machine's float32 may leave; a wrong token's is larger
+_ARITHMETIC = (
+    1e-7  # the loss that another machine's float32 may leave; a wrong token's is larger
+)
 _MAX_TEXTS = 4096  # of a sweep: in long texts each position gets fewer candidates
 _WORTHWHILE = 0.8  # another sweep follows if the loss falls to this share
 _WON = 0.5  # a candidate counts if it leaves at most this share of a squared residual
@@ -72,7 +80,9 @@ class Comparison:
         if isinstance(leak, AttentionMaps):
             logs = LogMaps.of(leak, device)
             error = 1.0 / logs.weights.clamp(min=_SMALLEST)
-            weights = torch.where(logs.weights > 0, 1.0 / (1.0 + error / _BLURRED**2), 0.0)
+            weights = torch.where(
+                logs.weights > 0, 1.0 / (1.0 + error / _BLURRED**2), 0.0
+            )
             explained = float((weights * error.clamp(max=1.0)).sum() / weights.sum())
             expected = _centred(logs.values, weights)
             return cls(target, leak, expected, weights, 4.0 * explained + _ARITHMETIC)
@@ -81,13 +91,17 @@ class Comparison:
         precision = precision_of(leak)
         scaled = torch.where(known, values, 0.0) / precision.scale
         explained = precision.relative**2
-        return cls(target, leak, scaled, known / precision.scale, 4.0 * explained + _ARITHMETIC)
+        return cls(
+            target, leak, scaled, known / precision.scale, 4.0 * explained + _ARITHMETIC
+        )
 
     def loss(self, embeddings: Tensor) -> Tensor:
         """Return the mean square difference (b,) of the exposures of texts from the leak."""
         exposed = capture(self.target.model, self.leak.exposure, embeddings=embeddings)
         if isinstance(self.leak, AttentionMaps):
-            scores = _centred(exposed["values"].clamp(min=_SMALLEST).log(), self.weights)
+            scores = _centred(
+                exposed["values"].clamp(min=_SMALLEST).log(), self.weights
+            )
             off = (scores - self.expected).square() * self.weights
             return off.flatten(1).sum(1) / self.weights.sum()
         off = (self.leak.rows(exposed) * self.weights - self.expected).square()
@@ -97,7 +111,9 @@ class Comparison:
         """Return the loss (b,) of texts (b, n), without gradients."""
         size = self.target.batch_size(ids.shape[1])
         with torch.no_grad():
-            return torch.cat([self.loss(self.target.parts.tokens(b)) for b in ids.split(size)])
+            return torch.cat(
+                [self.loss(self.target.parts.tokens(b)) for b in ids.split(size)]
+            )
 
 
 def _centred(scores: Tensor, weights: Tensor) -> Tensor:
@@ -125,13 +141,16 @@ def substitute(
     for _ in range(sweeps):
         if best.loss <= comparison.tolerance or len(places) == 0:
             break
-        before, best = best.loss, _sweep(comparison, best, candidates[:each], places)
+        before = best.loss
+        best = _sweep(comparison, best, candidates[:each], places)
         if not best.loss <= _WORTHWHILE * before:
             break
     return best
 
 
-def _sweep(comparison: Comparison, best: Tried, candidates: Tensor, places: Tensor) -> Tried:
+def _sweep(
+    comparison: Comparison, best: Tried, candidates: Tensor, places: Tensor
+) -> Tried:
     """Try each candidate (k, n) at each of the `places` (m,) alone, then the winners jointly."""
     texts = best.ids.repeat(len(places), len(candidates), 1)
     rows = torch.arange(len(places), device=best.ids.device)
@@ -166,7 +185,8 @@ def try_rows(
     """
     before = misfits(ids[None])[0]
     order = places.argsort()
-    places, candidates = places[order], candidates[order]
+    places = places[order]
+    candidates = candidates[order]
     own = torch.full(candidates.shape, torch.inf, dtype=before.dtype, device=ids.device)
     groups = -(-len(places) // batch_size)
     for group in range(groups):
@@ -183,10 +203,14 @@ def try_rows(
         return best
     tokens = candidates[won, winner[won]]
     joined = _joined(lambda ids: misfits(ids).sum(-1), best, places[won], tokens)
-    return joined if joined.loss < best.loss else replace(best, forwards=joined.forwards)
+    if joined.loss < best.loss:
+        return joined
+    return replace(best, forwards=joined.forwards)
 
 
-def try_sums(missing: Misfits, ids: Tensor, places: Tensor, candidates: Tensor) -> Tried:
+def try_sums(
+    missing: Misfits, ids: Tensor, places: Tensor, candidates: Tensor
+) -> Tried:
     """Improve `ids` (n,) at `places` (m,) with `candidates` (m, k), several at once.
 
     `missing` gives what texts (b, n) leave unexplained, (b, numbers).
@@ -195,43 +219,60 @@ def try_sums(missing: Misfits, ids: Tensor, places: Tensor, candidates: Tensor) 
     off = missing(ids[None])[0]
     changed = ids.repeat(m * k, 1)
     slots = torch.arange(m, device=ids.device).repeat_interleave(k)
-    changed[torch.arange(m * k, device=ids.device), places[slots]] = candidates.flatten()
+    changed[torch.arange(m * k, device=ids.device), places[slots]] = (
+        candidates.flatten()
+    )
     left = missing(changed)
     moves = off - left
     effects = Effects(moves[None], moves.square().sum(-1)[None], slots, m)
     size = min(_MAX_SET, m)
-    sets = effects.grown(Sets.none(off[None]), _BEAM, size, _SETS_RUN)[0] if size > 1 else None
-    texts, losses, spent = changed, left.square().sum(-1), 1 + m * k
+    if size > 1:
+        sets = effects.grown(Sets.none(off[None]), _BEAM, size, _SETS_RUN)[0]
+    else:
+        sets = None
+    texts = changed
+    losses = left.square().sum(-1)
+    spent = 1 + m * k
     if sets is not None:
         sets = sets[(sets >= 0).any(-1)]
         several = ids.repeat(len(sets), 1)
         for changes in sets.unbind(1):
             rows = (changes >= 0).nonzero().flatten()
-            several[rows, places[slots[changes[rows]]]] = candidates.flatten()[changes[rows]]
+            several[rows, places[slots[changes[rows]]]] = candidates.flatten()[
+                changes[rows]
+            ]
         texts = torch.cat([texts, several])
         losses = torch.cat([losses, missing(several).square().sum(-1)])
         spent += len(several)
-    best, before = int(losses.argmin()), float(off.square().sum())
+    best = int(losses.argmin())
+    before = float(off.square().sum())
     if float(losses[best]) >= before:
         return Tried(ids, before, spent)
     return Tried(texts[best], float(losses[best]), spent)
 
 
-def try_all(misfits: Misfits, ids: Tensor, places: Tensor, tokens: Tensor, most: int) -> Tried:
+def try_all(
+    misfits: Misfits, ids: Tensor, places: Tensor, tokens: Tensor, most: int
+) -> Tried:
     """Put each of `tokens` (v,) at each of `places` (m,), in at most `most` texts; keep the best.
 
-    `misfits` gives the losses (b,) of texts (b, n). A text with half the loss ends the search.
+    `misfits` gives the losses (b,) of texts (b, n). A text with half the loss ends the
+    search.
     """
-    start, forwards = float(misfits(ids[None])[0]), 1
-    best, loss = ids, start
+    start = float(misfits(ids[None])[0])
+    forwards = 1
+    best = ids
+    loss = start
     for part in tokens.tensor_split([_COMMON]):
         for place in places.tolist() if len(part) else ():
             for some in part[: most - forwards].split(_CHUNK):
                 texts = ids.repeat(len(some), 1)
                 texts[:, place] = some
-                losses, forwards = misfits(texts), forwards + len(some)
+                losses = misfits(texts)
+                forwards = forwards + len(some)
                 if losses.min() < loss:
-                    best, loss = texts[losses.argmin()], float(losses.min())
+                    best = texts[losses.argmin()]
+                    loss = float(losses.min())
                 if loss <= _WON * start or forwards >= most:
                     return Tried(best, loss, forwards)
     return Tried(best, loss, forwards)

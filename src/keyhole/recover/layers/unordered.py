@@ -1,33 +1,37 @@
 """Read text from hidden states in random order.
 
-Both attacks take the model and rows whose order did not leak, and propose token ids in the order of
-the text.
+Both attacks take the model and rows whose order did not leak, and propose token ids in
+the order of the text.
 
-**An encoder** (`UnorderedStates`). A row identifies its token in any order, and partly its
-position. The attacker runs random texts through the model. With μ_p the mean of the rows at
-position p, and C the covariance of rows around the mean of their position, a row h is at p with
-likelihood N(h; μ_p, C) (Fisher's linear discriminant). The order is the assignment of least total
+**An encoder** (`UnorderedStates`). A row identifies its token in any order, and partly
+its position. The attacker runs random texts through the model. With μ_p the mean of the
+rows at position p, and C the covariance of rows around the mean of their position, a
+row h is at p with likelihood N(h; μ_p, C) (Fisher's linear discriminant). The order is
+the assignment of least total
 
     D(i, p) = (h_i − μ_p)ᵀ C⁻¹ (h_i − μ_p).
 
-C⁻¹ gives little weight to the directions in which tokens differ. Rows are read in that order as if
-it were right (encoder.py, forward passes only). In the right order, the text so read reproduces all
-rows. In a wrong order, the model's answer shows which rows are misplaced. With f_i what it gives
-for row i's token at the position q_i that the row was assigned to,
+C⁻¹ gives little weight to the directions in which tokens differ. Rows are read in that
+order as if it were right (encoder.py, forward passes only). In the right order, the
+text so read reproduces all rows. In a wrong order, the model's answer shows which rows
+are misplaced. With f_i what it gives for row i's token at the position q_i that the row
+was assigned to,
 
     D(i, p) = r ᵀ R⁻¹ r,   r = (h_i − μ_p) − (f_i − μ_{q_i}),
 
-where the token cancels in the difference. R is the covariance of r between random texts and the
-same texts with some tokens exchanged, plus a small part of C for tokens that were read wrongly. The
-order is corrected by this D, and the likeliest exchanges of two neighbours are tried, until an
-order fits or none is left. Texts that are not found get a full search in their best order.
+where the token cancels in the difference. R is the covariance of r between random texts
+and the same texts with some tokens exchanged, plus a small part of C for tokens that
+were read wrongly. The order is corrected by this D, and the likeliest exchanges of two
+neighbours are tried, until an order fits or none is left. Texts that are not found get
+a full search in their best order.
 
-**A causal decoder** (`UnorderedPrefixes`). Position t depends on tokens ≤ t only (decoder.py). So
-after the true prefix exactly one token reproduces exactly one of the rows. The likelihood of a
-token given a row needs no position (ordering.py). So at each position the likeliest tokens of all
-remaining rows are run after the prefix, and each answer is compared with each of those rows. The
-pair that fits extends the prefix, and its row is removed; if none fits, more tokens are tried. A
-text of n tokens costs about n²/2 tokens through the model if first guesses are right.
+**A causal decoder** (`UnorderedPrefixes`). Position t depends on tokens ≤ t only
+(decoder.py). So after the true prefix exactly one token reproduces exactly one of the
+rows. The likelihood of a token given a row needs no position (ordering.py). So at each
+position the likeliest tokens of all remaining rows are run after the prefix, and each
+answer is compared with each of those rows. The pair that fits extends the prefix, and
+its row is removed; if none fits, more tokens are tried. A text of n tokens costs about
+n²/2 tokens through the model if first guesses are right.
 """
 
 from __future__ import annotations
@@ -53,7 +57,9 @@ from keyhole.recover.leaks import HiddenStates, Leak
 
 _SHORTEST = 4  # tokens of the shortest random text, without its special tokens
 _SHORT_TEXTS = 16  # random texts of each of three shorter lengths
-_EXCHANGED = 0.3  # the share of a random text's tokens that are exchanged with a token nearby
+_EXCHANGED = (
+    0.3  # the share of a random text's tokens that are exchanged with a token nearby
+)
 _MAX_CHUNK = 512  # tokens tried in one pass
 _ADDED = 0.01  # the share of C that is added to R
 
@@ -62,8 +68,9 @@ _ADDED = 0.01  # the share of C that is added to R
 class UnorderedStates:
     """Order the rows, read them, correct the order: at most `rounds` times.
 
-    In a round, `orders` orders are tried: the corrected one, and exchanges of two neighbours.
-    `samples` random tokens fit the position model (None: 128 for each number in a row).
+    In a round, `orders` orders are tried: the corrected one, and exchanges of two
+    neighbours. `samples` random tokens fit the position model (None: 128 for each
+    number in a row).
     """
 
     rounds: int = 8
@@ -75,7 +82,9 @@ class UnorderedStates:
         expect_count("rounds", self.rounds, least=0)
         expect_count("orders", self.orders)
 
-    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
+    def __call__(
+        self, target: Target, leaks: Sequence[Leak]
+    ) -> Iterator[tuple[int, Proposal]]:
         rows = [cast("HiddenStates", leak) for leak in leaks]
         samples = self.samples or max(4000, 128 * target.parts.width)
         max_length = max(len(leak.values) for leak in rows)
@@ -84,7 +93,9 @@ class UnorderedStates:
         forward_only = EncoderStates(rounds=0, sweeps=0, most=0)
         for _ in range(self.rounds + 1):
             _try(target, forward_only, texts)
-            yield from ((text.number, text.proposal(positions)) for text in texts if text.fits)
+            yield from (
+                (text.number, text.proposal(positions)) for text in texts if text.fits
+            )
             texts = [text for text in texts if not text.fits]
             for text in texts:
                 text.choose_orders(positions, self.orders)
@@ -99,8 +110,11 @@ class UnorderedStates:
 class _Text:
     """The search for one text: the best order so far, what was read in it, the orders to try."""
 
-    def __init__(self, number: int, leak: HiddenStates, positions: PositionModel) -> None:
-        self.number, self.leak = number, leak
+    def __init__(
+        self, number: int, leak: HiddenStates, positions: PositionModel
+    ) -> None:
+        self.number = number
+        self.leak = leak
         self.order = positions.order(leak.values.to(positions.means.device))
         self.next_orders = [self.order]
         self.tried: set[tuple[int, ...]] = set()
@@ -118,8 +132,11 @@ class _Text:
         loss = float((given - leaked).square().nansum())
         fits = compare(precision_of(leak), leaked, given).settled
         if (fits, -loss) > (self.fits, -self.loss):
-            self.order, self.best, self.given = order, read, given
-            self.fits, self.loss = fits, loss
+            self.order = order
+            self.best = read
+            self.given = given
+            self.fits = fits
+            self.loss = loss
 
     def choose_orders(self, positions: PositionModel, most: int) -> None:
         """Choose the next orders to try: the corrected one, then the likeliest exchanges."""
@@ -135,9 +152,12 @@ class _Text:
 
     def proposal(self, positions: PositionModel) -> Proposal:
         return replace(
-            self.best, passes=self.passes, forwards=self.forwards,
-            fitting=self.best.fitting + positions.passes, note=f"{len(self.tried)} orders tried",
-        )  # fmt: skip
+            self.best,
+            passes=self.passes,
+            forwards=self.forwards,
+            fitting=self.best.fitting + positions.passes,
+            note=f"{len(self.tried)} orders tried",
+        )
 
 
 def _try(target: Target, states: EncoderStates, texts: Sequence[_Text]) -> None:
@@ -145,7 +165,9 @@ def _try(target: Target, states: EncoderStates, texts: Sequence[_Text]) -> None:
     trials = [(text, order) for text in texts for order in text.next_orders]
     if not trials:
         return
-    quiet = Target.of(target.model, target.tokenizer)  # trials do not count in the progress bar
+    quiet = Target.of(
+        target.model, target.tokenizer
+    )  # trials do not count in the progress bar
     leaks = [text.leak.ordered(order) for text, order in trials]
     for number, read in states(quiet, leaks):
         text, order = trials[number]
@@ -157,7 +179,8 @@ def _try(target: Target, states: EncoderStates, texts: Sequence[_Text]) -> None:
 class PositionModel:
     """How rows depend on their position: `means` (n, d), `plain` C⁻¹ and `corrected` R⁻¹ (d, d).
 
-    `ends` (closing, d) are what the special tokens that end a text add to their positions' means.
+    `ends` (closing, d) are what the special tokens that end a text add to their
+    positions' means.
     """
 
     means: Tensor
@@ -175,11 +198,13 @@ class PositionModel:
     def reordered(self, rows: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
         """Return the order corrected by what the model gives (n, d) for the text as read.
 
-        Also return by how much the distance increases (n − 1,) if a row and the next are exchanged.
+        Also return by how much the distance increases (n − 1,) if a row and the next
+        are exchanged.
         """
         means = self.means[: len(rows)]
         costs = _distances(rows.double() - given + means, means, self.corrected)
-        now, exchanged = costs.diagonal(), costs.diagonal(1) + costs.diagonal(-1)
+        now = costs.diagonal()
+        exchanged = costs.diagonal(1) + costs.diagonal(-1)
         return assigned(costs), (exchanged - now[1:] - now[:-1]).nan_to_num(torch.inf)
 
 
@@ -213,7 +238,8 @@ def fit_positions(
     stream = torch.Generator().manual_seed(seed)
     opening, closing = (len(side) for side in target.frame())
     least = opening + closing + _SHORTEST
-    # Long enough that ordinary tokens occur at every position of a text, also the last ones.
+    # Long enough that ordinary tokens occur at every position of a text, also the last
+    # ones.
     max_length = min(max(length, least) + closing, target.parts.max_length)
     lengths = sorted(
         {least + (max_length - least) * part // 4 for part in (1, 2, 3)} - {max_length}
@@ -236,7 +262,9 @@ def _run(target: Target, leak: Leak, ids: Tensor) -> Tensor:
     return target.rows(leak, ids.to(target.parts.device)).double()
 
 
-def _ends(target: Target, leak: Leak, texts: list[Tensor], means: Tensor, closing: int) -> Tensor:
+def _ends(
+    target: Target, leak: Leak, texts: list[Tensor], means: Tensor, closing: int
+) -> Tensor:
     """Return what (closing, d) the closing tokens add to the mean of other tokens' rows."""
     added = means.new_zeros(closing, means.shape[1])
     for ids in texts:
@@ -246,9 +274,13 @@ def _ends(target: Target, leak: Leak, texts: list[Tensor], means: Tensor, closin
 
 
 def _residuals(
-    target: Target, leak: Leak, ids: Tensor, rows: Tensor, means: Tensor,
+    target: Target,
+    leak: Leak,
+    ids: Tensor,
+    rows: Tensor,
+    means: Tensor,
     stream: torch.Generator,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Return how a token's row changes (m, d) in the same text with some tokens exchanged."""
     opening, closing = (len(side) for side in target.frame())
     orders = _exchanged(len(ids), ids.shape[1], opening, closing, stream)
@@ -271,7 +303,8 @@ def _exchanged(
     for place in range(opening, length - closing - 3):
         swap = torch.rand(count, generator=stream) < _EXCHANGED / 2
         other = place + 1 + torch.randint(3, (count,), generator=stream)
-        first, second = orders[each, place].clone(), orders[each, other].clone()
+        first = orders[each, place].clone()
+        second = orders[each, other].clone()
         orders[each, place] = torch.where(swap, second, first)
         orders[each, other] = torch.where(swap, first, second)
     return orders
@@ -281,9 +314,9 @@ def _exchanged(
 class UnorderedPrefixes:
     """Left-to-right search for the next token and its row.
 
-    `fans`: how many of each row's likeliest tokens are tried, one number after another until a
-    token fits; in the end all tokens are tried. `samples`: random tokens that fit the ordering
-    (None: eight for each number in a row).
+    `fans`: how many of each row's likeliest tokens are tried, one number after another
+    until a token fits; in the end all tokens are tried. `samples`: random tokens that
+    fit the ordering (None: eight for each number in a row).
     """
 
     fans: tuple[int, ...] = (1, 4, 16, 64, 256)
@@ -294,7 +327,9 @@ class UnorderedPrefixes:
         if not self.fans or min(self.fans) < 1:
             raise InputError(f"fans must be positive: got {self.fans}")
 
-    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Iterator[tuple[int, Proposal]]:
+    def __call__(
+        self, target: Target, leaks: Sequence[Leak]
+    ) -> Iterator[tuple[int, Proposal]]:
         texts, orderings = texts_of(target, leaks, self.samples, self.seed)
         fitting = orderings.spent
         for text in texts:
@@ -303,13 +338,18 @@ class UnorderedPrefixes:
             fitting = 0  # spent once for all texts
 
     @torch.no_grad()
-    def _read(self, target: Target, exposure: Exposure, orderings: Orderings, text: Text) -> None:
+    def _read(
+        self, target: Target, exposure: Exposure, orderings: Orderings, text: Text
+    ) -> None:
         """Extend the text by one token and its row at a time, until no row is left or none fits."""
         device = text.rows.device
-        branches = Branches(target.model, torch.zeros(1, dtype=torch.long, device=device))
+        branches = Branches(
+            target.model, torch.zeros(1, dtype=torch.long, device=device)
+        )
         leaked = text.rows.isfinite().all(-1)
         remaining = leaked.nonzero().flatten()
-        # If the search ends early, the rest is proposed in the order in which it leaked.
+        # If the search ends early, the rest is proposed in the order in which it
+        # leaked.
         likeliest = orderings.rest.likelihood(text.rows).argmax(-1)
         while len(remaining):
             pair = self._pair(branches, exposure, orderings, text, remaining)
@@ -322,34 +362,52 @@ class UnorderedPrefixes:
             remaining = remaining[remaining != row]
             target.count.set(text.number, text.position)
         gaps = (~leaked).nonzero().flatten()
-        found = likeliest.new_zeros(text.position)  # placeholders: these tokens are in text.ids
+        found = likeliest.new_zeros(
+            text.position
+        )  # placeholders: these tokens are in text.ids
         guesses = torch.cat([found, likeliest[remaining], likeliest[gaps]])
         text.guesses = guesses[: len(text.rows)]
 
     def _pair(
-        self, branches: Branches, exposure: Exposure, orderings: Orderings, text: Text,
+        self,
+        branches: Branches,
+        exposure: Exposure,
+        orderings: Orderings,
+        text: Text,
         remaining: Tensor,
-    ) -> tuple[int, int] | None:  # fmt: skip
+    ) -> tuple[int, int] | None:
         """Return the next token and the row that it reproduces, and extend `branches` by it."""
-        device, position = text.rows.device, text.position
+        device = text.rows.device
+        position = text.position
         ordering = orderings.at(position)
-        scores, spread = ordering.likelihood(text.rows[remaining]), orderings.spread(position)
+        scores = ordering.likelihood(text.rows[remaining])
+        spread = orderings.spread(position)
         tried = torch.zeros(0, device=device)
-        no_chain = torch.zeros(1, dtype=torch.bool, device=device)  # tokens are alternatives
+        no_chain = torch.zeros(
+            1, dtype=torch.bool, device=device
+        )  # tokens are alternatives
         for count in (*self.fans, scores.shape[1]):
-            wanted = scores.topk(min(count, scores.shape[1])).indices.T.flatten().unique()
+            wanted = (
+                scores.topk(min(count, scores.shape[1])).indices.T.flatten().unique()
+            )
             fresh = wanted[~torch.isin(wanted, tried)]
             tried = torch.cat([tried, fresh])
             for tokens in fresh.split(_MAX_CHUNK) if len(fresh) else ():
-                given = branches.expose(exposure, no_chain, ids=tokens[None])["values"][0]
+                given = branches.expose(exposure, no_chain, ids=tokens[None])["values"][
+                    0
+                ]
                 text.passes, text.tested = text.passes + 1, text.tested + len(tokens)
-                misfits = torch.stack([
-                    text.tolerance.misfit(row, given - text.rows[row], spread)
-                    for row in remaining.tolist()
-                ])  # fmt: skip
+                misfits = torch.stack(
+                    [
+                        text.tolerance.misfit(row, given - text.rows[row], spread)
+                        for row in remaining.tolist()
+                    ]
+                )
                 row, token = divmod(int(misfits.argmin()), len(tokens))
                 fits = bool(misfits[row, token] <= 1)
-                node, accepted, text_row = torch.tensor([[token], [fits], [0]], device=device)
+                node, accepted, text_row = torch.tensor(
+                    [[token], [fits], [0]], device=device
+                )
                 branches.accept(first=node, counts=accepted, rows=text_row)
                 if fits:
                     return int(tokens[token]), int(remaining[row])
