@@ -21,7 +21,11 @@ def chromium() -> Generator[Any]:
     from playwright.sync_api import sync_playwright
 
     # It must not telephone home, either.
-    flags = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    flags = [
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+    ]
     flags += ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=found, args=flags)
@@ -30,7 +34,9 @@ def chromium() -> Generator[Any]:
 
 
 @contextmanager
-def opened(launched: Any, path: Path, fragment: str = "", **options: Any) -> Generator[Any]:
+def opened(
+    launched: Any, path: Path, fragment: str = "", **options: Any
+) -> Generator[Any]:
     """Open a page that must request nothing but itself and log no error."""
     trouble: list[str] = []
     asked: list[str] = []
@@ -51,6 +57,10 @@ def axe() -> str:
     if named := os.environ.get("AXE_CORE"):
         return Path(named).read_text("utf-8")
     try:
-        return (resources.files("axe_playwright_python") / "axe.min.js").read_text("utf-8")
+        return (resources.files("axe_playwright_python") / "axe.min.js").read_text(
+            "utf-8"
+        )
     except ModuleNotFoundError:
-        pytest.skip("no axe-core (pip install axe-playwright-python, or AXE_CORE=axe.min.js)")
+        pytest.skip(
+            "no axe-core (pip install axe-playwright-python, or AXE_CORE=axe.min.js)"
+        )

@@ -15,7 +15,9 @@ def test_powers_of_ten_are_equally_far_apart():
     assert axis.ticks == [(0, 0), (100, 1), (200, 2), (300, 3)]
 
 
-@pytest.mark.parametrize("values", [[0.0], [5e-324], [1.7e308], [0.0, 1.7e308], [1.0], [7.0, 7.0]])
+@pytest.mark.parametrize(
+    "values", [[0.0], [5e-324], [1.7e308], [0.0, 1.7e308], [1.0], [7.0, 7.0]]
+)
 def test_any_finite_numbers_stand_inside(values):
     axis = Axis.around(values, 10, 200)
     for value in values:

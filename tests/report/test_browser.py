@@ -17,7 +17,8 @@ from keyhole.core import Cut, Finding, Remedied, Skip, Status
 from keyhole.core.finding import Piece, Reading, Readings
 
 pytestmark = pytest.mark.release  # a browser takes seconds to start
-DESK, PHONE = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
+DESK = {"width": 1400, "height": 900}
+PHONE = {"width": 390, "height": 844}
 
 
 @pytest.fixture(scope="module")
@@ -30,32 +31,72 @@ BOX = "the classifier in the box"
 
 
 def text_finding(layer: int) -> Finding:
-    marks = [("verified", True), ("likely", True), ("likely", False), ("unknown", False)] * 3
-    pieces = tuple(Piece(f" w{n}", mark, right) for n, (mark, right) in enumerate(marks))
+    marks = [
+        ("verified", True),
+        ("likely", True),
+        ("likely", False),
+        ("unknown", False),
+    ] * 3
+    pieces = tuple(
+        Piece(f" w{n}", mark, right) for n, (mark, right) in enumerate(marks)
+    )
     read = Reading("a text as long as people write them", pieces, True, True)
     names = ("float32", "bfloat16", "int8", "noise of 10%")
     cells = tuple(Readings("hidden", layer, name, (read,) * 3) for name in names)
     return Finding(
-        called(f"hidden states of layer {layer}", BOX), "EncoderStates", Status.INEXACT,
-        "3 of 3 texts: --data measures it", "Do not return hidden states: --layers all", None, 3,
-        1.5, known=0.5, sought="text", texts=cells,
-    )  # fmt: skip
+        called(f"hidden states of layer {layer}", BOX),
+        "EncoderStates",
+        Status.INEXACT,
+        "3 of 3 texts: --data measures it",
+        "Do not return hidden states: --layers all",
+        None,
+        3,
+        1.5,
+        known=0.5,
+        sought="text",
+        texts=cells,
+    )
 
 
 def every_kind() -> Audit:
     """An audit with findings of all four families, a control and a skip."""
-    planted = audit(target_of({"the scoring head": oracle.plant(dim=8, rank=2, seed=1)}, "it"))
+    planted = audit(
+        target_of({"the scoring head": oracle.plant(dim=8, rank=2, seed=1)}, "it")
+    )
     inverted = Finding(
-        called("a layer's output", "the attention layer"), "Auto", Status.RECOVERED,
-        "residual 1e-16", "Keep outputs inside.", 1e-11, 1, 0.1, known=1.0, sought="input",
-    )  # fmt: skip
+        called("a layer's output", "the attention layer"),
+        "Auto",
+        Status.RECOVERED,
+        "residual 1e-16",
+        "Keep outputs inside.",
+        1e-11,
+        1,
+        0.1,
+        known=1.0,
+        sought="input",
+    )
     tokens = tuple(f"w{n}" for n in range(20))
-    cut = Cut(tokens, "bad", "good", 0.9, 0.4, 0.01, 12, 12, ((0, 0, 1, 2), (3, 4, 5, 6)))
+    cut = Cut(
+        tokens, "bad", "good", 0.9, 0.4, 0.01, 12, 12, ((0, 0, 1, 2), (3, 4, 5, 6))
+    )
     flipped = Finding(
-        called("1% of all attention cut", BOX), "HackAttend", Status.INEXACT, "7 of 12",
-        "Take no masks.", None, 652, 2.0, known=0.58, sought="prediction", cuts=(cut,),
-        remedied=(Remedied("keyhole harden: a trained copy", 0.0, "0 of 8 right answers flipped"),),
-    )  # fmt: skip
+        called("1% of all attention cut", BOX),
+        "HackAttend",
+        Status.INEXACT,
+        "7 of 12",
+        "Take no masks.",
+        None,
+        652,
+        2.0,
+        known=0.58,
+        sought="prediction",
+        cuts=(cut,),
+        remedied=(
+            Remedied(
+                "keyhole harden: a trained copy", 0.0, "0 of 8 right answers flipped"
+            ),
+        ),
+    )
     control = replace(
         flipped,
         exposure=called("1% of all attention cut at random", BOX),
@@ -64,11 +105,15 @@ def every_kind() -> Audit:
     )
     texts = [text_finding(layer) for layer in (1, 6, 12)]
     skip = Skip(
-        called("hidden states"), "none", "3 of 12 layers were tried; --layers all",
+        called("hidden states"),
+        "none",
+        "3 of 12 layers were tried; --layers all",
         layers=(2, 3, 4, 5),
-    )  # fmt: skip
+    )
     found = (*planted.findings, inverted, *texts, flipped, control)
-    return replace(planted, target="a model and its server", findings=found, skips=(skip,))
+    return replace(
+        planted, target="a model and its server", findings=found, skips=(skip,)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +134,9 @@ _WIDTH = "document.documentElement.scrollWidth"
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
-def test_the_first_screen_has_the_verdict_and_four_cards(browser, path, size, scheme, tmp_path):
+def test_the_first_screen_has_the_verdict_and_four_cards(
+    browser, path, size, scheme, tmp_path
+):
     with opened(browser, path, viewport=size, color_scheme=scheme) as page:
         picture = page.screenshot(path=tmp_path / "first.png")
         assert len(picture) > 10_000
@@ -97,17 +144,23 @@ def test_the_first_screen_has_the_verdict_and_four_cards(browser, path, size, sc
         assert 0 < page.evaluate(_BOTTOM, ".verdict") < page.evaluate(_BOTTOM, ".cards")
         assert page.evaluate(_BOTTOM, ".cards") <= size["height"]
         assert page.evaluate(_WIDTH) == size["width"]  # nothing to scroll sideways
-        page.evaluate("for (const fold of document.querySelectorAll('details')) fold.open = true")
+        page.evaluate(
+            "for (const fold of document.querySelectorAll('details')) fold.open = true"
+        )
         assert page.evaluate(_WIDTH) == size["width"]
         dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert (dark == "rgb(22, 21, 20)") == (scheme == "dark")
 
 
-def test_long_names_and_remedies_leave_the_cards_on_a_phones_first_screen(browser, made, tmp_path):
+def test_long_names_and_remedies_leave_the_cards_on_a_phones_first_screen(
+    browser, made, tmp_path
+):
     long = "Treat it as the text itself: add noise or sum it over clients before anybody sees it."
     findings = tuple(
         replace(
-            finding, remedy=long, exposure=replace(finding.exposure, part="what ships with Keyhole")
+            finding,
+            remedy=long,
+            exposure=replace(finding.exposure, part="what ships with Keyhole"),
         )
         for finding in made.findings
     )
@@ -121,7 +174,9 @@ def test_long_names_and_remedies_leave_the_cards_on_a_phones_first_screen(browse
 def test_a_permalink_shows_its_finding(browser, path, made, script):
     item = assess(made).items[-1]
     options = {"viewport": DESK, "java_script_enabled": script}
-    with opened(browser, path, **options) as page:  # texts that were read are shown as it opens
+    with opened(
+        browser, path, **options
+    ) as page:  # texts that were read are shown as it opens
         before = page.locator("details .reason:visible").count()
         assert before == 3
     with opened(browser, path, f"#{item.id}", **options) as page:
@@ -138,7 +193,9 @@ def test_a_link_is_copied(browser, path, made):
     with opened(browser, path, f"#{item.id}", permissions=permissions) as page:
         page.locator(f'details[id="{item.id}"] button').click()
         page.get_by_role("button", name="Copied").wait_for()
-        assert page.evaluate("navigator.clipboard.readText()").endswith(f"page.html#{item.id}")
+        assert page.evaluate("navigator.clipboard.readText()").endswith(
+            f"page.html#{item.id}"
+        )
 
 
 def test_the_keyboard_is_enough(browser, path, made):
@@ -174,17 +231,27 @@ def test_print_unfolds_everything(browser, path, made, tmp_path):
 
 @pytest.mark.parametrize(("size", "scheme"), [(DESK, "light"), (PHONE, "dark")])
 def test_axe_finds_no_fault(browser, made, size, scheme, tmp_path):
-    script, file = axe(), tmp_path / "page.html"
-    some = {finding.sought: finding for finding in made.findings}  # one of each family is enough
-    file.write_text(report.render(replace(made, findings=(*some.values(), text_finding(6)))))
+    script = axe()
+    file = tmp_path / "page.html"
+    some = {
+        finding.sought: finding for finding in made.findings
+    }  # one of each family is enough
+    file.write_text(
+        report.render(replace(made, findings=(*some.values(), text_finding(6))))
+    )
     options = {"viewport": size, "color_scheme": scheme}
     with opened(browser, file, bypass_csp=True, **options) as page:
-        page.evaluate("for (const fold of document.querySelectorAll('details')) fold.open = true")
+        page.evaluate(
+            "for (const fold of document.querySelectorAll('details')) fold.open = true"
+        )
         page.evaluate(script)
         result = page.evaluate("axe.run()")
         assert len(result["passes"]) > 20
         faults = result["violations"]
-        found = [(f["impact"], f["id"], [n["html"][:200] for n in f["nodes"][:3]]) for f in faults]
+        found = [
+            (f["impact"], f["id"], [n["html"][:200] for n in f["nodes"][:3]])
+            for f in faults
+        ]
         assert not found, found
 
 
@@ -194,9 +261,13 @@ def test_hostile_strings_stay_strings(browser, tmp_path):
     file.write_text(report.render(Audit.load(tmp_path / "audit.json")), "utf-8")
     with opened(browser, file, viewport=PHONE) as page:
         assert page.evaluate("[window.stolen, document.images.length]") == [None, 0]
-        links = page.eval_on_selector_all("a", "all => all.map(a => a.getAttribute('href'))")
+        links = page.eval_on_selector_all(
+            "a", "all => all.map(a => a.getAttribute('href'))"
+        )
         assert all(link.startswith("#") for link in links)
-        page.evaluate("for (const fold of document.querySelectorAll('details')) fold.open = true")
+        page.evaluate(
+            "for (const fold of document.querySelectorAll('details')) fold.open = true"
+        )
         assert page.evaluate(_WIDTH) == PHONE["width"]
 
 
@@ -217,7 +288,9 @@ def test_the_policy_stops_what_would_get_in(browser, path, tmp_path):
 
 def test_five_hundred_findings(browser, made, tmp_path):
     many = [
-        replace(finding, exposure=replace(finding.exposure, part=f"{finding.part} {copy}"))
+        replace(
+            finding, exposure=replace(finding.exposure, part=f"{finding.part} {copy}")
+        )
         for copy in range(-(-500 // len(made.findings)))
         for finding in made.findings
     ][:500]
@@ -249,9 +322,13 @@ _LINES = r"""() => {
 
 def test_no_option_is_broken(browser, made, tmp_path):
     file = tmp_path / "page.html"
-    file.write_text(report.render(replace(made, findings=(text_finding(1),), skips=())), "utf-8")
+    file.write_text(
+        report.render(replace(made, findings=(text_finding(1),), skips=())), "utf-8"
+    )
     with opened(browser, file) as page:
-        page.evaluate("for (const fold of document.querySelectorAll('details')) fold.open = true")
+        page.evaluate(
+            "for (const fold of document.querySelectorAll('details')) fold.open = true"
+        )
         for width in range(400, 1300, 60):
             page.set_viewport_size({"width": width, "height": 600})
             assert page.evaluate(_LINES) == [["--data", 1], ["--layers", 1]]

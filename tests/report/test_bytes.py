@@ -20,7 +20,12 @@ from keyhole.models.pieces import labels
 from keyhole.report import render
 
 TEXT = "a good né 日!\nno"
-BROKEN = ("Ġ", "Ċ", "Ã", "\ufffd")  # a space, a line's end, half of an é, no character at all
+BROKEN = (
+    "Ġ",
+    "Ċ",
+    "Ã",
+    "\ufffd",
+)  # a space, a line's end, half of an é, no character at all
 
 
 @pytest.fixture
@@ -36,7 +41,9 @@ def bytes_model(tmp_path_factory):
     inner = Tokenizer(BPE(table, [("Ġ", "g"), ("o", "o")]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="Ā")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="Ā"
+    )
     config = tiny.model("gpt2", vocab_size=len(table)).config
     config.bos_token_id = config.eos_token_id = tokenizer.eos_token_id
     with torch.random.fork_rng():
@@ -51,7 +58,15 @@ def bytes_model(tmp_path_factory):
 def test_bytes_are_shown_as_what_they_spell(bytes_model, keyhole, tmp_path):
     leak = tmp_path / "leak.safetensors"
     made = keyhole(
-        "lab", "capture", bytes_model, "--text", TEXT, "--expose", "hidden:1", "--out", leak
+        "lab",
+        "capture",
+        bytes_model,
+        "--text",
+        TEXT,
+        "--expose",
+        "hidden:1",
+        "--out",
+        leak,
     )
     assert made.returncode == 0, made.stderr
     done = keyhole("recover", bytes_model, leak)
@@ -68,8 +83,13 @@ def test_bytes_on_the_page(bytes_model):
     cuts = [cut for finding in made.findings for cut in finding.cuts]
     assert read
     assert cuts
-    shown = [piece.text for finding in read for cell in finding.texts
-             for reading in cell.readings for piece in reading.pieces]  # fmt: skip
+    shown = [
+        piece.text
+        for finding in read
+        for cell in finding.texts
+        for reading in cell.readings
+        for piece in reading.pieces
+    ]
     shown += [word for cut in cuts for word in (*cut.tokens, cut.before, cut.after)]
     assert not any(sign in word for sign in BROKEN for word in shown)
     assert "good" in "".join(shown)
@@ -81,10 +101,27 @@ def test_every_token_has_a_label(bytes_model):
     tokenizer = load_model(bytes_model).tokenizer
     ids = tokenizer(TEXT)["input_ids"]
     assert labels(tokenizer, ids) == [
-        "a", "g", "oo", "d", "␣", "n", "\\xc3", "é", "␣", "\\xe6", "\\x97", "日", "!", "\\n",
-        "n", "o",
-    ]  # fmt: skip
-    assert labels(tokenizer, [tokenizer.eos_token_id, *ids[:1]]) == [tokenizer.eos_token, "a"]
+        "a",
+        "g",
+        "oo",
+        "d",
+        "␣",
+        "n",
+        "\\xc3",
+        "é",
+        "␣",
+        "\\xe6",
+        "\\x97",
+        "日",
+        "!",
+        "\\n",
+        "n",
+        "o",
+    ]
+    assert labels(tokenizer, [tokenizer.eos_token_id, *ids[:1]]) == [
+        tokenizer.eos_token,
+        "a",
+    ]
 
 
 def test_parts_of_words_keep_their_sign():

@@ -23,13 +23,17 @@ CHECKED = {
             Finding(RULE, 14, "--slots", "deploy/a b.yml"),
             Finding(LOW, 3, "--metrics", "run.sh"),
         ),
-        (Unread("broken.json", "no JSON"),), 4, ("KH-CONFIG-VLLM-OPEN",),
+        (Unread("broken.json", "no JSON"),),
+        4,
+        ("KH-CONFIG-VLLM-OPEN",),
     ),
     "low": Checked((Finding(LOW, 3, "--metrics", "run.sh"),), (), 2),
     "unread": Checked((), (Unread("broken.json", "no JSON"),), 1),
     "clean": Checked((), (), 3),
-    "hostile": Checked((Finding(RULE, 1, HOSTILE, HOSTILE),), (Unread(HOSTILE, HOSTILE),), 2),
-}  # fmt: skip
+    "hostile": Checked(
+        (Finding(RULE, 1, HOSTILE, HOSTILE),), (Unread(HOSTILE, HOSTILE),), 2
+    ),
+}
 CODES = {"open": 1, "low": 0, "unread": 3, "clean": 0, "hostile": 1}
 
 
@@ -48,7 +52,10 @@ def test_sarif_is_valid_by_the_schema_of_oasis(checked, name):
     assert sarif_errors(log) == []
     (run,) = log["runs"]
     for result in run["results"]:
-        assert run["tool"]["driver"]["rules"][result["ruleIndex"]]["id"] == result["ruleId"]
+        assert (
+            run["tool"]["driver"]["rules"][result["ruleIndex"]]["id"]
+            == result["ruleId"]
+        )
     prints = [json.dumps(result["partialFingerprints"]) for result in run["results"]]
     assert len(set(prints)) == len(prints)
 
@@ -79,12 +86,16 @@ def test_a_result_stands_at_its_line():
 def test_fingerprints_stay_where_lines_move():
     moved = Checked((Finding(LOW, 33, "--metrics", "run.sh"),), (), 2)
     logs = [json.loads(rendered("sarif", made)) for made in (CHECKED["low"], moved)]
-    first, second = (log["runs"][0]["results"][0]["partialFingerprints"] for log in logs)
+    first, second = (
+        log["runs"][0]["results"][0]["partialFingerprints"] for log in logs
+    )
     assert first == second
 
 
 def test_what_a_file_says_does_nothing_elsewhere():
-    message = json.loads(rendered("sarif", CHECKED["hostile"]))["runs"][0]["results"][0]["message"]
+    message = json.loads(rendered("sarif", CHECKED["hostile"]))["runs"][0]["results"][
+        0
+    ]["message"]
     assert "\\](http" in message["text"]
     assert "{{0}}" in message["text"]
 

@@ -13,15 +13,32 @@ from keyhole.report.page import HEIGHT, SMALLEST, WIDTH, curve
 
 def finding(trace, bound=None) -> Finding:
     return Finding(
-        called("full scores"), "A", Status.RECOVERED, "", "", None, 1, 0.0, bound, 1.0, tuple(trace)
+        called("full scores"),
+        "A",
+        Status.RECOVERED,
+        "",
+        "",
+        None,
+        1,
+        0.0,
+        bound,
+        1.0,
+        tuple(trace),
     )
 
 
 def test_points_stand_where_their_logarithms_are():
     drawn = curve(finding([(10, 1.0), (100, 1e-5), (4000, 1e-10)], bound=1000))
-    assert (drawn.across.low, drawn.across.high, drawn.up.low, drawn.up.high) == (1, 4, -10, 0)
-    wide, high = drawn.across.end - drawn.across.begin, drawn.up.begin - drawn.up.end
-    left, top = drawn.across.begin, drawn.up.end
+    assert (drawn.across.low, drawn.across.high, drawn.up.low, drawn.up.high) == (
+        1,
+        4,
+        -10,
+        0,
+    )
+    wide = drawn.across.end - drawn.across.begin
+    high = drawn.up.begin - drawn.up.end
+    left = drawn.across.begin
+    top = drawn.up.end
     expected = [
         (left, top),
         (left + wide / 3, top + high / 2),

@@ -16,15 +16,25 @@ from sample_audits import clean, empty, judged, whole
 
 HOSTILE = "<b>|`@all \x1b[2J \udcff"
 UNOPENED = Audit(
-    "gone", "", (), (Skip(Exposure(NOT_CHECKED, "target"), "none", "no such file", unchecked=True),)
+    "gone",
+    "",
+    (),
+    (Skip(Exposure(NOT_CHECKED, "target"), "none", "no such file", unchecked=True),),
 )
 FLEET = Fleet(
-    {"a model": whole(), "a-model": replace(whole(), target="models/b"), "clean": clean(),
-     HOSTILE: replace(clean(), target=HOSTILE), "gone": UNOPENED},
+    {
+        "a model": whole(),
+        "a-model": replace(whole(), target="models/b"),
+        "clean": clean(),
+        HOSTILE: replace(clean(), target=HOSTILE),
+        "gone": UNOPENED,
+    },
     12.5,
-)  # fmt: skip
+)
 PLAIN = assess_fleet(FLEET)
-JUDGED = assess_fleet(FLEET, lambda name, audit: (judged if name == "a model" else assess)(audit))
+JUDGED = assess_fleet(
+    FLEET, lambda name, audit: (judged if name == "a model" else assess)(audit)
+)
 
 
 @pytest.fixture(params=[PLAIN, JUDGED, assess_fleet(Fleet({"x": empty()}))])
@@ -48,7 +58,10 @@ def test_sarif_has_a_run_for_each_target(fleet, name):
 def test_ids_of_runs_do_not_depend_on_the_other_targets_order():
     turned = Fleet(dict(reversed(FLEET.audits.items())), 12.5)
     first, second = (
-        [run["automationDetails"]["id"] for run in json.loads(FLEET_FORMATS["sarif"](made))["runs"]]
+        [
+            run["automationDetails"]["id"]
+            for run in json.loads(FLEET_FORMATS["sarif"](made))["runs"]
+        ]
         for made in (PLAIN, assess_fleet(turned))
     )
     assert first == second[::-1]
@@ -64,7 +77,10 @@ def test_json_is_what_a_fleet_is_loaded_from(tmp_path, fleet):
     (tmp_path / "fleet.json").write_text(FLEET_FORMATS["json"](fleet), "utf-8")
     assert Fleet.load(tmp_path / "fleet.json") == fleet.fleet
     assessment = json.loads((tmp_path / "fleet.json").read_text("utf-8"))["assessment"]
-    assert (assessment["verdict"], assessment["exit_code"]) == (fleet.verdict, fleet.exit_code)
+    assert (assessment["verdict"], assessment["exit_code"]) == (
+        fleet.verdict,
+        fleet.exit_code,
+    )
     assert set(assessment["targets"]) == set(fleet.targets)
 
 

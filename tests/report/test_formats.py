@@ -43,11 +43,17 @@ def test_all_formats_tell_the_same():
     run = json.loads(FORMATS["sarif"](assessment))["runs"][0]
     failing = [result for result in run["results"] if result["kind"] == "fail"]
     present = [result for result in failing if result["baselineState"] != "absent"]
-    assert {r["properties"]["id"]: r["properties"]["severity"] for r in present} == exposed
+    assert {
+        r["properties"]["id"]: r["properties"]["severity"] for r in present
+    } == exposed
     saved = json.loads(FORMATS["json"](assessment))["assessment"]
     rows = {row["id"]: row["severity"] for row in saved["findings"]}
     assert {name: rows[name] for name in exposed} == exposed
-    assert saved["exit_code"] == run["invocations"][0]["exitCode"] == assessment.decision.exit_code
+    assert (
+        saved["exit_code"]
+        == run["invocations"][0]["exitCode"]
+        == assessment.decision.exit_code
+    )
     assert saved["verdict"] == run["properties"]["verdict"] == assessment.verdict
 
 

@@ -17,16 +17,22 @@ def evaluation(accuracy, flips, **kinds):
 
 def lines(before, after):
     training = Training(1, 0.1, 2**20, (0.5,))
-    runs = [Trained(seed, ".", training, evaluation) for seed, evaluation in enumerate(after)]
-    result = Hardening("m", "plain", "Plain()", "d.tsv", 20, {}, "cpu", before=before,
-                       runs=tuple(runs))  # fmt: skip
+    runs = [
+        Trained(seed, ".", training, evaluation)
+        for seed, evaluation in enumerate(after)
+    ]
+    result = Hardening(
+        "m", "plain", "Plain()", "d.tsv", 20, {}, "cpu", before=before, runs=tuple(runs)
+    )
     console = Console(file=io.StringIO(), width=100)
     console.print(hardening(result))
     return [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
 
 
 def test_one_seed_before_and_after():
-    after = evaluation(0.85, 2, transferred={"the model before": Measured(10, 1, 1.0, 0.1)})
+    after = evaluation(
+        0.85, 2, transferred={"the model before": Measured(10, 1, 1.0, 0.1)}
+    )
     text = lines(evaluation(0.9, 7), [after])
     assert "clean accuracy 90.0% 85.0%" in text
     assert "flips, stronger 70.0% 20.0%" in text

@@ -39,8 +39,11 @@ HOSTILE = {
     "long and odd": "\x1b`|<@[" * 20_000,
     "empty": "",
 }
-# What GitHub, GitLab or a browser would make something of, wherever it stands outside code.
-_LIVE = re.compile(r"@\w|#\d|GH-\d|https?:|www\.|evil|!\d|[0-9a-f]{40}|:\+1:|::set|/close")
+# What GitHub, GitLab or a browser would make something of, wherever it stands outside
+# code.
+_LIVE = re.compile(
+    r"@\w|#\d|GH-\d|https?:|www\.|evil|!\d|[0-9a-f]{40}|:\+1:|::set|/close"
+)
 
 
 @pytest.fixture(scope="module", params=HOSTILE)
@@ -77,7 +80,9 @@ def test_sarif(assessment, name):
     assert all(part.isprintable() for part in strings(log["runs"][0]["results"]))
     assert all(part.replace("\n", "").isprintable() for part in strings(log))
     for result in log["runs"][0]["results"]:
-        assert not re.search(r"(?<!\\)(\\\\)*\[", result["message"]["text"])  # starts a link
+        assert not re.search(
+            r"(?<!\\)(\\\\)*\[", result["message"]["text"]
+        )  # starts a link
         assert not re.search(r"(?<!\{)(\{\{)*\{(?!\{)", result["message"]["text"])
         uri = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
         assert re.fullmatch(r"[\w./-]+", uri, re.ASCII)
@@ -89,7 +94,9 @@ def test_json_keeps_it_as_it_is(assessment):
     assert text.isascii()
     assert text.replace("\n", "").isprintable()
     errors = audit_errors(json.loads(text))
-    assert all(error.startswith("format") for error in errors)  # a hostile date is no date
+    assert all(
+        error.startswith("format") for error in errors
+    )  # a hostile date is no date
     assert Audit.from_dict(parse(text)) == assessment.audit
 
 
@@ -99,7 +106,9 @@ def test_junit(assessment):
     assert text.replace("\n", "").isprintable()
     root = ElementTree.fromstring(text.encode("utf-8"))
     assert junit_errors(root) == []
-    assert len(list(root.iter("testcase"))) == len(assessment.items) + len(assessment.audit.skips)
+    assert len(list(root.iter("testcase"))) == len(assessment.items) + len(
+        assessment.audit.skips
+    )
 
 
 class _Outside(HTMLParser):
@@ -130,15 +139,32 @@ def test_markdown(assessment):
     seen = _Outside()
     seen.feed(MarkdownIt("commonmark").enable("table").render(comment))
     assert seen.tags <= {
-        "h2", "h3", "p", "strong", "table", "thead", "tbody", "tr", "th", "td", "br", "code", "pre",
-        "details", "summary", "ul", "li",
-    }  # fmt: skip
+        "h2",
+        "h3",
+        "p",
+        "strong",
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+        "br",
+        "code",
+        "pre",
+        "details",
+        "summary",
+        "ul",
+        "li",
+    }
     assert not _LIVE.search(seen.text)
 
 
 def test_no_row_has_a_cell_too_many(assessment):
     """Some readers end a cell at a pipe even after one or two backslashes."""
-    rows = [line for line in FORMATS["markdown"](assessment).splitlines() if line[:1] == "|"]
+    rows = [
+        line for line in FORMATS["markdown"](assessment).splitlines() if line[:1] == "|"
+    ]
     assert rows
     assert {row.count("|") for row in rows} == {6}
 
@@ -146,4 +172,6 @@ def test_no_row_has_a_cell_too_many(assessment):
 def test_a_harmless_text_is_left_as_it_is():
     shown = FORMATS["markdown"](assess(whole()))
     assert "`hidden states of layer 3, a model`" in shown
-    assert "hidden states of layer 3, a model: recovered" in FORMATS["sarif"](assess(whole()))
+    assert "hidden states of layer 3, a model: recovered" in FORMATS["sarif"](
+        assess(whole())
+    )

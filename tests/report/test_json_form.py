@@ -65,13 +65,26 @@ def at(data: Any, path: Path) -> Any:
 
 def test_the_schema_has_the_fields_of_the_types():
     parts = {
-        "finding": Finding, "skip": Skip, "exposure": Exposure, "readings": Readings,
-        "reading": Reading, "piece": Piece, "cut": Cut, "estimate": Estimate,
-    }  # fmt: skip
+        "finding": Finding,
+        "skip": Skip,
+        "exposure": Exposure,
+        "readings": Readings,
+        "reading": Reading,
+        "piece": Piece,
+        "cut": Cut,
+        "estimate": Estimate,
+    }
     for name, kind in parts.items():
-        assert list(PARTS[name]["properties"]) == [field.name for field in fields(kind)], name
+        assert list(PARTS[name]["properties"]) == [
+            field.name for field in fields(kind)
+        ], name
     own = {field.name for field in fields(Audit)}
-    assert set(SCHEMA["properties"]) - own == {"$schema", "format", "kind", "assessment"}
+    assert set(SCHEMA["properties"]) - own == {
+        "$schema",
+        "format",
+        "kind",
+        "assessment",
+    }
 
 
 def test_the_schema_has_the_words_of_the_enumerations():
@@ -80,7 +93,9 @@ def test_the_schema_has_the_words_of_the_enumerations():
     assert PARTS["outcome"]["enum"] == list(Outcome)
     assert PARTS["card"]["properties"]["level"]["enum"] == list(Level)
     assert PARTS["assessed"]["properties"]["state"]["enum"] == [*State, None]
-    rulings = PARTS["decision"]["properties"]["rulings"]["items"]["properties"]["ruling"]["enum"]
+    rulings = PARTS["decision"]["properties"]["rulings"]["items"]["properties"][
+        "ruling"
+    ]["enum"]
     assert rulings == list(Ruling)
 
 
@@ -98,7 +113,11 @@ def test_what_is_written_loads_as_the_same_audit(tmp_path):
 
 def test_an_assessment_in_a_file_is_not_believed(tmp_path):
     lying = json_form.document(assess(whole()))
-    lying["assessment"] = {"verdict": "Nothing was given away.", "exit_code": 0, "findings": []}
+    lying["assessment"] = {
+        "verdict": "Nothing was given away.",
+        "exit_code": 0,
+        "findings": [],
+    }
     path = tmp_path / "audit.json"
     path.write_text(json.dumps(lying), "utf-8")
     again = assess(Audit.load(path))
@@ -122,11 +141,36 @@ def test_no_object_takes_a_key_that_nobody_described():
 def test_no_required_key_may_be_missing():
     document = dense()
     later = {  # added after the first files, or empty there
-        "$schema", "assessment", "unchecked", "lower_bound", "known", "trace", "sought", "extra",
-        "layers", "variant", "layer", "defences", "name", "part", "texts",
-        "cuts", "control", "estimate", "note", "tokens", "overlap", "similarity",
-        "remedied", "chance", "tried", "command", "observed", "returns", "absent",
-    }  # fmt: skip
+        "$schema",
+        "assessment",
+        "unchecked",
+        "lower_bound",
+        "known",
+        "trace",
+        "sought",
+        "extra",
+        "layers",
+        "variant",
+        "layer",
+        "defences",
+        "name",
+        "part",
+        "texts",
+        "cuts",
+        "control",
+        "estimate",
+        "note",
+        "tokens",
+        "overlap",
+        "similarity",
+        "remedied",
+        "chance",
+        "tried",
+        "command",
+        "observed",
+        "returns",
+        "absent",
+    }
     for path, thing in list(objects(document)):
         for key in list(thing) if path != ("environment",) else []:
             value = thing.pop(key)

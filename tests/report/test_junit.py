@@ -18,7 +18,9 @@ def ends(assessment):
     root = ElementTree.fromstring(as_junit(assessment))
     tags = ("failure", "error", "skipped")
     return {
-        case.attrib["name"]: next((part.tag for part in case if part.tag in tags), "passed")
+        case.attrib["name"]: next(
+            (part.tag for part in case if part.tag in tags), "passed"
+        )
         for case in root.iter("testcase")
     }
 
@@ -48,7 +50,9 @@ def test_a_policy_decides_what_fails():
 
 def test_what_a_policy_allows_is_no_error():
     unknown = replace(clean(), skips=whole().skips)
-    allowed = decided(assess(unknown), Policy(allow_unchecked=True), today=date(2026, 1, 1))
+    allowed = decided(
+        assess(unknown), Policy(allow_unchecked=True), today=date(2026, 1, 1)
+    )
     assert allowed.decision.exit_code == 0
     assert set(ends(allowed).values()) == {"passed", "skipped"}
     refused = decided(assess(unknown), Policy(), today=date(2026, 1, 1))
@@ -57,13 +61,20 @@ def test_what_a_policy_allows_is_no_error():
 
 
 def test_what_a_policy_allows_is_no_error_where_something_else_fails():
-    ended = ends(decided(assess(whole()), Policy(allow_unchecked=True), today=date(2026, 1, 1)))
+    ended = ends(
+        decided(assess(whole()), Policy(allow_unchecked=True), today=date(2026, 1, 1))
+    )
     assert ended["full scores (Attack)"] == "failure"
-    assert (ended["signs (Attack)"], ended["something else (probe)"]) == ("skipped", "skipped")
+    assert (ended["signs (Attack)"], ended["something else (probe)"]) == (
+        "skipped",
+        "skipped",
+    )
 
 
 def test_a_check_of_what_the_service_does_not_return_is_no_error():
-    missing = Skip(called("hidden states of layer 1"), "none", "no memory", unchecked=True)
+    missing = Skip(
+        called("hidden states of layer 1"), "none", "no memory", unchecked=True
+    )
     made = assess(replace(clean(), skips=(missing,)), returns=("scores",))
     assert made.exit_code == 0
     assert ends(made)["hidden states of layer 1 (none)"] == "skipped"

@@ -32,9 +32,17 @@ def reading(tokens, exact, overlap, similarity, original="a text"):
 def audit(readings):
     cell = Readings("pooled", 1, "as stored", tuple(readings))
     finding = Finding(
-        called("stored embedding"), "EmbeddingReader", Status.INEXACT, "", "", None, 1, 0.0,
-        sought="text", texts=(cell,),
-    )  # fmt: skip
+        called("stored embedding"),
+        "EmbeddingReader",
+        Status.INEXACT,
+        "",
+        "",
+        None,
+        1,
+        0.0,
+        sought="text",
+        texts=(cell,),
+    )
     return Audit("a store", "identity", (finding,))
 
 
@@ -67,8 +75,12 @@ def test_what_is_verified_but_not_the_text_is_not_exact():
 
 def test_page_and_terminal_say_the_same():
     audited = audit(reading(*row) for row in READ)
-    page, words = report.render(audited), printed(audited)
-    assert "1–9 tokens: 1 of 2 (50%); the others: F1 of tokens 0.50, cosine 0.9700" in words
+    page = report.render(audited)
+    words = printed(audited)
+    assert (
+        "1–9 tokens: 1 of 2 (50%); the others: F1 of tokens 0.50, cosine 0.9700"
+        in words
+    )
     assert "10–16 tokens: 2 of 2 (100%)\n" in words.replace(" \n", "\n")
     whose = "tokens of the store&#39;s own texts"
     for cell in ('<th scope="row">10–16</th>', "50% read exactly", whose):
@@ -78,7 +90,8 @@ def test_page_and_terminal_say_the_same():
 
 
 def test_whose_lengths_they_are_is_said():
-    known, unknown = reading(3, True, 1.0, 1.0), reading(3, True, None, 1.0, original="")
+    known = reading(3, True, 1.0, 1.0)
+    unknown = reading(3, True, None, 1.0, original="")
     cases = ([known], [unknown], [known, unknown])
     captions = [lengths.whose(audit(readings).findings[0]) for readings in cases]
     assert captions[0] == "tokens of the store's own texts"
@@ -87,7 +100,9 @@ def test_whose_lengths_they_are_is_said():
 
 
 def test_a_page_shows_some_of_very_many():
-    page = report.render(audit(reading(*READ[0], original=f"text {n}!") for n in range(150)))
+    page = report.render(
+        audit(reading(*READ[0], original=f"text {n}!") for n in range(150))
+    )
     assert "The first 100 of 150 texts; the JSON file has all of them." in page
     assert "text 99!" in page
     assert "text 100!" not in page
@@ -102,11 +117,15 @@ def test_a_finding_without_lengths_has_no_table():
 
 
 def test_the_page_opens_with_a_number_an_example_and_the_texts():
-    page = report.render(audit([reading(*READ[0], original="a secret of mine"), reading(*READ[1])]))
+    page = report.render(
+        audit([reading(*READ[0], original="a secret of mine"), reading(*READ[1])])
+    )
     head, body = page.split('<ul class="cards">')
     assert "1 of 2 texts were read word for word" in head
     assert "<q>a secret of mine</q>" in head
-    assert body.count("<details") == body.count(" open>") == 1  # one finding, and it is unfolded
+    assert (
+        body.count("<details") == body.count(" open>") == 1
+    )  # one finding, and it is unfolded
     cards = body.split("</ul>")[0]
     assert "<h2><a" in cards
     assert "Predictions" not in cards  # what was not tried has no card

@@ -12,7 +12,9 @@ from sample_audits import finding, judged, whole
 
 def many(count):
     findings = tuple(
-        finding(f"hidden states of layer {n}", "text", Status.RECOVERED, remedy="x" * 150)
+        finding(
+            f"hidden states of layer {n}", "text", Status.RECOVERED, remedy="x" * 150
+        )
         for n in range(count)
     )
     return assess(replace(whole(), findings=findings))
@@ -44,7 +46,9 @@ def test_what_a_policy_and_a_baseline_say():
 
 
 def test_the_first_twenty_stand_before_the_fold():
-    before, fold, after = as_markdown(many(25)).partition("<details><summary>5 more</summary>")
+    before, fold, after = as_markdown(many(25)).partition(
+        "<details><summary>5 more</summary>"
+    )
     assert fold
     assert before.count("KH-TEXT-HIDDEN-STATES") == 20
     assert after.count("KH-TEXT-HIDDEN-STATES") == 5

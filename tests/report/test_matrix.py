@@ -10,21 +10,39 @@ from keyhole.core import Audit, Finding, Piece, Reading, Readings, Status
 from keyhole.report import page, readings
 
 
-def cell(layer: int, precision: str, right: int, of: int = 4, exact: bool = False) -> Readings:
+def cell(
+    layer: int, precision: str, right: int, of: int = 4, exact: bool = False
+) -> Readings:
     pieces = tuple(Piece(f" w{n}", "verified", n < right) for n in range(of))
     return Readings("hidden", layer, precision, (Reading("a", pieces, exact, exact),))
 
 
-def finding(exposure: str, *cells: Readings, part: str = "it", attack: str = "A") -> Finding:
+def finding(
+    exposure: str, *cells: Readings, part: str = "it", attack: str = "A"
+) -> Finding:
     known = cells[0].known if cells else 1.0
     sought = "text" if cells else "weights"
-    return Finding(called(exposure, part), attack, Status.INEXACT, "", "", None, 1, 0.0,
-                   known=known, sought=sought, texts=cells)  # fmt: skip
+    return Finding(
+        called(exposure, part),
+        attack,
+        Status.INEXACT,
+        "",
+        "",
+        None,
+        1,
+        0.0,
+        known=known,
+        sought=sought,
+        texts=cells,
+    )
 
 
 def test_what_leaks_by_layer_and_precision():
-    whole = finding("hidden states of layer 10", cell(10, "float32", 4, exact=True),
-                    cell(10, "int8", 2))  # fmt: skip
+    whole = finding(
+        "hidden states of layer 10",
+        cell(10, "float32", 4, exact=True),
+        cell(10, "int8", 2),
+    )
     second = finding("hidden states of layer 2", cell(2, "float32", 1))
     pooled = finding("pooled embedding", cell(12, "float32", 0))
     scores = finding("full scores", part="a head")
@@ -56,20 +74,27 @@ def test_of_two_attacks_on_one_leak_the_better_counts():
         assert part.kinds["hidden states"]["float32"]["1"].item.finding is better
 
 
-@pytest.mark.parametrize(("share", "shade"), [(-1, 0), (0, 0), (0.01, 1), (0.2, 2), (1, 5), (9, 5)])
+@pytest.mark.parametrize(
+    ("share", "shade"), [(-1, 0), (0, 0), (0.01, 1), (0.2, 2), (1, 5), (9, 5)]
+)
 def test_shades(share, shade):
     assert page.shade(share) == shade
 
 
 def test_tokens_alike_are_one_run_and_precisions_alike_one_row():
-    pieces = (Piece("a", "verified", True), Piece(" b", "verified", None),
-              Piece(" c", "likely", False), Piece(" d", "no such mark", True))  # fmt: skip
+    pieces = (
+        Piece("a", "verified", True),
+        Piece(" b", "verified", None),
+        Piece(" c", "likely", False),
+        Piece(" d", "no such mark", True),
+    )
     assert readings.runs(pieces) == (
         readings.Run("a b", "verified", wrong=False),
         readings.Run(" c", "likely", wrong=True),
         readings.Run(" d", "unread", wrong=False),
     )
-    first, other = Reading("x", pieces, False, False), Reading("x", pieces[:1], True, True)
+    first = Reading("x", pieces, False, False)
+    other = Reading("x", pieces[:1], True, True)
     read = {"float32": first, "int8": other, "bfloat16": first}
     cells = [Readings("hidden", 1, name, (reading,)) for name, reading in read.items()]
     (text,) = readings.shown(finding("hidden states of layer 1", *cells))

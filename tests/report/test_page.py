@@ -45,7 +45,8 @@ def test_the_table_takes_nothing_for_markup(found):
 
 
 def test_the_page_says_what_was_found(found):
-    page, assessment = report.render(found), assess(found)
+    page = report.render(found)
+    assessment = assess(found)
     assert f'<h1 class="verdict">{assessment.verdict}</h1>' in page
     assert "5 of 6 checks exposed" in page
     for item in assessment.items:
@@ -75,7 +76,10 @@ def test_findings_stand_by_family_then_part_the_worst_first(found):
         ((), "Nothing was checked"),
         ((Status.NOT_IDENTIFIABLE,), "Nothing was given away: the attack"),
         ((Status.ORACLE_FAILED,), "Could not check"),
-        ((Status.INEXACT, Status.MISMATCH), "The weights can be copied in part; 1 of 2 checks"),
+        (
+            (Status.INEXACT, Status.MISMATCH),
+            "The weights can be copied in part; 1 of 2 checks",
+        ),
     ],
 )
 def test_verdicts(found, findings, sentence):
@@ -90,10 +94,23 @@ def test_verdicts(found, findings, sentence):
 
 def test_controls_and_skips_stand_apart_and_are_not_counted(found):
     control = Finding(
-        called("1% of all attention cut at random"), "HackAttend", Status.RECOVERED,
-        "all flipped", "Nothing", None, 7, 0.0, known=1.0, sought="prediction", control=True,
-    )  # fmt: skip
-    skips = (Skip(called("every token's vector"), "FullOutput", "no vectors", unchecked=True),)
+        called("1% of all attention cut at random"),
+        "HackAttend",
+        Status.RECOVERED,
+        "all flipped",
+        "Nothing",
+        None,
+        7,
+        0.0,
+        known=1.0,
+        sought="prediction",
+        control=True,
+    )
+    skips = (
+        Skip(
+            called("every token's vector"), "FullOutput", "no vectors", unchecked=True
+        ),
+    )
     made = replace(found, findings=(*found.findings, control), skips=skips)
     page = report.render(made)
     before, after = page.split('<section id="not-counted"')
@@ -113,26 +130,41 @@ BOX = "the classifier in the box"
 
 def read(found: Audit, right: int, of: int) -> Audit:
     """An audit with one finding: a text of which `right` of `of` tokens were recovered."""
-    pieces = tuple(Piece(f" w{number}", "likely", number < right) for number in range(of))
-    texts = (Readings("hidden", 1, "float32", (Reading("a text", pieces, False, False),)),)
+    pieces = tuple(
+        Piece(f" w{number}", "likely", number < right) for number in range(of)
+    )
+    texts = (
+        Readings("hidden", 1, "float32", (Reading("a text", pieces, False, False),)),
+    )
     made = Finding(
-        called("hidden states of layer 1", BOX), "EncoderStates", Status.INEXACT,
-        "chosen near its boundary: --data measures it", "train: keyhole harden --method sattend",
-        None, 1, 0.0, known=texts[0].known, sought="text",
+        called("hidden states of layer 1", BOX),
+        "EncoderStates",
+        Status.INEXACT,
+        "chosen near its boundary: --data measures it",
+        "train: keyhole harden --method sattend",
+        None,
+        1,
+        0.0,
+        known=texts[0].known,
+        sought="text",
         texts=texts,
-    )  # fmt: skip
+    )
     return replace(found, findings=(made,))
 
 
 @pytest.mark.parametrize(
-    ("right", "of", "share"), [(8, 9, "89%"), (399, 400, ">99%"), (1, 400, "<1%"), (0, 4, "0%")]
+    ("right", "of", "share"),
+    [(8, 9, "89%"), (399, 400, ">99%"), (1, 400, "<1%"), (0, 4, "0%")],
 )
 def test_a_share_is_the_same_in_the_terminal_and_on_the_page(found, right, of, share):
     made = read(found, right, of)
     page = report.render(made)
     assert f"{right} of {of} tokens ({share})" in " ".join(words(made).split())
     assert f">{right} of {of} tokens ({escape(share)})<" in page
-    assert f'#text-the-classifier-in-the-box-hidden-states-layer-1">{escape(share)}</a>' in page
+    assert (
+        f'#text-the-classifier-in-the-box-hidden-states-layer-1">{escape(share)}</a>'
+        in page
+    )
 
 
 def test_a_row_says_of_what(found):
@@ -149,7 +181,9 @@ def test_the_table_loses_nothing_in_a_terminal(found, width):
     lines = words(made, width=width).splitlines()
     assert max(map(len, lines)) <= width
     for finding in made.findings:
-        first = next(word for word in sentences.exposure(finding.exposure).split("  "))[:12]
+        first = next(word for word in sentences.exposure(finding.exposure).split("  "))[
+            :12
+        ]
         rows = [line for line in lines if first in line]
         assert any(sentences.outcome(finding) in row for row in rows), finding.exposure
     assert "…" not in "".join(lines)
@@ -187,7 +221,9 @@ def test_what_came_from_a_target_is_escaped_also_out_of_a_file(tmp_path):
         assert "<script>window" not in page
         assert "<img" not in page
         assert "</title></style>" not in page
-        assert not re.search("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", page)
+        assert not re.search(
+            "[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", page
+        )
         assert page.encode()  # no half of a surrogate pair
         printed = words(bad)
         assert not re.search("[\0-\x09\x0b-\x1f\x7f-\x9f\u202e\ud800]", printed)
@@ -195,9 +231,16 @@ def test_what_came_from_a_target_is_escaped_also_out_of_a_file(tmp_path):
 
 
 GONE = Finding(
-    exposure=called("something that is no longer"), attack="x", status=Status.RECOVERED, reason="",
-    remedy="", error=None, queries=1, seconds=0.0, known=1.0,
-)  # fmt: skip
+    exposure=called("something that is no longer"),
+    attack="x",
+    status=Status.RECOVERED,
+    reason="",
+    remedy="",
+    error=None,
+    queries=1,
+    seconds=0.0,
+    known=1.0,
+)
 UNTRIED = replace(GONE, exposure=called("something not looked for"))
 
 
@@ -218,7 +261,9 @@ def test_what_a_policy_and_a_baseline_say_of_a_finding_is_shown(found):
     assert page.count(">ignored<") == len(plain.exposed)
     assert "&lt;i&gt;keyhole.toml&lt;/i&gt;" in page
     assert "no finding fails" in page
-    gone, untried = page.split("Gone since the baseline")[1].split("In the baseline, not tried")
+    gone, untried = page.split("Gone since the baseline")[1].split(
+        "In the baseline, not tried"
+    )
     assert "something that is no longer" in gone
     assert "something not looked for" not in gone
     assert "something not looked for" in untried

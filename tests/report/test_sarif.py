@@ -21,8 +21,10 @@ def run_of(assessment, render=sarif.render):
 
 
 def by_exposure(run):
-    return {result["locations"][0]["logicalLocations"][-1]["name"]: result
-            for result in run["results"]}  # fmt: skip
+    return {
+        result["locations"][0]["logicalLocations"][-1]["name"]: result
+        for result in run["results"]
+    }
 
 
 def test_every_rule_is_described_in_full():
@@ -57,7 +59,10 @@ def test_kinds_and_levels():
         "something else": ("open", "none"),
     }
     for exposure, (kind, level) in expected.items():
-        assert (results[exposure]["kind"], results[exposure]["level"]) == (kind, level), exposure
+        assert (results[exposure]["kind"], results[exposure]["level"]) == (
+            kind,
+            level,
+        ), exposure
     assert "1% of all attention cut at random" not in results  # a control
 
 
@@ -65,7 +70,12 @@ def test_a_place_is_target_endpoint_layer_exposure():
     run = run_of(assess(whole()))
     result = by_exposure(run)["hidden states of layer 3"]
     places = result["locations"][0]["logicalLocations"]
-    assert [place["kind"] for place in places] == ["target", "endpoint", "layer", "exposure"]
+    assert [place["kind"] for place in places] == [
+        "target",
+        "endpoint",
+        "layer",
+        "exposure",
+    ]
     full = "a target / a model / layer 3 / hidden states of layer 3"
     assert places[-1]["fullyQualifiedName"] == full
     for place in places:
@@ -96,19 +106,23 @@ def test_the_file_of_a_result_is_inside_the_repository(target, uri):
 
 
 def test_names_in_other_scripts_have_files_of_their_own():
-    first, second = Places("模型"), Places("модель")
+    first = Places("模型")
+    second = Places("модель")
     assert first.uri != second.uri
     assert first.uri.isascii()
 
 
 def test_fingerprints_stay_where_findings_move():
     before = by_exposure(run_of(assess(whole())))
-    other = replace(whole(), findings=tuple(reversed(FINDINGS)), created="2027-01-01T00:00:00Z")
+    other = replace(
+        whole(), findings=tuple(reversed(FINDINGS)), created="2027-01-01T00:00:00Z"
+    )
     after = by_exposure(run_of(assess(other)))
     for exposure, result in before.items():
         assert result["partialFingerprints"] == after[exposure]["partialFingerprints"]
     prints = [
-        result["partialFingerprints"]["primaryLocationLineHash"] for result in before.values()
+        result["partialFingerprints"]["primaryLocationLineHash"]
+        for result in before.values()
     ]
     assert len(set(prints)) == len(prints)
 
@@ -132,7 +146,9 @@ def test_github_calls_a_severity_by_our_name(severity, least, most):
     ]
     assert len(shown) == len({item.rule.id for item in made.exposed})
     assert all(least <= number <= most for number in shown)
-    assert severity is not Severity.CRITICAL or min(shown) > 9.0  # GitHub: over 9.0 is critical
+    assert (
+        severity is not Severity.CRITICAL or min(shown) > 9.0
+    )  # GitHub: over 9.0 is critical
 
 
 def test_a_rule_has_the_severity_of_its_worst_finding():
@@ -171,10 +187,13 @@ def test_github_gets_what_needs_somebody_and_nothing_else():
     assert run_of(assess(clean()), sarif.render_alerts)["results"] == []
 
 
-@pytest.mark.parametrize("policy", [
-    Policy(allow_unchecked=True),
-    Policy(ignores=(Ignore("*", "accepted", date(2999, 1, 1)),)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(allow_unchecked=True),
+        Policy(ignores=(Ignore("*", "accepted", date(2999, 1, 1)),)),
+    ],
+)
 def test_a_check_without_a_result_that_a_policy_excuses_is_no_alert(policy):
     made = decided(assess(whole()), policy)
     skipped = by_exposure(run_of(made))["something else"]
@@ -186,26 +205,37 @@ def test_a_check_without_a_result_that_a_policy_excuses_is_no_alert(policy):
 
 
 def test_a_check_of_what_the_service_does_not_return_is_no_alert():
-    missing = Skip(called("hidden states of layer 1"), "none", "no memory", unchecked=True)
+    missing = Skip(
+        called("hidden states of layer 1"), "none", "no memory", unchecked=True
+    )
     made = assess(replace(whole(), skips=(missing,)), returns=("labels",))
     alerts = by_exposure(run_of(made, sarif.render_alerts))
     assert "hidden states of layer 1" not in alerts
     ended = run_of(made)["invocations"][0]["toolExecutionNotifications"]
-    assert [notice["message"]["text"] for notice in ended] == ["could not check signs, a model"]
+    assert [notice["message"]["text"] for notice in ended] == [
+        "could not check signs, a model"
+    ]
 
 
 def test_how_it_ended():
     (ended,) = run_of(assess(whole()))["invocations"]
     assert (ended["exitCode"], ended["executionSuccessful"]) == (1, True)
     assert ended["endTimeUtc"] == "2026-11-16T08:44:47Z"
-    notices = [notice["message"]["text"] for notice in ended["toolExecutionNotifications"]]
-    assert notices == ["could not check signs, a model", "could not check something else"]
+    notices = [
+        notice["message"]["text"] for notice in ended["toolExecutionNotifications"]
+    ]
+    assert notices == [
+        "could not check signs, a model",
+        "could not check something else",
+    ]
     (undated,) = run_of(assess(replace(whole(), created="yesterday")))["invocations"]
     assert "endTimeUtc" not in undated
 
 
 def test_messages_make_no_links_and_hold_no_places():
-    hostile = replace(FINDINGS[0], reason="see [this](https://evil.example) and {0} \\[x]")
+    hostile = replace(
+        FINDINGS[0], reason="see [this](https://evil.example) and {0} \\[x]"
+    )
     made = assess(replace(whole(), findings=(hostile,)))
     text = by_exposure(run_of(made))["full scores"]["message"]["text"]
     assert "see \\[this\\](https://evil.example) and {{0}} \\\\\\[x\\]" in text

@@ -13,7 +13,9 @@ def reading(text: str, exact: bool = True) -> Reading:
     return Reading(original=text, pieces=pieces, exact=exact, verified=exact)
 
 
-@pytest.mark.parametrize(("read", "tried"), [(0, 1), (3, 3), (3, 9), (12, 20), (20, 20)])
+@pytest.mark.parametrize(
+    ("read", "tried"), [(0, 1), (3, 3), (3, 9), (12, 20), (20, 20)]
+)
 def test_the_share_holds_for_all_and_for_none_of_the_rest(read, tried):
     readings = [reading(f"text {k}", k < read) for k in range(tried)]
     said = words.so_far(readings[:1], readings, 20, 60)
@@ -30,5 +32,8 @@ def test_a_text_does_not_steer_the_terminal():
 
 
 def test_what_begins():
-    assert words.begins(20, 60) == "reading 20 of 60 texts, chosen at random, the shortest first"
+    assert (
+        words.begins(20, 60)
+        == "reading 20 of 60 texts, chosen at random, the shortest first"
+    )
     assert words.begins(5, 5) == "reading all of 5 texts, the shortest first"

@@ -22,18 +22,27 @@ def decided_of() -> dict[str, object]:
     made = judged(whole())
     results = json.loads(sarif.render(made))["runs"][0]["results"]
     return {
-        "ids": [(item.id, item.rule.id, item.severity, item.state) for item in made.items],
+        "ids": [
+            (item.id, item.rule.id, item.severity, item.state) for item in made.items
+        ],
         "gone": [item.id for item in made.gone],
         "rulings": made.decision,
-        "sarif": [(result["ruleId"], result["partialFingerprints"]) for result in results],
-        "ends": [as_junit(made).count(f"<{tag} ") for tag in ("failure", "error", "skipped")],
-        "chosen": [is_chosen(item.finding.exposure, ["KH-TEXT-*"]) for item in made.items],
+        "sarif": [
+            (result["ruleId"], result["partialFingerprints"]) for result in results
+        ],
+        "ends": [
+            as_junit(made).count(f"<{tag} ") for tag in ("failure", "error", "skipped")
+        ],
+        "chosen": [
+            is_chosen(item.finding.exposure, ["KH-TEXT-*"]) for item in made.items
+        ],
         "layers": [item.finding.exposure.layer for item in made.items],
     }
 
 
 def test_rewording_every_exposure_changes_no_id_gate_or_baseline(monkeypatch):
-    before, page = decided_of(), json_form.render(assess(whole()))
+    before = decided_of()
+    page = json_form.render(assess(whole()))
     other = {key: f"reworded {number}" for number, key in enumerate(words.EXPOSURES)}
     monkeypatch.setattr(words, "EXPOSURES", other)
     assert json_form.render(assess(whole())) != page
@@ -60,6 +69,10 @@ def test_every_share_has_its_counts():
     flips = finding("1% of each head's attention cut", "prediction", Status.INEXACT)
     assert words.outcome(replace(flips, known=1 / 3, tried=3)) == "1 of 3 flipped (33%)"
     store = finding("stored embedding", "text", Status.INEXACT)
-    some, every = Estimate.of(5, 20, 400), Estimate.of(3, 6, 6)
-    assert words.outcome(replace(store, estimate=some)) == f"5 of 20 texts ({some.share} of all)"
+    some = Estimate.of(5, 20, 400)
+    every = Estimate.of(3, 6, 6)
+    assert (
+        words.outcome(replace(store, estimate=some))
+        == f"5 of 20 texts ({some.share} of all)"
+    )
     assert words.outcome(replace(store, estimate=every)) == "3 of 6 texts (50%)"

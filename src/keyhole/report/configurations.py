@@ -1,7 +1,7 @@
 """The report of `keyhole check-config`, for people and as SARIF.
 
-As with an audit, formats and exit code agree, and a file that could not be read never counts as
-clean.
+As with an audit, formats and exit code agree, and a file that could not be read never
+counts as clean.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from keyhole.report.words import number
 from keyhole.version import __version__
 
 _SEVERITIES = {
-    Level.LOW: Severity.LOW, Level.MEDIUM: Severity.MEDIUM, Level.HIGH: Severity.HIGH,
-}  # fmt: skip
+    Level.LOW: Severity.LOW,
+    Level.MEDIUM: Severity.MEDIUM,
+    Level.HIGH: Severity.HIGH,
+}
 _ENDS = {
     0: "no setting of the level that fails opens what attacks need",
     1: "settings open what attacks need",
@@ -47,9 +49,13 @@ def as_text(checked: Checked) -> str:
     names = dict[str, dict[str, None]]()
     for known in checked.recognised:
         names.setdefault(known.path, {})[known.name] = None
-    lines += _listed([f"{path}: recognised {', '.join(found)}" for path, found in names.items()])
+    lines += _listed(
+        [f"{path}: recognised {', '.join(found)}" for path, found in names.items()]
+    )
     lines += _listed([f"{file.path}: {_why_skipped(file)}" for file in checked.skipped])
-    lines += [f"{file.path}: could not be read: {file.reason}" for file in checked.unread]
+    lines += [
+        f"{file.path}: could not be read: {file.reason}" for file in checked.unread
+    ]
     if checked.others:
         kinds = ", ".join(f"{end} {count}" for end, count in checked.others.items())
         count = number(sum(checked.others.values()), "other file is", "other files are")
@@ -61,7 +67,9 @@ def summary(checked: Checked) -> str:
     """Say how much was read and recognised: "read 8 files, 2 servers, 6 not recognised"."""
     found = Counter(known.what for known in checked.recognised)
     words = [f"read {number(checked.files, 'file', 'files')}"]
-    words += [number(found[what], what, f"{what}s") for what in _RECOGNISED if found[what]]
+    words += [
+        number(found[what], what, f"{what}s") for what in _RECOGNISED if found[what]
+    ]
     words.append(f"{len(checked.skipped)} not recognised")
     if checked.unread:
         words.append(f"{len(checked.unread)} could not be read")
@@ -77,7 +85,9 @@ def _findings(checked: Checked) -> str:
 
 def _listed(lines: list[str]) -> list[str]:
     rest = len(lines) - _SHOWN
-    return lines if rest <= 0 else [*lines[:_SHOWN], f"and {rest} more, which --json names"]
+    if rest <= 0:
+        return lines
+    return [*lines[:_SHOWN], f"and {rest} more, which --json names"]
 
 
 def _why_skipped(file: Skipped) -> str:
@@ -91,14 +101,19 @@ def _why_skipped(file: Skipped) -> str:
 def as_sarif(checked: Checked, least: Level) -> str:
     """Return a run with a result for each finding, at the line of its setting."""
     places = list(RULES)
-    rules = [*map(_rule, RULES.values()), sarif.not_checked("A file that was not looked at.")]
+    rules = [
+        *map(_rule, RULES.values()),
+        sarif.not_checked("A file that was not looked at."),
+    ]
     results = [
         {
             "ruleId": finding.rule.id,
             "ruleIndex": places.index(finding.rule.id),
             "kind": "fail",
             "level": sarif.LEVELS[_SEVERITIES[finding.rule.level]],
-            "message": {"text": sarif.message(f"{finding.message}. Fix: {finding.rule.fix}")},
+            "message": {
+                "text": sarif.message(f"{finding.message}. Fix: {finding.rule.fix}")
+            },
             "locations": [in_file(finding.path, finding.line)],
             "partialFingerprints": sarif.fingerprints(name),
             "properties": {
@@ -111,7 +126,8 @@ def as_sarif(checked: Checked, least: Level) -> str:
         for name, finding in _named(checked)
     ]
     results += [_unread_result(file, len(places)) for file in checked.unread]
-    code, unread = checked.exit_code(least), [file.path for file in checked.unread]
+    code = checked.exit_code(least)
+    unread = [file.path for file in checked.unread]
     run = {
         "tool": {"driver": sarif.driver(__version__, rules)},
         "taxonomies": sarif.taxonomies(rule.standards for rule in RULES.values()),
@@ -152,9 +168,14 @@ def _rule(rule: Rule) -> dict[str, Any]:
     )
     about = f"{rule.opens[0].upper()}{rule.opens[1:]}."
     return sarif.described(
-        rule.id, rule.name, about, guide, "configuration", _SEVERITIES[rule.level],
+        rule.id,
+        rule.name,
+        about,
+        guide,
+        "configuration",
+        _SEVERITIES[rule.level],
         standards=rule.standards,
-    )  # fmt: skip
+    )
 
 
 def _unread_result(file: Unread, place: int) -> dict[str, Any]:
@@ -163,7 +184,9 @@ def _unread_result(file: Unread, place: int) -> dict[str, Any]:
         "ruleIndex": place,
         "kind": "open",
         "level": "none",
-        "message": {"text": sarif.message(f"{file.path}: could not be read. {file.reason}")},
+        "message": {
+            "text": sarif.message(f"{file.path}: could not be read. {file.reason}")
+        },
         "locations": [in_file(file.path, 1)],
         "partialFingerprints": sarif.fingerprints(f"unread {file.path}"),
     }

@@ -1,6 +1,7 @@
 """The audits of a fleet as a page, a table and files, with the worst target first.
 
-All take a `FleetAssessment`; `render_fleet` and `fleet_table` also take the audits alone.
+All take a `FleetAssessment`; `render_fleet` and `fleet_table` also take the audits
+alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from keyhole.assess import Assessment, Family, FleetAssessment, Item, Severity, assess_fleet
+from keyhole.assess import (
+    Assessment,
+    Family,
+    FleetAssessment,
+    Item,
+    Severity,
+    assess_fleet,
+)
 from keyhole.core import Audit, Fleet, dump
 from keyhole.core.progress import duration
 from keyhole.core.text import inert, visible
@@ -58,28 +66,42 @@ class Row:
         return next(iter(self.assessment.exposed), None)
 
 
-def rows(assessment: FleetAssessment, pages: Mapping[str, str] | None = None) -> list[Row]:
+def rows(
+    assessment: FleetAssessment, pages: Mapping[str, str] | None = None
+) -> list[Row]:
     """Return the targets, the worst first; `pages` are the files of their pages, by name."""
 
     def order(row: Row) -> tuple[int, int, str]:
-        return -row.severity.rank, 0 if row.worst is None else -row.worst.score, row.name
+        return (
+            -row.severity.rank,
+            0 if row.worst is None else -row.worst.score,
+            row.name,
+        )
 
     made = [
-        Row(name, quote((pages or {}).get(name, "")), of) for name, of in assessment.targets.items()
+        Row(name, quote((pages or {}).get(name, "")), of)
+        for name, of in assessment.targets.items()
     ]
     return sorted(made, key=order)
 
 
-def render_fleet(fleet: Fleet | FleetAssessment, pages: Mapping[str, str] | None = None) -> str:
+def render_fleet(
+    fleet: Fleet | FleetAssessment, pages: Mapping[str, str] | None = None
+) -> str:
     """Return the page of a fleet, in which everything from a target is escaped.
 
     An assessment is given if a policy or a baseline was applied to the audits.
     """
     meant = fleet if isinstance(fleet, FleetAssessment) else assess_fleet(fleet)
     return fill(
-        "fleet.html", fleet=meant.fleet, rows=rows(meant, pages), verdict=meant.verdict,
-        families=list(Family), duration=duration, words=words,
-    )  # fmt: skip
+        "fleet.html",
+        fleet=meant.fleet,
+        rows=rows(meant, pages),
+        verdict=meant.verdict,
+        families=list(Family),
+        duration=duration,
+        words=words,
+    )
 
 
 def fleet_table(fleet: Fleet | FleetAssessment) -> Group:
@@ -89,7 +111,10 @@ def fleet_table(fleet: Fleet | FleetAssessment) -> Group:
         view.add_column(heading)
     view.add_column("seconds", justify="right", no_wrap=True)
     for row in rows(meant):
-        worst = row.verdict if row.worst is None else words.exposure(row.worst.finding.exposure)
+        if row.worst is None:
+            worst = row.verdict
+        else:
+            worst = words.exposure(row.worst.finding.exposure)
         view.add_row(
             # As Text, so that nothing from a target is taken for markup.
             Text(visible(row.name)),
@@ -109,12 +134,16 @@ def as_json(assessment: FleetAssessment) -> str:
     meaning = {
         "verdict": assessment.verdict,
         "exit_code": assessment.exit_code,
-        "targets": {name: json_form.meaning(a) for name, a in assessment.targets.items()},
+        "targets": {
+            name: json_form.meaning(a) for name, a in assessment.targets.items()
+        },
     }
     return f"{dump({**assessment.fleet.to_dict(), 'assessment': meaning})}\n"
 
 
-def as_sarif(assessment: FleetAssessment, keep: Callable[[dict[str, Any]], bool] = bool) -> str:
+def as_sarif(
+    assessment: FleetAssessment, keep: Callable[[dict[str, Any]], bool] = bool
+) -> str:
     """Return a SARIF file with a run for each target; `keep` chooses the results."""
     ids = _distinct(assessment.targets)
     made = [sarif.run(of, ids[name], keep) for name, of in assessment.targets.items()]
@@ -133,6 +162,8 @@ def _distinct(names: Iterable[str]) -> dict[str, str]:
     short = {name: words.slug(inert(name)) for name in names}
     count = Counter(short.values())
     return {
-        name: plain if count[plain] == 1 else f"{plain} {sha256(name.encode()).hexdigest()[:8]}"
+        name: plain
+        if count[plain] == 1
+        else f"{plain} {sha256(name.encode()).hexdigest()[:8]}"
         for name, plain in short.items()
     }

@@ -1,7 +1,7 @@
 """The formats of a report, by the names that people type, and two of them: Markdown and JUnit XML.
 
-All of them are made from the same `Assessment`, so that no two can disagree about ids, severities
-or the verdict.
+All of them are made from the same `Assessment`, so that no two can disagree about ids,
+severities or the verdict.
 """
 
 from __future__ import annotations
@@ -18,19 +18,24 @@ from keyhole.core.text import as_code, inert
 from keyhole.report import json_form, sarif, words
 from keyhole.report.page import render
 
-# Markdown, for a comment on a pull request: the verdict, four cards, what is given away.
+# Markdown, for a comment on a pull request: the verdict, four cards, what is given
+# away.
 #
-# Everything from a target, a server or a file is put into a code span (core/text.py), so that it
-# mentions nobody, links nothing and opens no tag. GitHub allows 65,536 characters in a comment;
-# rows that do not fit are counted instead.
+# Everything from a target, a server or a file is put into a code span (core/text.py),
+# so that it mentions nobody, links nothing and opens no tag. GitHub allows 65,536
+# characters in a comment; rows that do not fit are counted instead.
 
 MOST = 60_000  # the most characters of a comment; GitHub allows some more
 SHOWN = 20  # findings that are shown without a click
 CELL = 160  # the most characters of a target's text in a cell
 SIGNS = {
-    Severity.CRITICAL: "🔴", Severity.HIGH: "🟠", Severity.MEDIUM: "🟡", Severity.LOW: "🔵",
-    Severity.UNKNOWN: "⚪", Severity.NONE: "🟢",
-}  # fmt: skip
+    Severity.CRITICAL: "🔴",
+    Severity.HIGH: "🟠",
+    Severity.MEDIUM: "🟡",
+    Severity.LOW: "🔵",
+    Severity.UNKNOWN: "⚪",
+    Severity.NONE: "🟢",
+}
 HEAD = (
     "| severity | given away | how much | cost | fix |",
     "| --- | --- | --- | --- | --- |",
@@ -48,14 +53,18 @@ def as_markdown(assessment: Assessment) -> str:
 
 
 def _title(assessment: Assessment) -> list[str]:
-    ways = sum(item.finding.open for item in assessment.items)  # open to attack, but not attacked
+    ways = sum(
+        item.finding.open for item in assessment.items
+    )  # open to attack, but not attacked
     found_open = f"{ways} found a way open, " if ways else ""
     return [
-        f"## {SIGNS[assessment.severity]} Keyhole: {assessment.verdict}", "",
+        f"## {SIGNS[assessment.severity]} Keyhole: {assessment.verdict}",
+        "",
         f"Target {as_code(assessment.audit.target, CELL)}: {len(assessment.exposed) - ways} of "
         f"{len(assessment.items)} checks gave something away, {found_open}worst severity "
-        f"**{assessment.severity}**, exit code {assessment.exit_code}.", "",
-    ]  # fmt: skip
+        f"**{assessment.severity}**, exit code {assessment.exit_code}.",
+        "",
+    ]
 
 
 def _cards(cards: Sequence[Card]) -> list[str]:
@@ -69,8 +78,10 @@ def _cards(cards: Sequence[Card]) -> list[str]:
     ]
     return [
         "| severity | what | given away | through | the fix that serves most |",
-        "| --- | --- | --- | --- | --- |", *rows, "",
-    ]  # fmt: skip
+        "| --- | --- | --- | --- | --- |",
+        *rows,
+        "",
+    ]
 
 
 def _decision(assessment: Assessment) -> list[str]:
@@ -79,7 +90,8 @@ def _decision(assessment: Assessment) -> list[str]:
     if decision is None:
         return []
     verdict = {0: "passes", 1: "fails"}.get(decision.exit_code, "could not be checked")
-    rule, source = as_code(decision.rule, 400), as_code(decision.source, CELL)
+    rule = as_code(decision.rule, 400)
+    source = as_code(decision.source, CELL)
     return [f"By the policy {source} this **{verdict}**: {rule}", ""]
 
 
@@ -101,25 +113,33 @@ def _row(item: Item) -> str:
 
 def _given_away(rows: Sequence[str], fitting: int) -> list[str]:
     """Return the table of findings, of which the first `fitting` rows fit."""
-    shown, more = rows[: min(fitting, SHOWN)], rows[SHOWN:fitting]
+    shown = rows[: min(fitting, SHOWN)]
+    more = rows[SHOWN:fitting]
     lines = [] if not shown else ["### Given away", "", *HEAD, *shown, ""]
     if more:
         lines += [f"<details><summary>{len(more)} more</summary>", "", *HEAD, *more, ""]
         lines += ["</details>", ""]
     if left := len(rows) - fitting:
-        lines += [f"{left} more findings do not fit here: the JSON file has all of them.", ""]
+        lines += [
+            f"{left} more findings do not fit here: the JSON file has all of them.",
+            "",
+        ]
     return lines
 
 
 def _not_counted(assessment: Assessment) -> list[str]:
     """Return lists of whatever is not in the table, and what was assumed of the service."""
-    lines = _folded("could not be checked, which is not clean", words.unchecked(assessment))
+    lines = _folded(
+        "could not be checked, which is not clean", words.unchecked(assessment)
+    )
     for about, items in (
         ("gone since the baseline", assessment.gone),
         ("of the baseline not tried this time, as before", assessment.untried),
         ("hypothetical: the service does not return it", assessment.hypothetical),
     ):
-        lines += _folded(about, [words.in_full(item.finding.exposure) for item in items])
+        lines += _folded(
+            about, [words.in_full(item.finding.exposure) for item in items]
+        )
     note = words.assumed(assessment)
     return [*lines, note, ""] if note else lines
 
@@ -130,34 +150,50 @@ def _folded(about: str, names: Sequence[str]) -> list[str]:
         return []
     listed = [f"- {as_code(name, CELL)}" for name in names[:SHOWN]]
     listed += [f"- and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
-    return [f"<details><summary>{len(names)} {about}</summary>", "", *listed, "", "</details>", ""]
+    return [
+        f"<details><summary>{len(names)} {about}</summary>",
+        "",
+        *listed,
+        "",
+        "</details>",
+        "",
+    ]
 
 
 def _how_to_reproduce(assessment: Assessment) -> list[str]:
     audit = assessment.audit
     return [
-        "<details><summary>How to reproduce</summary>", "",
+        "<details><summary>How to reproduce</summary>",
+        "",
         f"Keyhole {as_code(words.version(audit))}, seed {audit.seed}, finished "
         f"{as_code(audit.created, 40)}, {audit.seconds:.0f} s, on "
         f"{as_code(audit.environment.get('platform', ''), CELL)}; the target's identity is "
-        f"{as_code(audit.identity, CELL)}.", "",
-        "```sh", f"keyhole audit TARGET --seed {audit.seed}",
-        "keyhole report AUDIT.json  # this audit as a page", "```", "", "</details>",
-    ]  # fmt: skip
+        f"{as_code(audit.identity, CELL)}.",
+        "",
+        "```sh",
+        f"keyhole audit TARGET --seed {audit.seed}",
+        "keyhole report AUDIT.json  # this audit as a page",
+        "```",
+        "",
+        "</details>",
+    ]
 
 
 # JUnit XML, in the dialect of Jenkins' xUnit plugin (junit-10), which all others read.
 #
-# Each check is a test case: a failure if something was given away, an error if it could not be
-# checked, skipped if nothing was tried or a policy ignores it. If a policy decided, a test case
-# fails if and only if the policy says so, so that the tests and the exit code agree.
+# Each check is a test case: a failure if something was given away, an error if it could
+# not be checked, skipped if nothing was tried or a policy ignores it. If a policy
+# decided, a test case fails if and only if the policy says so, so that the tests and
+# the exit code agree.
 
 
 def as_junit(assessment: Assessment) -> str:
     """Return a document with a suite for each part of the target."""
     audit = assessment.audit
     items = (*assessment.items, *assessment.hypothetical)
-    cases = [(item.finding.part or audit.target, _case(item, assessment)) for item in items]
+    cases = [
+        (item.finding.part or audit.target, _case(item, assessment)) for item in items
+    ]
     cases += [(audit.target, _skipped(skip, assessment)) for skip in audit.skips]
     name = inert(f"keyhole audit of {audit.target}")
     root = Element("testsuites", {"name": name, **_totals([case for _, case in cases])})
@@ -237,7 +273,9 @@ def _skipped(skip: Skip, assessment: Assessment) -> Element:
     has_rule = skip.exposure.rule != NOT_CHECKED
     name = f"{words.skip(skip)} ({skip.attack})"
     case = _testcase(skip.exposure.family if has_rule else "skipped", "", name, 0.0)
-    needed = skip in assessment.audit.unchecked_skips and not assessment.excused(skip.exposure.id)
+    needed = skip in assessment.audit.unchecked_skips and not assessment.excused(
+        skip.exposure.id
+    )
     tag = "error" if needed else "skipped"
     _add_result(case, tag, "unknown" if skip.unchecked else "not tried", skip.reason)
     return case
@@ -249,7 +287,9 @@ def _testcase(family: str, part: str, name: str, seconds: float) -> Element:
     return Element("testcase", classname=classname, name=inert(name), time=time)
 
 
-def _add_result(case: Element, tag: str, kind: str, message: str, text: str | None = None) -> None:
+def _add_result(
+    case: Element, tag: str, kind: str, message: str, text: str | None = None
+) -> None:
     SubElement(case, tag, type=kind, message=inert(message)).text = text
 
 

@@ -1,7 +1,7 @@
 """An audit as JSON: the file that `Audit.load` reads, with its meaning under `assessment`.
 
-The meaning is there for pipelines that only want a verdict. `Audit.load` does not trust it: Keyhole
-always computes it again.
+The meaning is there for pipelines that only want a verdict. `Audit.load` does not trust
+it: Keyhole always computes it again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def schema() -> str:
 
 def meaning(assessment: Assessment) -> dict[str, Any]:
     """Return verdict, counts and cards, and for each finding what it does not say itself."""
-    audit, decision = assessment.audit, assessment.decision
+    audit = assessment.audit
+    decision = assessment.decision
     return {
         "verdict": assessment.verdict,
         "severity": assessment.severity,

@@ -1,7 +1,7 @@
 """An audit as one HTML page, which needs no network and can be read without its script.
 
-`render` takes an audit, or an assessment of one, and returns the page. What it draws is computed
-here; templates/page.html puts it together.
+`render` takes an audit, or an assessment of one, and returns the page. What it draws is
+computed here; templates/page.html puts it together.
 """
 
 from __future__ import annotations
@@ -58,15 +58,17 @@ def render(audit: Audit | Assessment) -> str:
     )
 
 
-# Every page has one stylesheet, one short script, and a Content-Security-Policy that names both by
-# their hashes. A browser runs and loads nothing else, whatever a target has managed to write into
-# the page. This also rules out `style` attributes: drawings take their colours from classes, and
-# their sizes from SVG.
+# Every page has one stylesheet, one short script, and a Content-Security-Policy that
+# names both by their hashes. A browser runs and loads nothing else, whatever a target
+# has managed to write into the page. This also rules out `style` attributes: drawings
+# take their colours from classes, and their sizes from SVG.
 
 
 def _finalize(value: Any) -> Any:
     """Make strings safe to look at, except markup, whose parts were made safe already."""
-    return legible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+    if isinstance(value, str) and not hasattr(value, "__html__"):
+        return legible(value)
+    return value
 
 
 _environment = jinja2.Environment(
@@ -81,21 +83,26 @@ _environment = jinja2.Environment(
 
 def fill(template: str, **values: Any) -> str:
     """Render a template that extends base.html; all strings in the values are escaped."""
-    style, script = _inlined("style.css"), _inlined("script.js")
+    style = _inlined("style.css")
+    script = _inlined("script.js")
     page = _environment.get_template(template)
-    return page.render(style=style, script=script, policy=policy(style, script), **values)
+    return page.render(
+        style=style, script=script, policy=policy(style, script), **values
+    )
 
 
 def policy(style: str, script: str) -> str:
     """Return the Content-Security-Policy, which allows what is inlined and nothing else."""
-    return "; ".join([
-        "default-src 'none'",
-        f"style-src {_digest(style)}",
-        f"script-src {_digest(script)}",
-        "img-src data:",
-        "base-uri 'none'",
-        "form-action 'none'",
-    ])  # fmt: skip
+    return "; ".join(
+        [
+            "default-src 'none'",
+            f"style-src {_digest(style)}",
+            f"script-src {_digest(script)}",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        ]
+    )
 
 
 @cache
@@ -105,7 +112,9 @@ def _inlined(name: str) -> Markup:
 
 
 def _digest(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    return (
+        f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+    )
 
 
 @dataclass(frozen=True)
@@ -126,7 +135,9 @@ def groups(items: Iterable[Item]) -> list[Group]:
     gathered: dict[tuple[Family, str], list[Item]] = {}
     for item in items:
         gathered.setdefault((item.family, item.finding.part), []).append(item)
-    made = [Group(family, part, tuple(mine)) for (family, part), mine in gathered.items()]
+    made = [
+        Group(family, part, tuple(mine)) for (family, part), mine in gathered.items()
+    ]
     return [group for family in Family for group in made if group.family is family]
 
 
@@ -140,11 +151,14 @@ def sections(assessment: Assessment) -> list[tuple[Card, list[Group]]]:
     ]
 
 
-# A picture of a cut: layers go down and heads across, and each head is a grid with a row for each
-# query and a column for each key. Layers without a cut are left out.
+# A picture of a cut: layers go down and heads across, and each head is a grid with a
+# row for each query and a column for each key. Layers without a cut are left out.
 
 _WIDEST = 700  # pixels for all heads of a layer
-_SMALLEST, _LARGEST, _GAP, _MARGIN = 1.0, 3.0, 6.0, 26.0
+_SMALLEST = 1.0
+_LARGEST = 3.0
+_GAP = 6.0
+_MARGIN = 26.0
 _NAMED = 5  # pairs that a head's title names
 
 
@@ -152,7 +166,8 @@ _NAMED = 5  # pairs that a head's title names
 class Head:
     """A head: its position and size, what was cut in words, and the same as an SVG path.
 
-    The path is in units of a cell, with a line of width 1 through the cells of a row that were cut.
+    The path is in units of a cell, with a line of width 1 through the cells of a row
+    that were cut.
     """
 
     x: float
@@ -186,23 +201,34 @@ def picture(cut: Cut) -> Picture:
     layers = sorted({layer for layer, _ in units})
     heads = tuple(
         Head(
-            _MARGIN + head * step, _MARGIN + row * step, side,
+            _MARGIN + head * step,
+            _MARGIN + row * step,
+            side,
             *_drawn(cut, layer, head, units.get((layer, head), [])),
         )
         for row, layer in enumerate(layers)
         for head in range(cut.heads)
-    )  # fmt: skip
-    across = tuple((_MARGIN + head * step + side / 2, head + 1) for head in range(cut.heads))
-    down = tuple((_MARGIN + row * step + side / 2, layer + 1) for row, layer in enumerate(layers))
-    width, height = _MARGIN + cut.heads * step, _MARGIN + len(layers) * step
+    )
+    across = tuple(
+        (_MARGIN + head * step + side / 2, head + 1) for head in range(cut.heads)
+    )
+    down = tuple(
+        (_MARGIN + row * step + side / 2, layer + 1) for row, layer in enumerate(layers)
+    )
+    width = _MARGIN + cut.heads * step
+    height = _MARGIN + len(layers) * step
     return Picture(width, height, cell, heads, across, down)
 
 
-def _drawn(cut: Cut, layer: int, head: int, pairs: Sequence[tuple[int, int]]) -> tuple[str, str]:
+def _drawn(
+    cut: Cut, layer: int, head: int, pairs: Sequence[tuple[int, int]]
+) -> tuple[str, str]:
     """Return what was cut of a head, in words and as a path."""
     title = f"layer {layer + 1}, head {head + 1}"
     if pairs:
-        named = [f"{cut.tokens[query]} → {cut.tokens[key]}" for query, key in pairs[:_NAMED]]
+        named = [
+            f"{cut.tokens[query]} → {cut.tokens[key]}" for query, key in pairs[:_NAMED]
+        ]
         more = [f"{len(pairs) - _NAMED} more"] if len(pairs) > _NAMED else []
         title += f": {', '.join([*named, *more])}"
     return title, _path(pairs)
@@ -227,11 +253,15 @@ def unseen(cut: Cut) -> Iterator[tuple[str, int, int]]:
         yield token, counts[place], shade(counts[place] / most)
 
 
-# A curve of error against queries, with logarithmic axes. It marks the lower bound for the queries
-# of any attack: the number of unknowns divided by the numbers in an answer.
+# A curve of error against queries, with logarithmic axes. It marks the lower bound for
+# the queries of any attack: the number of unknowns divided by the numbers in an answer.
 
-WIDTH, HEIGHT = 620, 270
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 18, 22, 44
+WIDTH = 620
+HEIGHT = 270
+_LEFT = 62
+_RIGHT = 18
+_TOP = 22
+_BOTTOM = 44
 _MOST_QUERIES = 10**18  # larger numbers in a damaged file are cut off
 _POINTS = 300  # more points cannot be told apart
 
@@ -269,18 +299,21 @@ def curve(finding: Finding) -> Curve | None:
     across = Axis.around([*queries, *([bound] if bound else [])], _LEFT, WIDTH - _RIGHT)
     up = Axis.around(errors, HEIGHT - _BOTTOM, _TOP)
     return Curve(
-        across, up, tuple((across.place(x), up.place(y)) for x, y in trace),
-        across.place(bound) if bound else None, _about(trace, bound),
-    )  # fmt: skip
+        across,
+        up,
+        tuple((across.place(x), up.place(y)) for x, y in trace),
+        across.place(bound) if bound else None,
+        _about(trace, bound),
+    )
 
 
 def _about(trace: Sequence[tuple[int, float]], bound: int | None) -> str:
-    (first, high), (last, low) = trace[0], trace[-1]
-    words = (
-        f"Error {low:.1e} after {last:,} queries"
-        if len(trace) == 1
-        else f"Error {high:.1e} after {first:,} queries, {low:.1e} after {last:,}"
-    )
+    (first, high) = trace[0]
+    (last, low) = trace[-1]
+    if len(trace) == 1:
+        words = f"Error {low:.1e} after {last:,} queries"
+    else:
+        words = f"Error {high:.1e} after {first:,} queries, {low:.1e} after {last:,}"
     return f"{words}; the lower bound is {bound:,}." if bound else f"{words}."
 
 
@@ -301,7 +334,8 @@ class Axis:
     def around(cls, values: Sequence[float], begin: float, end: float) -> Axis:
         """Return the shortest axis between whole powers of ten that has all values."""
         scaled = [_power(value) for value in values]
-        low, high = math.floor(min(scaled)), math.ceil(max(scaled))
+        low = math.floor(min(scaled))
+        high = math.ceil(max(scaled))
         return cls(low, max(high, low + 1), begin, end)
 
     def place(self, value: float) -> float:
@@ -311,7 +345,9 @@ class Axis:
     def ticks(self) -> list[tuple[float, int]]:
         """The position of each tick, and its power of ten."""
         step = max(1, math.ceil((self.high - self.low) / _TICKS))
-        return [(self._at(power), power) for power in range(self.low, self.high + 1, step)]
+        return [
+            (self._at(power), power) for power in range(self.low, self.high + 1, step)
+        ]
 
     def _at(self, power: float) -> float:
         share = (power - self.low) / (self.high - self.low)
@@ -322,8 +358,9 @@ def _power(value: float) -> float:
     return math.log10(max(value, SMALLEST))
 
 
-# The exposure matrix: a row for each exposure and precision, a column for each layer. A cell is the
-# share of tokens that were recovered. Findings without texts become chips. All are links.
+# The exposure matrix: a row for each exposure and precision, a column for each layer. A
+# cell is the share of tokens that were recovered. Findings without texts become chips.
+# All are links.
 
 WHOLE = "model"  # the column of exposures that come from no single layer
 _SHADES = 5
@@ -374,7 +411,9 @@ def parts(assessment: Assessment) -> list[Part]:
         else:
             part.chips.append(item)
     for part in made.values():
-        part.columns.sort(key=lambda name: (name == WHOLE, int(name) if name != WHOLE else 0))
+        part.columns.sort(
+            key=lambda name: (name == WHOLE, int(name) if name != WHOLE else 0)
+        )
     return list(made.values())
 
 

@@ -70,7 +70,10 @@ def _rows(finding: Finding, number: int) -> list[Row]:
             reading = cell.readings[number]
             key = (reading.pieces, reading.similarity, reading.overlap)
             alike.setdefault(key, ([], reading))[0].append(cell.precision)
-    return [Row(tuple(names), reading, runs(reading.pieces)) for names, reading in alike.values()]
+    return [
+        Row(tuple(names), reading, runs(reading.pieces))
+        for names, reading in alike.values()
+    ]
 
 
 def runs(pieces: Sequence[Piece]) -> tuple[Run, ...]:
@@ -83,15 +86,20 @@ def runs(pieces: Sequence[Piece]) -> tuple[Run, ...]:
     )
 
 
-EDGES = (1, 10, 17, 25)  # the shortest length in each row of the table, without special tokens
+EDGES = (
+    1,
+    10,
+    17,
+    25,
+)  # the shortest length in each row of the table, without special tokens
 
 
 @dataclass(frozen=True)
 class Span:
     """The texts in a range of lengths: how many were tried, and how many were read exactly.
 
-    `overlap` is the mean F1 of the tokens and `similarity` the median cosine of the others. Both
-    are None if there are no others or nobody knows the originals.
+    `overlap` is the mean F1 of the tokens and `similarity` the median cosine of the
+    others. Both are None if there are no others or nobody knows the originals.
     """
 
     name: str
@@ -107,13 +115,17 @@ class Span:
     def __str__(self) -> str:
         words = f"{self.name} tokens: {self.exact:,} of {self.tried:,} ({percent(self.share)})"
         parts = [] if self.overlap is None else [f"F1 of tokens {self.overlap:.2f}"]
-        parts += [] if self.similarity is None else [f"cosine {cosine(self.similarity)}"]
+        parts += (
+            [] if self.similarity is None else [f"cosine {cosine(self.similarity)}"]
+        )
         return f"{words}; the others: {', '.join(parts)}" if parts else words
 
 
 def spans(finding: Finding) -> list[Span]:
     """Return the ranges of lengths that have texts, if this finding has texts with lengths."""
-    readings = [r for cell in finding.texts[:1] for r in cell.readings if r.tokens is not None]
+    readings = [
+        r for cell in finding.texts[:1] for r in cell.readings if r.tokens is not None
+    ]
     ranges = zip(EDGES, (*EDGES[1:], math.inf), strict=True)
     made = [_span(readings, first, end - 1) for first, end in ranges]
     return [span for span in made if span.tried]

@@ -1,12 +1,13 @@
 """An audit as SARIF 2.1.0, the format of code scanning.
 
-`render` takes an assessment and returns the file; `run` is the same for one target of a fleet.
+`render` takes an assessment and returns the file; `run` is the same for one target of a
+fleet.
 
-`render` is complete, as the standard intends. It also has what was kept (kind `pass`), what could
-not be checked (`open`), what was not tried (`notApplicable`), what a policy ignores (suppressions)
-and what is gone since a baseline (baselineState `absent`). GitHub takes every result for an open
-alert, whatever its kind, suppression or state. `render_alerts` therefore keeps only what somebody
-has to look at.
+`render` is complete, as the standard intends. It also has what was kept (kind `pass`),
+what could not be checked (`open`), what was not tried (`notApplicable`), what a policy
+ignores (suppressions) and what is gone since a baseline (baselineState `absent`).
+GitHub takes every result for an open alert, whatever its kind, suppression or state.
+`render_alerts` therefore keeps only what somebody has to look at.
 """
 
 from __future__ import annotations
@@ -29,18 +30,21 @@ from keyhole.report import words
 
 # What all SARIF files of Keyhole have in common, of audits and of configurations.
 
-SCHEMA = (
-    "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
-)
+SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 LEVELS = {
-    Severity.CRITICAL: "error", Severity.HIGH: "error", Severity.MEDIUM: "warning",
+    Severity.CRITICAL: "error",
+    Severity.HIGH: "error",
+    Severity.MEDIUM: "warning",
     Severity.LOW: "note",
-}  # fmt: skip
-# The security-severities for which GitHub shows each severity; a score is moved into its interval.
+}
+# The security-severities for which GitHub shows each severity; a score is moved into
+# its interval.
 SPANS = {
-    Severity.CRITICAL: (9.1, 10.0), Severity.HIGH: (7.0, 8.9), Severity.MEDIUM: (4.0, 6.9),
+    Severity.CRITICAL: (9.1, 10.0),
+    Severity.HIGH: (7.0, 8.9),
+    Severity.MEDIUM: (4.0, 6.9),
     Severity.LOW: (0.1, 3.9),
-}  # fmt: skip
+}
 
 
 def written(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -55,7 +59,8 @@ def driver(version: str, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "shortDescription": {"text": "What a Transformer's attention gives away."},
         "rules": list(rules),
         "supportedTaxonomies": [
-            {"name": framework.name, "index": place} for place, framework in enumerate(FRAMEWORKS)
+            {"name": framework.name, "index": place}
+            for place, framework in enumerate(FRAMEWORKS)
         ],
     }
 
@@ -68,16 +73,22 @@ def taxonomies(rules: Iterable[tuple[Standard, ...]]) -> list[dict[str, Any]]:
             "version": framework.version,
             "organization": framework.organization,
             "informationUri": framework.uri,
-            "shortDescription": {"text": f"{framework.name}, edition {framework.version}."},
+            "shortDescription": {
+                "text": f"{framework.name}, edition {framework.version}."
+            },
             "isComprehensive": False,
             "taxa": [
-                {"id": entry.id, "name": entry.name, "helpUri": entry.uri,
-                 "shortDescription": {"text": entry.name}}
+                {
+                    "id": entry.id,
+                    "name": entry.name,
+                    "helpUri": entry.uri,
+                    "shortDescription": {"text": entry.name},
+                }
                 for entry in entries
             ],
         }
         for framework, entries in frameworks(rules).items()
-    ]  # fmt: skip
+    ]
 
 
 def _tag(standard: Standard) -> str:
@@ -88,12 +99,19 @@ def _tag(standard: Standard) -> str:
 
 
 def described(
-    identity: str, name: str, about: str, guide: tuple[str, str], tag: str, severity: Severity,
-    score: float = 0.0, standards: tuple[Standard, ...] = (),
-) -> dict[str, Any]:  # fmt: skip
+    identity: str,
+    name: str,
+    about: str,
+    guide: tuple[str, str],
+    tag: str,
+    severity: Severity,
+    score: float = 0.0,
+    standards: tuple[Standard, ...] = (),
+) -> dict[str, Any]:
     """Describe a rule; `guide` is its help as text and as Markdown.
 
-    GitHub only reads severities of rules, not of results. `none` and `unknown` have no number.
+    GitHub only reads severities of rules, not of results. `none` and `unknown` have no
+    number.
     """
     tags = ["security", f"keyhole/{tag}", *map(_tag, standards)]
     properties: dict[str, Any] = {"tags": tags}
@@ -129,9 +147,13 @@ def not_checked(about: str) -> dict[str, Any]:
     """Describe the rule of checks that were not made, for those that no other rule is about."""
     why = "The result says why it was not tried, and what would change that."
     rule = described(
-        NOT_CHECKED, "A check that was not made", about, (why, why), "not-checked",
+        NOT_CHECKED,
+        "A check that was not made",
+        about,
+        (why, why),
+        "not-checked",
         Severity.UNKNOWN,
-    )  # fmt: skip
+    )
     return {**rule, "name": "NotChecked", "defaultConfiguration": {"level": "none"}}
 
 
@@ -161,20 +183,29 @@ def fingerprints(name: str) -> dict[str, str]:
 def message(text: str) -> str:
     """Escape plain text for a message, in which brackets are links and braces are placeholders."""
     line = inert(text, 4000)
-    for sign, spelled in (("\\", "\\\\"), ("[", "\\["), ("]", "\\]"), ("{", "{{"), ("}", "}}")):
+    for sign, spelled in (
+        ("\\", "\\\\"),
+        ("[", "\\["),
+        ("]", "\\]"),
+        ("{", "{{"),
+        ("}", "}}"),
+    ):
         line = line.replace(sign, spelled)
     return line
 
 
 def _pascal(name: str) -> str:
-    parts = "".join(letter if letter.isalnum() else " " for letter in name.replace("'s", "s"))
+    parts = "".join(
+        letter if letter.isalnum() else " " for letter in name.replace("'s", "s")
+    )
     return "".join(part[0].upper() + part[1:] for part in parts.split())
 
 
-# Locations. A setting has a file and a line. A model has neither, so the location of a finding is
-# logical: the target, its endpoint, the layer, the exposure. But code scanning shows nothing
-# without a physical location. That is the target if its name is a path inside the repository, and
-# otherwise `keyhole/` with the target's name, which is no file but the same in every run.
+# Locations. A setting has a file and a line. A model has neither, so the location of a
+# finding is logical: the target, its endpoint, the layer, the exposure. But code
+# scanning shows nothing without a physical location. That is the target if its name is
+# a path inside the repository, and otherwise `keyhole/` with the target's name, which
+# is no file but the same in every run.
 
 _PATH = re.compile(r"(?:\./)?((?:[\w-][\w.-]*/)*[\w-][\w.-]*)/?", re.ASCII)
 
@@ -203,7 +234,9 @@ class Places:
     def of(self, exposure: Exposure) -> dict[str, Any]:
         steps = [("target", self.target)]
         steps += [("endpoint", inert(exposure.part))] if exposure.part else []
-        steps += [] if exposure.layer is None else [("layer", f"layer {exposure.layer}")]
+        steps += (
+            [] if exposure.layer is None else [("layer", f"layer {exposure.layer}")]
+        )
         steps.append(("exposure", inert(words.exposure(exposure))))
         path: list[str] = []
         parent: int | None = None
@@ -212,7 +245,12 @@ class Places:
             path.append(name)
             full = " / ".join(path)
             in_parent = {} if parent is None else {"parentIndex": parent}
-            place = {"name": name, "fullyQualifiedName": full, "kind": kind, **in_parent}
+            place = {
+                "name": name,
+                "fullyQualifiedName": full,
+                "kind": kind,
+                **in_parent,
+            }
             parent = self._indices.setdefault((kind, full), len(self.all))
             if parent == len(self.all):
                 self.all.append(place)
@@ -234,13 +272,19 @@ class Places:
 
 
 _STATES = {
-    State.NEW: "new", State.WORSE: "updated", State.BETTER: "updated", State.SAME: "unchanged",
-    State.GONE: "absent", State.UNTRIED: "unchanged",
-}  # fmt: skip
+    State.NEW: "new",
+    State.WORSE: "updated",
+    State.BETTER: "updated",
+    State.SAME: "unchanged",
+    State.GONE: "absent",
+    State.UNTRIED: "unchanged",
+}
 _KINDS = {
-    Outcome.GIVEN_AWAY: "fail", Outcome.EXPOSED: "fail", Outcome.UNCHECKED: "open",
+    Outcome.GIVEN_AWAY: "fail",
+    Outcome.EXPOSED: "fail",
+    Outcome.UNCHECKED: "open",
     Outcome.KEPT: "pass",
-}  # fmt: skip
+}
 _HYPOTHETICAL = {"kind": "informational", "level": "none"}
 _ENDS = {
     0: "nothing was given away, or nothing that fails the policy",
@@ -266,7 +310,9 @@ def run(
     places = Places(inert(assessment.audit.target))
     items = (*assessment.items, *assessment.gone, *assessment.untried)
     results = [_result(item, places, assessment) for item in items]
-    hypothetical = [_result(item, places, assessment) for item in assessment.hypothetical]
+    hypothetical = [
+        _result(item, places, assessment) for item in assessment.hypothetical
+    ]
     results += [{**each, **_HYPOTHETICAL} for each in hypothetical]
     results += [_skipped(skip, places, assessment) for skip in assessment.audit.skips]
     untried = not_checked("What was not tried is neither given away nor kept.")
@@ -307,9 +353,21 @@ def _rule(rule: Rule, assessment: Assessment) -> dict[str, Any]:
         f"{about} Keyhole's documentation: {rule.guide}.",
         f"{about}\n\nKeyhole's documentation: `{rule.guide}`.",
     )
-    severity, score = (Severity.UNKNOWN, 0) if worst is None else (worst.severity, worst.score)
+    if worst is None:
+        severity = Severity.UNKNOWN
+        score = 0
+    else:
+        severity = worst.severity
+        score = worst.score
     return described(
-        rule.id, rule.name, rule.about, guide, rule.family.value, severity, score, rule.standards
+        rule.id,
+        rule.name,
+        rule.about,
+        guide,
+        rule.family.value,
+        severity,
+        score,
+        rule.standards,
     )
 
 
@@ -359,7 +417,9 @@ def _sentence(item: Item) -> str:
     parts = [f"{name}: {words.outcome(finding)} ({finding.attack}, {cost(finding)})."]
     if finding.exposed:
         parts.append(f"Severity {item.severity}, score {item.score} of 10: {item.why}.")
-    parts += ["Not tried this time; this is what the baseline has."] * (item.state is State.UNTRIED)
+    parts += ["Not tried this time; this is what the baseline has."] * (
+        item.state is State.UNTRIED
+    )
     parts += [finding.reason] if finding.reason else []
     parts += [f"Try it: {finding.command}"] if finding.command else []
     parts += [f"Fix: {finding.remedy}"] if finding.exposed and finding.remedy else []
@@ -377,7 +437,9 @@ def _skipped(skip: Skip, places: Places, assessment: Assessment) -> dict[str, An
         "level": "none",
         "message": {"text": message(f"{words.skip(skip)}: {end}. {skip.reason}")},
         "locations": [places.of(skip.exposure)],
-        "partialFingerprints": fingerprints(f"skip {skip.exposure} {skip.layers} {skip.attack}"),
+        "partialFingerprints": fingerprints(
+            f"skip {skip.exposure} {skip.layers} {skip.attack}"
+        ),
         # Either all results of a run have a state, or none.
         **({"baselineState": "unchanged"} if compared else {}),
         "properties": {"attack": inert(skip.attack)},

@@ -30,9 +30,13 @@ if TYPE_CHECKING:  # reports need no torch
 
 _HEADINGS = ("severity", "exposure", "outcome", "error", "cost")
 STYLES = {
-    Severity.CRITICAL: "bold red", Severity.HIGH: "red", Severity.MEDIUM: "yellow",
-    Severity.LOW: "cyan", Severity.UNKNOWN: "magenta", Severity.NONE: "green",
-}  # fmt: skip
+    Severity.CRITICAL: "bold red",
+    Severity.HIGH: "red",
+    Severity.MEDIUM: "yellow",
+    Severity.LOW: "cyan",
+    Severity.UNKNOWN: "magenta",
+    Severity.NONE: "green",
+}
 
 
 def table(audit: Audit | Assessment) -> Group:
@@ -51,12 +55,17 @@ def table(audit: Audit | Assessment) -> Group:
         parts.append(_Findings(assessment.items))
     if ways := [item.finding for item in assessment.items if item.finding.command]:
         parts.append(_line("Open, not tried: what tries it", "bold"))
-        parts += [_line(f"  {words.exposure(way.exposure)}: {way.command}") for way in ways]
+        parts += [
+            _line(f"  {words.exposure(way.exposure)}: {way.command}") for way in ways
+        ]
     if assessment.hypothetical:
         title = words.hypothetical(assessment)
         parts += [_line(title, "bold"), _Findings(assessment.hypothetical)]
     if assessment.controls:
-        parts += [_line("Controls, not counted", "bold"), _Findings(assessment.controls)]
+        parts += [
+            _line("Controls, not counted", "bold"),
+            _Findings(assessment.controls),
+        ]
     for title, items in (
         ("Gone since the baseline", assessment.gone),
         ("Not tried this time, as before", assessment.untried),
@@ -94,33 +103,45 @@ class _Findings:
 
     items: Sequence[Item]
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> RenderResult:
         rows = {item.id: _row(item) for item in self.items}
         widths, gap = _widths([_HEADINGS, *rows.values()], options.max_width - 2)
         yield Text()
         yield _columns(widths, gap, [[Text(word, style="dim") for word in _HEADINGS]])
         for group in groups(self.items):
             yield _line(group.title, "bold")
-            yield _columns(widths, gap, [_styled(item, rows[item.id]) for item in group.items])
+            yield _columns(
+                widths, gap, [_styled(item, rows[item.id]) for item in group.items]
+            )
         yield Text()
 
 
 def _row(item: Item) -> tuple[str, ...]:
     finding = item.finding
     return (
-        str(item.severity), _line(words.exposure(finding.exposure)).plain, words.outcome(finding),
-        words.error(finding), cost(finding),
-    )  # fmt: skip
+        str(item.severity),
+        _line(words.exposure(finding.exposure)).plain,
+        words.outcome(finding),
+        words.error(finding),
+        cost(finding),
+    )
 
 
 def _styled(item: Item, row: Sequence[str]) -> list[Text]:
     style = STYLES[item.severity]
-    return [Text(word, style=style if place in (0, 2) else "") for place, word in enumerate(row)]
+    return [
+        Text(word, style=style if place in (0, 2) else "")
+        for place, word in enumerate(row)
+    ]
 
 
 def _widths(rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], int]:
     """Return widths and a gap at which nothing is wrapped, or which fit into `width`."""
-    widths = [max(cell_len(row[place]) for row in rows) for place in range(len(_HEADINGS))]
+    widths = [
+        max(cell_len(row[place]) for row in rows) for place in range(len(_HEADINGS))
+    ]
     gaps = len(widths) - 1
     if sum(widths) + 2 * gaps <= width:
         return widths, 2
@@ -129,7 +150,9 @@ def _widths(rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], int]:
     return widths, 1
 
 
-def _columns(widths: Sequence[int], gap: int, rows: Iterable[Sequence[Text]]) -> Padding:
+def _columns(
+    widths: Sequence[int], gap: int, rows: Iterable[Sequence[Text]]
+) -> Padding:
     view = Table.grid(padding=(0, gap, 0, 0))
     for heading, width in zip(_HEADINGS, widths, strict=True):
         justify = "right" if heading in ("error", "cost") else "left"
@@ -158,7 +181,11 @@ def _by_length(audit: Audit) -> list[Text]:
         if spans:
             name = words.exposure(finding.exposure)
             heading = f"{name}, read exactly, by length ({readings.whose(finding)})"
-            lines += [_line(f"  {heading}"), *(Text(f"    {span}") for span in spans), Text()]
+            lines += [
+                _line(f"  {heading}"),
+                *(Text(f"    {span}") for span in spans),
+                Text(),
+            ]
     return lines
 
 

@@ -21,8 +21,8 @@ from keyhole.core.exposure import NOT_CHECKED, RETURNS, Exposure, is_returned, n
 from keyhole.core.finding import Estimate, Reading
 from keyhole.core.text import inert, legible, percent
 
-# The words for exposures, by rule, variant and defences. `{of_layer}` becomes " of layer 3" if the
-# exposure comes from a layer, `{name}` the target's own name for it.
+# The words for exposures, by rule, variant and defences. `{of_layer}` becomes " of
+# layer 3" if the exposure comes from a layer, `{name}` the target's own name for it.
 EXPOSURES: dict[tuple[str, ...], str] = {
     ("KH-WEIGHTS-SCORES", ""): "any answer",
     ("KH-WEIGHTS-SCORES", "full"): "full scores",
@@ -32,8 +32,12 @@ EXPOSURES: dict[tuple[str, ...], str] = {
     ("KH-WEIGHTS-SCORES", "transformer"): "scores of a small Transformer",
     ("KH-WEIGHTS-ROUNDED-SCORES", ""): "rounded scores",
     ("KH-WEIGHTS-ROUNDED-SCORES", "", "decimals-3"): "scores rounded to 3 decimals",
-    ("KH-WEIGHTS-ROUNDED-SCORES", "", "decimals-3", "norm-10"):
-        "scores rounded to 3 decimals, inputs of norm 10 at most",
+    (
+        "KH-WEIGHTS-ROUNDED-SCORES",
+        "",
+        "decimals-3",
+        "norm-10",
+    ): "scores rounded to 3 decimals, inputs of norm 10 at most",
     ("KH-WEIGHTS-ROUNDED-SCORES", "defended"): "scores behind a defence: {name}",
     ("KH-WEIGHTS-SIGNS", ""): "signs",
     ("KH-WEIGHTS-SIGNS", "labels"): "labels",
@@ -44,9 +48,16 @@ EXPOSURES: dict[tuple[str, ...], str] = {
     ("KH-INPUTS-LAYER-OUTPUT", ""): "a layer's output",
     ("KH-INPUTS-LAYER-OUTPUT", "", "decimals-3"): "a layer's output to 3 decimals",
     ("KH-INPUTS-LAYER-OUTPUT", "causal"): "a causal layer's output",
-    ("KH-INPUTS-LAYER-OUTPUT", "causal", "decimals-3"): "a causal layer's output to 3 decimals",
+    (
+        "KH-INPUTS-LAYER-OUTPUT",
+        "causal",
+        "decimals-3",
+    ): "a causal layer's output to 3 decimals",
     ("KH-INPUTS-ATTENTION-MAPS", ""): "a layer's output and attention maps",
-    ("KH-INPUTS-ATTENTION-MAPS", "causal"): "a causal layer's output and attention maps",
+    (
+        "KH-INPUTS-ATTENTION-MAPS",
+        "causal",
+    ): "a causal layer's output and attention maps",
     ("KH-TEXT-HIDDEN-STATES", ""): "hidden states{of_layer}",
     ("KH-TEXT-HIDDEN-STATES", "", "rotated"): "hidden states{of_layer}, rotated",
     ("KH-TEXT-HIDDEN-STATES", "permuted"): "hidden states in no order{of_layer}",
@@ -55,8 +66,16 @@ EXPOSURES: dict[tuple[str, ...], str] = {
     ("KH-TEXT-HIDDEN-STATES", "file"): "hidden states{of_layer} in {name}",
     ("KH-TEXT-KEYS-AND-VALUES", ""): "keys and values{of_layer}",
     ("KH-TEXT-KEYS-AND-VALUES", "", "rotated"): "keys and values{of_layer}, rotated",
-    ("KH-TEXT-KEYS-AND-VALUES", "", "shielded"): "keys and values{of_layer}, by KV-Shield",
-    ("KH-TEXT-KEYS-AND-VALUES", "", "cloaked"): "keys and values{of_layer}, by KV-Cloak",
+    (
+        "KH-TEXT-KEYS-AND-VALUES",
+        "",
+        "shielded",
+    ): "keys and values{of_layer}, by KV-Shield",
+    (
+        "KH-TEXT-KEYS-AND-VALUES",
+        "",
+        "cloaked",
+    ): "keys and values{of_layer}, by KV-Cloak",
     ("KH-TEXT-KEYS-AND-VALUES", "", "mixed"): "keys and values{of_layer}, mixed",
     ("KH-TEXT-KEYS-AND-VALUES", "route"): "cache files: {name}",
     ("KH-TEXT-KEYS-AND-VALUES", "file"): "keys and values{of_layer} in {name}",
@@ -84,15 +103,23 @@ EXPOSURES: dict[tuple[str, ...], str] = {
     ("KH-TEXT-OTHER", ""): "the text",
     ("KH-PREDICTIONS-CUTS", ""): "attention cut",
     ("KH-PREDICTIONS-CUTS", "head"): "{name} of each head's attention cut",
-    ("KH-PREDICTIONS-CUTS", "head-released"): "{name} of each head's attention cut, as released",
-    ("KH-PREDICTIONS-CUTS", "head-random"): "{name} of each head's attention cut at random",
+    (
+        "KH-PREDICTIONS-CUTS",
+        "head-released",
+    ): "{name} of each head's attention cut, as released",
+    (
+        "KH-PREDICTIONS-CUTS",
+        "head-random",
+    ): "{name} of each head's attention cut at random",
     ("KH-PREDICTIONS-CUTS", "model"): "{name} of all attention cut",
     (NOT_CHECKED, "target"): "the target",
-    (NOT_CHECKED, "demo"):
-        "the text and the predictions of the classifier that ships with Keyhole",
+    (
+        NOT_CHECKED,
+        "demo",
+    ): "the text and the predictions of the classifier that ships with Keyhole",
     (NOT_CHECKED, "routes"): "what routes return",
     (NOT_CHECKED, "others"): "all but {name}",
-}  # fmt: skip
+}
 _UNNAMED = {  # in place of a missing name
     "KH-PREDICTIONS-CUTS": "a share",
     "KH-TEXT-ANSWERS": "without a name",
@@ -104,11 +131,18 @@ def exposure(given: Exposure, layers: Sequence[int] = ()) -> str:
     words = EXPOSURES.get((given.rule, given.variant, *given.defences))
     if words is None:  # of a method that somebody added
         parts = [given.variant or given.rule, given.name, *given.defences]
-        words = ", ".join(part.replace("{", "").replace("}", "") for part in parts if part)
+        words = ", ".join(
+            part.replace("{", "").replace("}", "") for part in parts if part
+        )
         words += "{of_layer}"
     numbers = layers or (() if given.layer is None else (given.layer,))
-    of_layer = f" of layer{'' if len(numbers) == 1 else 's'} {spans(numbers)}" if numbers else ""
-    return words.format(of_layer=of_layer, name=given.name or _UNNAMED.get(given.rule, ""))
+    if numbers:
+        of_layer = f" of layer{'' if len(numbers) == 1 else 's'} {spans(numbers)}"
+    else:
+        of_layer = ""
+    return words.format(
+        of_layer=of_layer, name=given.name or _UNNAMED.get(given.rule, "")
+    )
 
 
 def in_full(given: Exposure, layers: Sequence[int] = ()) -> str:
@@ -118,7 +152,9 @@ def in_full(given: Exposure, layers: Sequence[int] = ()) -> str:
 
 
 def skip(given: Skip) -> str:
-    return in_full(given.exposure, given.layers) if given.layers else exposure(given.exposure)
+    if given.layers:
+        return in_full(given.exposure, given.layers)
+    return exposure(given.exposure)
 
 
 def spans(numbers: Sequence[int]) -> str:
@@ -137,9 +173,12 @@ _OPTION = re.compile(r"(?<!\S)(--[a-z][a-z-]*)")
 
 
 def counts(assessment: Assessment) -> str:
-    total, ways = len(assessment.items), sum(item.finding.open for item in assessment.items)
+    total = len(assessment.items)
+    ways = sum(item.finding.open for item in assessment.items)
     exposed = len(assessment.exposed) - ways
-    unchecked = sum(item.finding.outcome is Outcome.UNCHECKED for item in assessment.items)
+    unchecked = sum(
+        item.finding.outcome is Outcome.UNCHECKED for item in assessment.items
+    )
     kept = total - exposed - ways - unchecked
     if not total:
         return "no check was made"
@@ -156,11 +195,16 @@ def unfinished(audit: Audit) -> list[str]:
     for finding in audit.attacks:
         if finding.outcome is Outcome.UNCHECKED:
             reasons.setdefault(finding.reason, []).append(exposure(finding.exposure))
-    return [f"{', '.join(dict.fromkeys(about))}: {reason}" for reason, about in reasons.items()]
+    return [
+        f"{', '.join(dict.fromkeys(about))}: {reason}"
+        for reason, about in reasons.items()
+    ]
 
 
 def unchecked(assessment: Assessment) -> list[str]:
-    items = [i.finding for i in assessment.items if i.finding.outcome is Outcome.UNCHECKED]
+    items = [
+        i.finding for i in assessment.items if i.finding.outcome is Outcome.UNCHECKED
+    ]
     skips = [skip(each) for each in assessment.audit.unchecked_skips]
     return [*(in_full(finding.exposure) for finding in items), *skips]
 
@@ -168,22 +212,34 @@ def unchecked(assessment: Assessment) -> list[str]:
 def begins(sample: int, population: int) -> str:
     """Say how many texts of a store will be read."""
     some = f"{sample:,} of {number(population, 'text', 'texts')}, chosen at random"
-    some = f"all of {number(population, 'text', 'texts')}" if sample == population else some
+    if sample == population:
+        some = f"all of {number(population, 'text', 'texts')}"
+    else:
+        some = some
     return f"reading {some}, the shortest first"
 
 
-def so_far(last: Sequence[Reading], tried: Sequence[Reading], sample: int, population: int) -> str:
+def so_far(
+    last: Sequence[Reading], tried: Sequence[Reading], sample: int, population: int
+) -> str:
     """Say what was just read of a store, and what share of its texts can be read.
 
-    The interval holds whether all of the texts that were not tried yet can be read, or none.
+    The interval holds whether all of the texts that were not tried yet can be read, or
+    none.
     """
     exact = sum(reading.exact and reading.verified for reading in tried)
     least = Estimate.of(exact, sample, population).least
     most = Estimate.of(exact + sample - len(tried), sample, population).most
     share = Estimate(exact, sample, population, least, most).share
-    texts = ["".join(piece.text for piece in reading.pieces) for reading in last if reading.exact]
+    texts = [
+        "".join(piece.text for piece in reading.pieces)
+        for reading in last
+        if reading.exact
+    ]
     quoted = f": {legible('; '.join(texts))}" if texts else ""
-    return f"read {exact} of {sample} ({len(tried)} tried); {share} of your texts{quoted}"
+    return (
+        f"read {exact} of {sample} ({len(tried)} tried); {share} of your texts{quoted}"
+    )
 
 
 def summary(assessment: Assessment) -> str:
@@ -205,7 +261,9 @@ def example(finding: Finding) -> str:
     """Return a text that was read exactly and is of a good length to be quoted."""
     first = _readings(finding)[:SHOWN]
     exact = [reading for reading in first if reading.exact and reading.verified]
-    texts = [r.original or "".join(piece.text for piece in r.pieces).strip() for r in exact]
+    texts = [
+        r.original or "".join(piece.text for piece in r.pieces).strip() for r in exact
+    ]
     return min(texts, key=lambda text: abs(len(text) - _GOOD_LENGTH), default="")
 
 
@@ -228,7 +286,9 @@ def assumed(assessment: Assessment) -> str:
         names = ", ".join(name for name in RETURNS if name in more)
         said = f"Said to return {', '.join(stated)}, but {names} were seen as well, and count."
         return said if names else ""
-    needed = [needs(i.finding.exposure) for i in assessment.items if not i.finding.observed]
+    needed = [
+        needs(i.finding.exposure) for i in assessment.items if not i.finding.observed
+    ]
     names = [name for name in RETURNS if name in needed]
     if not names:
         return ""
@@ -240,7 +300,9 @@ def assumed(assessment: Assessment) -> str:
 
 def hypothetical(assessment: Assessment) -> str:
     """Return the heading of findings that do not count because the service returns other things."""
-    return f"Hypothetical: not returned, where {', '.join(assessment.audit.returns)} are"
+    return (
+        f"Hypothetical: not returned, where {', '.join(assessment.audit.returns)} are"
+    )
 
 
 def number(count: int, single: str, several: str) -> str:
@@ -256,9 +318,12 @@ def outcome(finding: Finding) -> str:
     if is_vector(finding) and finding.status is Status.RECOVERED:
         return "vector recovered"
     if finding.sought == "prediction":
-        share, tried = percent(finding.known), finding.tried
+        share = percent(finding.known)
+        tried = finding.tried
         count = round(finding.known * tried)
-        return f"{count:,} of {tried:,} flipped ({share})" if tried else f"{share} flipped"
+        if tried:
+            return f"{count:,} of {tried:,} flipped ({share})"
+        return f"{share} flipped"
     if finding.estimate is not None:
         given = finding.estimate
         of_all = "" if given.sample == given.population else " of all"
@@ -267,7 +332,9 @@ def outcome(finding: Finding) -> str:
         return finding.status.value
     if finding.sought == "text":
         cell = finding.texts[0] if finding.texts else None
-        if cell is not None and cell.kind == "pooled" and cell.exact:  # one vector: all or nothing
+        if (
+            cell is not None and cell.kind == "pooled" and cell.exact
+        ):  # one vector: all or nothing
             return f"{cell.exact} of {len(cell.readings)} texts"
         return _share_of_tokens(finding)
     if finding.status is Status.INEXACT:
@@ -281,7 +348,9 @@ def _share_of_tokens(finding: Finding) -> str:
     share = percent(finding.known)
     pieces = [piece for reading in _readings(finding) for piece in reading.pieces]
     right = sum(piece.counts for piece in pieces)
-    if not pieces or percent(right / len(pieces)) != share:  # as a damaged file may have it
+    if (
+        not pieces or percent(right / len(pieces)) != share
+    ):  # as a damaged file may have it
         return f"{share} of tokens"
     return f"{right:,} of {len(pieces):,} tokens ({share})"
 
@@ -346,5 +415,8 @@ def slug(text: str, max_length: int = 80) -> str:
     plain = re.sub("[^0-9a-z]+", "-", text[: 4 * max_length].lower()).strip("-")
     plain = plain[:max_length].rstrip("-")
     is_whole = text.isascii() and len(text) <= max_length
-    mark = "" if plain and is_whole else sha256(text.encode("utf-8", "replace")).hexdigest()[:8]
+    if plain and is_whole:
+        mark = ""
+    else:
+        mark = sha256(text.encode("utf-8", "replace")).hexdigest()[:8]
     return "-".join(part for part in (plain, mark) if part)
