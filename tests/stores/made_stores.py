@@ -17,7 +17,9 @@ def npy(folder: Path, vectors: np.ndarray, texts: list[str]) -> str:
 def jsonl(folder: Path, vectors: np.ndarray, texts: list[str]) -> str:
     path = folder / "vectors.jsonl"
     rows = zip(vectors.tolist(), texts, strict=True)
-    path.write_text("".join(json.dumps({"embedding": v, "text": t}) + "\n" for v, t in rows))
+    path.write_text(
+        "".join(json.dumps({"embedding": v, "text": t}) + "\n" for v, t in rows)
+    )
     return str(path)
 
 
@@ -41,7 +43,9 @@ def faiss_inverted(folder: Path, vectors: np.ndarray, texts: list[str]) -> str:
     """Write an inverted file: vectors in lists around centres, with ids of their own."""
     library = _faiss()
     width = vectors.shape[1]
-    index = library.IndexIDMap2(library.IndexIVFFlat(library.IndexFlatL2(width), width, 2))
+    index = library.IndexIDMap2(
+        library.IndexIVFFlat(library.IndexFlatL2(width), width, 2)
+    )
     index.train(np.random.default_rng(0).normal(size=(100, width)).astype(np.float32))
     index.add_with_ids(vectors, 1000 + 7 * np.arange(len(vectors)))
     library.write_index(index, str(folder / "inverted.faiss"))
@@ -49,7 +53,9 @@ def faiss_inverted(folder: Path, vectors: np.ndarray, texts: list[str]) -> str:
 
 
 def qdrant(folder: Path, vectors: np.ndarray, texts: list[str]) -> str:
-    library = pytest.importorskip("qdrant_client", reason="qdrant-client is not installed")
+    library = pytest.importorskip(
+        "qdrant_client", reason="qdrant-client is not installed"
+    )
     models = library.models
     client = library.QdrantClient(path=str(folder / "qdrant"))
     shape = models.VectorParams(size=vectors.shape[1], distance=models.Distance.DOT)
@@ -57,7 +63,10 @@ def qdrant(folder: Path, vectors: np.ndarray, texts: list[str]) -> str:
     rows = enumerate(zip(vectors.tolist(), texts, strict=True))
     client.upsert(
         "letters",
-        [models.PointStruct(id=n, vector=v, payload={"text": t, "n": n}) for n, (v, t) in rows],
+        [
+            models.PointStruct(id=n, vector=v, payload={"text": t, "n": n})
+            for n, (v, t) in rows
+        ],
     )
     client.close()
     return f"qdrant:{folder / 'qdrant'}"
@@ -109,7 +118,8 @@ def fingerprint(folder: Path) -> dict[str, tuple[int, bytes]]:
     """Return the modification time and the content of every file and folder in a folder."""
     return {
         str(path.relative_to(folder)): (
-            path.stat().st_mtime_ns, b"" if path.is_dir() else path.read_bytes(),
+            path.stat().st_mtime_ns,
+            b"" if path.is_dir() else path.read_bytes(),
         )
         for path in [folder, *sorted(folder.rglob("*"))]
-    }  # fmt: skip
+    }

@@ -38,19 +38,39 @@ def _user() -> dict[str, object]:
 @contextmanager
 def postgres(folder: Path) -> Generator[str]:
     """Yield the address of a private database in `folder`, whose path must be short."""
-    programs, user = _programs(), _user()
+    programs = _programs()
+    user = _user()
     if user:
         os.chown(folder, int(str(user["user"])), int(str(user["group"])))
-    data, log = folder / "data", folder / "log"
+    data = folder / "data"
+    log = folder / "log"
 
     def run(*command: object) -> None:
         done = subprocess.run(
-            list(map(str, command)), cwd=folder, capture_output=True, text=True, timeout=60,
-            check=False, **user,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr + (log.read_text() if log.exists() else "")
+            list(map(str, command)),
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            **user,
+        )
+        assert done.returncode == 0, done.stderr + (
+            log.read_text() if log.exists() else ""
+        )
 
-    run(programs["initdb"], "-D", data, "-U", "owner", "-A", "trust", "--no-sync", "-E", "UTF8")
+    run(
+        programs["initdb"],
+        "-D",
+        data,
+        "-U",
+        "owner",
+        "-A",
+        "trust",
+        "--no-sync",
+        "-E",
+        "UTF8",
+    )
     options = f"-k {folder} -c listen_addresses='' -c fsync=off"
     run(programs["pg_ctl"], "-D", data, "-l", log, "-w", "-o", options, "start")
     try:

@@ -20,7 +20,8 @@ from keyhole.recover.embeddings.pooling import embeddings
 from keyhole.stores import open_store
 
 TEXTS = [f"w{number} w{number + 1}" for number in range(40)]
-MODEL, WORDS = tiny.model("bert", num_hidden_layers=1), tiny.tokenizer()
+MODEL = tiny.model("bert", num_hidden_layers=1)
+WORDS = tiny.tokenizer()
 WAY = Exposure("pooled", 0, "cls", normalised=True)
 
 
@@ -34,9 +35,13 @@ def serving(models=("tiny",), answer=None):
 
         def do_POST(self):
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append((self.path, request["model"], len(request["input"]), dict(self.headers)))
+            asked.append(
+                (self.path, request["model"], len(request["input"]), dict(self.headers))
+            )
             given = embeddings(MODEL, WORDS, request["input"], WAY).tolist()
-            entries = [{"index": n, "embedding": vector} for n, vector in enumerate(given)]
+            entries = [
+                {"index": n, "embedding": vector} for n, vector in enumerate(given)
+            ]
             self.reply({"data": entries[::-1]} if answer is None else answer)
 
         def reply(self, content):
@@ -50,7 +55,9 @@ def serving(models=("tiny",), answer=None):
             pass
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.01}
+        )
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}/v1/embeddings", asked
@@ -66,7 +73,9 @@ def test_the_server_embeds_known_texts(monkeypatch):
         expected = embeddings(MODEL, WORDS, TEXTS, WAY)
         assert torch.equal(store.read(range(40)), expected)
         assert [count for _, _, count, _ in asked] == [1, 32, 8]
-        assert {(path, model) for path, model, _, _ in asked} == {("/v1/embeddings", "tiny")}
+        assert {(path, model) for path, model, _, _ in asked} == {
+            ("/v1/embeddings", "tiny")
+        }
         assert all(headers["Authorization"] == "Bearer a key" for *_, headers in asked)
         loaded = Loaded(MODEL, WORDS, identity(MODEL), "a tiny encoder")
         target = StoreTarget.of(store, loaded, texts=3)
@@ -76,16 +85,24 @@ def test_the_server_embeds_known_texts(monkeypatch):
 
 def test_one_of_several_models_must_be_named():
     with serving(models=("a", "b")) as (url, asked):
-        with pytest.raises(InputError, match=r"several models \(a, b\): add \?model=NAME"):
+        with pytest.raises(
+            InputError, match=r"several models \(a, b\): add \?model=NAME"
+        ):
             open_store(url, TEXTS).__enter__()
         with open_store(f"{url}?model=b", TEXTS):
             assert asked[0][1] == "b"
 
 
 @pytest.mark.parametrize(
-    "answer", [{}, {"data": []}, {"data": [{"index": 0}]}, {"data": 3},
-               {"data": [{"index": 0, "embedding": ["a"]}]}]
-)  # fmt: skip
+    "answer",
+    [
+        {},
+        {"data": []},
+        {"data": [{"index": 0}]},
+        {"data": 3},
+        {"data": [{"index": 0, "embedding": ["a"]}]},
+    ],
+)
 def test_a_wrong_answer_is_a_one_line_error(answer):
     with (
         serving(answer=answer) as (url, _),

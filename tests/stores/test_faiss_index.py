@@ -34,7 +34,10 @@ def test_centroids(tmp_path):
         assert store.codebook.shape == (3, 16, 4)
         assert store.steps is None
         kept = store.read([0, 7, 499]).unflatten(1, (3, 4))
-        assert float(torch.cdist(kept.transpose(0, 1), store.codebook).amin(-1).max()) < 1e-6
+        assert (
+            float(torch.cdist(kept.transpose(0, 1), store.codebook).amin(-1).max())
+            < 1e-6
+        )
 
 
 @pytest.mark.parametrize("kind", ["QT_8bit", "QT_6bit", "QT_4bit", "QT_8bit_uniform"])
@@ -66,15 +69,24 @@ def test_an_inverted_file_may_have_any_ids(tmp_path):
 
 @pytest.mark.parametrize("kind", ["product quantisation", "8 bits"])
 def test_a_text_is_judged_by_its_code(tmp_path, kind):
-    model, words = tiny.shared("bert", hidden_size=96), tiny.tokenizer()
+    model = tiny.shared("bert", hidden_size=96)
+    words = tiny.tokenizer()
     texts = [" ".join(f"w{n}" for n in STREAM.integers(0, 195, 3)) for _ in range(300)]
-    vectors = embeddings(model, words, [TEXT, *texts], ways(model)[0]).numpy().astype(np.float32)
+    vectors = (
+        embeddings(model, words, [TEXT, *texts], ways(model)[0])
+        .numpy()
+        .astype(np.float32)
+    )
     index = faiss.IndexPQ(96, 24, 4)
     if kind == "8 bits":
         index = faiss.IndexScalarQuantizer(96, faiss.ScalarQuantizer.QT_8bit)
     with indexed(tmp_path, index, vectors) as store:
-        leak = Pooled(store.read([0])[0], steps=store.steps, ends=store.ends,
-                      codebook=store.codebook)  # fmt: skip
+        leak = Pooled(
+            store.read([0])[0],
+            steps=store.steps,
+            ends=store.ends,
+            codebook=store.codebook,
+        )
     target = Target.of(model, words)
     ids = words(TEXT)["input_ids"]
     verdict = judge_vector(target, leak, ids)

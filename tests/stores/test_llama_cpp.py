@@ -13,7 +13,9 @@ from keyhole.models.demo import open_model
 from keyhole.stores import open_store
 from tiny_gguf import serving
 
-FULL = pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
+FULL = pytest.mark.skipif(
+    not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it"
+)
 TEXTS = ["the cat sat on the mat", "my doctor says the test came back positive"]
 
 
@@ -34,7 +36,8 @@ def loaded(weights):
 @pytest.mark.release
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "pooling", ["mean", pytest.param("last", marks=FULL), pytest.param("cls", marks=FULL)]
+    "pooling",
+    ["mean", pytest.param("last", marks=FULL), pytest.param("cls", marks=FULL)],
 )
 def test_the_pooling_is_found(pooling, weights, loaded):
     """llama.cpp computes in 4 and 8 bits, and Keyhole in float32 with the same weights."""
@@ -43,5 +46,8 @@ def test_the_pooling_is_found(pooling, weights, loaded):
         open_store(f"{url}/v1/embeddings", TEXTS) as store,
     ):
         target = StoreTarget.of(store, loaded, texts=len(TEXTS))
-    assert (target.pooling.exposure.pooling, target.pooling.exposure.normalised) == (pooling, True)
+    assert (target.pooling.exposure.pooling, target.pooling.exposure.normalised) == (
+        pooling,
+        True,
+    )
     assert target.pooling.sure, target.pooling.reason

@@ -11,7 +11,9 @@ import made_stores
 from keyhole.core.errors import InputError, KeyholeError
 from keyhole.stores import address_of, open_store
 
-MilvusClient = pytest.importorskip("pymilvus", reason="pymilvus is not installed").MilvusClient
+MilvusClient = pytest.importorskip(
+    "pymilvus", reason="pymilvus is not installed"
+).MilvusClient
 VECTORS = np.random.default_rng(1).normal(size=(2500, 4)).astype(np.float32)
 TEXTS = [f"letter {number}" for number in range(len(VECTORS))]
 
@@ -40,7 +42,9 @@ def opening(target):
 
 
 def test_a_server_is_read(address):
-    with pytest.raises(InputError, match=r"letters of http://.* is not loaded: load it first"):
+    with pytest.raises(
+        InputError, match=r"letters of http://.* is not loaded: load it first"
+    ):
         opening(f"milvus:{address}")
     loaded = MilvusClient(address)
     loaded.load_collection("letters")
@@ -57,7 +61,9 @@ def test_a_server_is_read(address):
 
 
 def test_missing_parts_are_named(folder, address, tmp_path):
-    with pytest.raises(InputError, match="has no collection nothing: choose among letters"):
+    with pytest.raises(
+        InputError, match="has no collection nothing: choose among letters"
+    ):
         opening(f"milvus:{address}?collection=nothing")
     with pytest.raises(InputError, match="is not a folder of Milvus Lite"):
         opening(f"milvus:{tmp_path}")

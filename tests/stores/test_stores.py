@@ -38,7 +38,8 @@ def test_vectors_are_read_and_nothing_changes(maker, tmp_path):
 
 
 def test_the_identity_depends_on_the_vectors_alone(tmp_path):
-    first, second = tmp_path / "first", tmp_path / "second"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
     targets = [
@@ -84,11 +85,17 @@ def test_the_kind_of_a_target(target, name):
 
 
 def test_every_kind_has_a_name_and_a_form_of_its_own():
-    assert len({kind.name for kind in KINDS}) == len({kind.form for kind in KINDS}) == len(KINDS)
+    assert (
+        len({kind.name for kind in KINDS})
+        == len({kind.form for kind in KINDS})
+        == len(KINDS)
+    )
 
 
 def test_half_precision_is_kept(tmp_path):
-    with open_store(made_stores.npy(tmp_path, VECTORS.astype(np.float16), TEXTS)) as store:
+    with open_store(
+        made_stores.npy(tmp_path, VECTORS.astype(np.float16), TEXTS)
+    ) as store:
         assert store.read(ROWS).dtype == torch.float16
 
 
@@ -100,11 +107,17 @@ def opening(target):
 def test_one_of_several_columns_must_be_named(tmp_path):
     path = tmp_path / "two.jsonl"
     path.write_text(json.dumps({"a": [1.0, 2.0], "b": [3.0, 4.0]}) + "\n")
-    with pytest.raises(InputError, match=r"has more than one .* \(a, b\): add \?column=NAME"):
+    with pytest.raises(
+        InputError, match=r"has more than one .* \(a, b\): add \?column=NAME"
+    ):
         opening(path)
-    with pytest.raises(InputError, match=r"has no field that holds a vector c: choose among a, b"):
+    with pytest.raises(
+        InputError, match=r"has no field that holds a vector c: choose among a, b"
+    ):
         opening(f"{path}?column=c")
-    with pytest.raises(InputError, match=r"has no option \?table=: .* are \?column=, \?text="):
+    with pytest.raises(
+        InputError, match=r"has no option \?table=: .* are \?column=, \?text="
+    ):
         opening(f"{path}?table=c")
     assert opening(f"{path}?column=b").tolist() == [[3.0, 4.0]]
 
@@ -241,7 +254,9 @@ def test_a_point_without_a_text_does_not_hide_the_texts_of_others(maker, tmp_pat
 
 def test_texts_of_categories_are_texts(tmp_path):
     arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    target = made_stores.parquet(tmp_path, VECTORS, arrow.array(TEXTS).dictionary_encode())
+    target = made_stores.parquet(
+        tmp_path, VECTORS, arrow.array(TEXTS).dictionary_encode()
+    )
     with open_store(target) as store:
         assert store.texts is not None
         assert store.texts([0, 1]) == TEXTS[:2]

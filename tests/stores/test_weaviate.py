@@ -63,13 +63,21 @@ def test_vectors_are_read_in_several_answers(server):
 
 def test_one_of_several_vectors_must_be_named(server):
     named = f"{server}&collection=Named"
-    with pytest.raises(InputError, match=r"vector of an object \(title, body\): add \?vector=NAME"):
+    with pytest.raises(
+        InputError, match=r"vector of an object \(title, body\): add \?vector=NAME"
+    ):
         opening(named)
-    assert opening(f"{named}&vector=body").tolist() == [[0.0, 0.0], [0.0, 1.0], [0.0, 2.0]]
+    assert opening(f"{named}&vector=body").tolist() == [
+        [0.0, 0.0],
+        [0.0, 1.0],
+        [0.0, 2.0],
+    ]
     with open_store(f"{named}&vector=body&text=content") as store:
         assert store.texts is not None
         assert store.texts([2]) == ["letter 2"]
-    with pytest.raises(InputError, match="has no column of texts n: choose among content"):
+    with pytest.raises(
+        InputError, match="has no column of texts n: choose among content"
+    ):
         opening(f"{named}&vector=body&text=n")
 
 
@@ -80,7 +88,9 @@ def test_a_tenant_must_be_named(server):
 
 
 def test_missing_parts_are_named(server):
-    with pytest.raises(InputError, match=r"collection \(Bare, Empty, .*add \?collection=NAME"):
+    with pytest.raises(
+        InputError, match=r"collection \(Bare, Empty, .*add \?collection=NAME"
+    ):
         opening(server)
     with pytest.raises(InputError, match="has no collection Nothing: choose among"):
         opening(f"{server}&collection=Nothing")
@@ -94,12 +104,18 @@ def test_servers_that_do_not_answer_are_named(server, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         nobody = free.getsockname()[1]
     address = server.partition("?")[0]
-    with pytest.raises(KeyholeError, match=f"does not answer on its gRPC port, {nobody}: open"):
+    with pytest.raises(
+        KeyholeError, match=f"does not answer on its gRPC port, {nobody}: open"
+    ):
         opening(f"{address}?grpc_port={nobody}")
     with pytest.raises(KeyholeError, match="is Weaviate running there") as refused:
         opening(f"weaviate:http://somebody:s3cret@127.0.0.1:{nobody}")
     assert "s3cret" not in str(refused.value)
-    for wrong in (f"weaviate:{tmp_path}", f"{address}?grpc_port=x", "weaviate:http://host:x"):
+    for wrong in (
+        f"weaviate:{tmp_path}",
+        f"{address}?grpc_port=x",
+        "weaviate:http://host:x",
+    ):
         with pytest.raises(
             InputError, match="is not an address of Weaviate: write weaviate:http://"
         ):
@@ -107,11 +123,16 @@ def test_servers_that_do_not_answer_are_named(server, tmp_path):
 
 
 def test_the_key_comes_from_the_environment(monkeypatch):
-    with served({"Letters": Collection(objects(VECTORS[:3]))}, key="s3cret") as (address, port):
+    with served({"Letters": Collection(objects(VECTORS[:3]))}, key="s3cret") as (
+        address,
+        port,
+    ):
         target = f"weaviate:{address}?grpc_port={port}"
         for key in ("", "wrong"):
             monkeypatch.setenv("KEYHOLE_API_KEY", key)
-            with pytest.raises(InputError, match="asks for a key, or another: set KEYHOLE_API_KEY"):
+            with pytest.raises(
+                InputError, match="asks for a key, or another: set KEYHOLE_API_KEY"
+            ):
                 opening(target)
         monkeypatch.setenv("KEYHOLE_API_KEY", "s3cret")
         assert opening(target).shape == (3, 4)

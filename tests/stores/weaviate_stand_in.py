@@ -1,9 +1,9 @@
 """A stand-in for Weaviate's server, which no package contains, as its own client reads it.
 
-It answers GET /v1/meta and /v1/schema over HTTP, and `Search` over gRPC in the messages that the
-client contains: objects sorted by id, those after an id, or those of a filter by id. It answers no
-request that changes anything. The fields are those that the client reads and the server's source
-fills; the answers were not compared with a real server.
+It answers GET /v1/meta and /v1/schema over HTTP, and `Search` over gRPC in the messages
+that the client contains: objects sorted by id, those after an id, or those of a filter
+by id. It answers no request that changes anything. The fields are those that the client
+reads and the server's source fills; the answers were not compared with a real server.
 """
 
 from __future__ import annotations
@@ -47,15 +47,20 @@ class Collection:
 
 class _Service(weaviate_pb2_grpc.WeaviateServicer):
     def __init__(self, collections: Mapping[str, Collection], key: str) -> None:
-        self.collections, self.key = collections, key
+        self.collections = collections
+        self.key = key
 
     def Search(self, request: Any, context: Any) -> Any:  # noqa: N802
         sent = dict(context.invocation_metadata()).get("authorization")
         if self.key and sent != f"Bearer {self.key}":
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "unauthorized: invalid api key")
+            context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "unauthorized: invalid api key"
+            )
         collection = self.collections[request.collection]
         if request.tenant != collection.tenant:
-            context.abort(grpc.StatusCode.UNKNOWN, f"{request.tenant!r} is not the tenant")
+            context.abort(
+                grpc.StatusCode.UNKNOWN, f"{request.tenant!r} is not the tenant"
+            )
         ids = sorted(collection.objects)
         if request.HasField("filters"):
             wanted = {UUID(text) for text in _ids(request.filters)}
@@ -77,7 +82,9 @@ def _ids(filters: Any) -> list[str]:
     return [filters.value_text]
 
 
-def _result(request: Any, key: UUID, vectors: Any, properties: Mapping[str, Any]) -> Any:
+def _result(
+    request: Any, key: UUID, vectors: Any, properties: Mapping[str, Any]
+) -> Any:
     metadata = search_get_pb2.MetadataResult(id=str(key), id_as_bytes=key.bytes)
     if request.metadata.vector and isinstance(vectors, dict):
         for name, values in vectors.items():
@@ -87,7 +94,8 @@ def _result(request: Any, key: UUID, vectors: Any, properties: Mapping[str, Any]
     elif request.metadata.vector:
         metadata.vector_bytes = _bytes(vectors)
     result = search_get_pb2.SearchResult(metadata=metadata)
-    whole, named = not request.HasField("properties"), request.properties.non_ref_properties
+    whole = not request.HasField("properties")
+    named = request.properties.non_ref_properties
     for name, value in properties.items():
         if whole or name in named:
             kind = "text_value" if isinstance(value, str) else "int_value"
@@ -99,19 +107,26 @@ def _bytes(values: Any) -> bytes:
     return struct.pack(f"<{len(values)}f", *values)
 
 
-def _handler(collections: Mapping[str, Collection], key: str) -> type[BaseHTTPRequestHandler]:
+def _handler(
+    collections: Mapping[str, Collection], key: str
+) -> type[BaseHTTPRequestHandler]:
     answers = {
         "/v1/meta": {"version": "1.34.0", "grpcMaxMessageSize": 104858000},
-        "/v1/schema": {"classes": [each.schema(name) for name, each in collections.items()]},
+        "/v1/schema": {
+            "classes": [each.schema(name) for name, each in collections.items()]
+        },
     }
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            status, body = 200, answers.get(self.path)
+            status = 200
+            body = answers.get(self.path)
             if body is None:
-                status, body = 404, {"code": 404}
+                status = 404
+                body = {"code": 404}
             if key and self.headers.get("Authorization") != f"Bearer {key}":
-                status, body = 401, {"code": 401, "message": "anonymous access not enabled"}
+                status = 401
+                body = {"code": 401, "message": "anonymous access not enabled"}
             content = json.dumps(body).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -126,7 +141,9 @@ def _handler(collections: Mapping[str, Collection], key: str) -> type[BaseHTTPRe
 
 
 @contextmanager
-def served(collections: Mapping[str, Collection], key: str = "") -> Generator[tuple[str, int]]:
+def served(
+    collections: Mapping[str, Collection], key: str = ""
+) -> Generator[tuple[str, int]]:
     """Yield the address of the stand-in and its gRPC port."""
     calls = grpc.server(ThreadPoolExecutor(2))
     weaviate_pb2_grpc.add_WeaviateServicer_to_server(_Service(collections, key), calls)

@@ -1,7 +1,7 @@
 """Vector stores, which keep sentence embeddings: opened for reading only.
 
-To add a kind of store, write a function that opens it, and add a row to KINDS and its form to
-STORES (target.py), which recognises a TARGET without importing this package.
+To add a kind of store, write a function that opens it, and add a row to KINDS and its
+form to STORES (target.py), which recognises a TARGET without importing this package.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ KINDS = (
     Kind("LanceDB", "lancedb:FOLDER", open_lancedb, ("table", "column", "text")),
     Kind("Milvus", "milvus:FOLDER", open_milvus, ("collection", "vector", "text")),
     Kind(
-        "Weaviate", "weaviate:URL", open_weaviate,
+        "Weaviate",
+        "weaviate:URL",
+        open_weaviate,
         ("collection", "vector", "text", "tenant", "grpc_port"),
     ),
     Kind("PostgreSQL", POSTGRES, open_postgres, ("table", "column", "text")),
@@ -41,8 +43,13 @@ KINDS = (
     Kind("Parquet", ".parquet", open_parquet, ("column", "text")),
     Kind("a NumPy array", ".npy", open_npy),
     Kind("JSON lines", ".jsonl", open_json_lines, ("column", "text")),
-    Kind("a server of embeddings", "http(s)://…/v1/embeddings", open_embeddings_api, ("model",)),
-)  # fmt: skip
+    Kind(
+        "a server of embeddings",
+        "http(s)://…/v1/embeddings",
+        open_embeddings_api,
+        ("model",),
+    ),
+)
 
 
 def kind_of(target: str) -> Kind | None:
@@ -57,8 +64,8 @@ def open_store(
 ) -> Generator[Store]:
     """Open the store that TARGET names, for the length of a block.
 
-    `known` texts are for a server of embeddings. `shown` is TARGET as the user wrote it, if
-    `target` is a longer path to the same file.
+    `known` texts are for a server of embeddings. `shown` is TARGET as the user wrote
+    it, if `target` is a longer path to the same file.
     """
     kind = kind_of(target)
     if kind is None:
@@ -70,7 +77,9 @@ def open_store(
     unknown = [name for name in options if name not in kind.options]
     if unknown and kind.form != POSTGRES:  # whose other options are the driver's
         takes = ", ".join(f"?{name}=" for name in kind.options) or "none"
-        raise InputError(f"{path} has no option ?{unknown[0]}=: its options are {takes}")
+        raise InputError(
+            f"{path} has no option ?{unknown[0]}=: its options are {takes}"
+        )
     with kind.open(Place(path, options, tuple(known))) as store:
         if shown is None or shown == target:
             yield store

@@ -1,7 +1,7 @@
 """Vectors in databases and on servers.
 
-Chroma, Qdrant's local mode, LanceDB, Milvus, Weaviate, PostgreSQL; servers of embeddings. Each
-`open_…` function takes a `Place` and yields a `Store` (store.py).
+Chroma, Qdrant's local mode, LanceDB, Milvus, Weaviate, PostgreSQL; servers of
+embeddings. Each `open_…` function takes a `Place` and yields a `Store` (store.py).
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def _keyed_store(
     return column_store(name, len(keys), read, vector, text, np.float32, note)
 
 
-# Chroma. It writes to a folder that it opens (it migrates tables and takes locks), so it opens a
-# copy. Its telemetry is switched off.
+# Chroma. It writes to a folder that it opens (it migrates tables and takes locks), so
+# it opens a copy. Its telemetry is switched off.
 
 _CHROMA = "a folder of Chroma"
 _CHROMA_NOTE = "read from a temporary copy, because Chroma writes to what it opens"
@@ -102,15 +102,17 @@ def _chroma_store(client: Any, place: Place) -> Store:
         given = collection.get(ids=wanted, include=[column])
         return dict(zip(given["ids"], given[column], strict=True))
 
-    return _keyed_store(f"{place.path}, {name}", ids, get, "embeddings", "documents", _CHROMA_NOTE)
+    return _keyed_store(
+        f"{place.path}, {name}", ids, get, "embeddings", "documents", _CHROMA_NOTE
+    )
 
 
 # Qdrant's local mode, read without its library.
 #
-# `QdrantClient(path=…)` keeps each collection as `collection/NAME/storage.sqlite`, a table
-# points(id, point) of pickled points. Unpickling would run code from the file, so every class that
-# a pickle names is replaced by one that only keeps its fields. SQLite opens the database as
-# `immutable`, so that it does not even take a lock.
+# `QdrantClient(path=…)` keeps each collection as `collection/NAME/storage.sqlite`, a
+# table points(id, point) of pickled points. Unpickling would run code from the file, so
+# every class that a pickle names is replaced by one that only keeps its fields. SQLite
+# opens the database as `immutable`, so that it does not even take a lock.
 
 
 class _Fields:
@@ -121,7 +123,9 @@ class _Fields:
 
     def __setstate__(self, state: Any) -> None:
         held = _as_dict(state)
-        self.fields = _as_dict(held.get("__dict__", held))  # pydantic keeps a model's fields there
+        self.fields = _as_dict(
+            held.get("__dict__", held)
+        )  # pydantic keeps a model's fields there
 
 
 class _FieldsUnpickler(pickle.Unpickler):
@@ -149,7 +153,9 @@ def open_qdrant(place: Place) -> Generator[Store]:
         if exists(f"{file}{end}"):
             raise InputError(f"Qdrant is writing to {file}{end}: close it first")
     try:
-        database = sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+        database = sqlite3.connect(
+            f"{file.absolute().as_uri()}?mode=ro&immutable=1", uri=True
+        )
         with closing(database):
             yield _qdrant_store(database, place, name)
     except sqlite3.Error as error:
@@ -165,11 +171,15 @@ def _qdrant_store(database: sqlite3.Connection, place: Place, name: str) -> Stor
 
     def point(row: int) -> dict[str, Any]:
         query = "SELECT point FROM points WHERE rowid = ?"
-        return _unpickled(database.execute(query, (row_ids[row],)).fetchone()[0], place.path)
+        return _unpickled(
+            database.execute(query, (row_ids[row],)).fetchone()[0], place.path
+        )
 
     first = point(0)
     vector = place.choice("vector", list(_dense(first["vector"])), "vector of a point")
-    text = place.text_field(_as_dict(point(row).get("payload")) for row in range(len(row_ids)))
+    text = place.text_field(
+        _as_dict(point(row).get("payload")) for row in range(len(row_ids))
+    )
 
     def read(column: str, rows: Sequence[int]) -> list[Any]:
         points = [point(row) for row in rows]
@@ -177,14 +187,18 @@ def _qdrant_store(database: sqlite3.Connection, place: Place, name: str) -> Stor
             return [_dense(held["vector"]).get(vector) for held in points]
         return [_as_dict(held.get("payload")).get(str(text)) for held in points]
 
-    return column_store(where, len(row_ids), read, "vector", None if text is None else "payload")
+    return column_store(
+        where, len(row_ids), read, "vector", None if text is None else "payload"
+    )
 
 
 def _unpickled(blob: bytes, path: str) -> dict[str, Any]:
     try:
         fields: dict[str, Any] = _FieldsUnpickler(io.BytesIO(blob)).load().fields
     except Exception as error:  # bytes that are no pickle may raise anything
-        raise InputError(f"{path} holds a point that is not Qdrant's: {error!r:.80}") from error
+        raise InputError(
+            f"{path} holds a point that is not Qdrant's: {error!r:.80}"
+        ) from error
     if "vector" not in fields:
         raise InputError(f"{path} holds a point of Qdrant without a vector")
     return fields
@@ -217,7 +231,8 @@ def open_lancedb(place: Place) -> Generator[Store]:
     name = place.choice("table", names, "table")
     try:
         table = lancedb.connect(place.path).open_table(name)
-        schema, count = table.schema, int(table.count_rows())
+        schema = table.schema
+        count = int(table.count_rows())
     except (RuntimeError, OSError, ValueError) as error:
         raise unreadable(what, place.path, error) from error
 
@@ -229,8 +244,9 @@ def open_lancedb(place: Place) -> Generator[Store]:
 
 # Milvus: its client reads a server, and a folder of Milvus Lite.
 #
-# Milvus Lite is a server inside this process. It locks its folder and writes a log to it, so it
-# opens a copy. Nothing is changed on another server: a collection that is not loaded is refused.
+# Milvus Lite is a server inside this process. It locks its folder and writes a log to
+# it, so it opens a copy. Nothing is changed on another server: a collection that is not
+# loaded is refused.
 
 _MILVUS_NOTE = "read from a temporary copy, because Milvus Lite writes to what it opens"
 
@@ -261,15 +277,21 @@ def open_milvus(place: Place) -> Generator[Store]:
 def _milvus_client(address: str, shown: str) -> Generator[Any]:
     """Yield a client of a server or of a folder of Milvus Lite; errors name it as `shown`."""
     milvus = library("pymilvus")
-    logging.getLogger("pymilvus").setLevel(logging.CRITICAL)  # what it logs is raised as well
+    logging.getLogger("pymilvus").setLevel(
+        logging.CRITICAL
+    )  # what it logs is raised as well
     parts = urlsplit(address)
     token = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
     given = {"token": token} if parts.username else {}
     try:
-        with closing(milvus.MilvusClient(without_password(address), timeout=10, **given)) as client:
+        with closing(
+            milvus.MilvusClient(without_password(address), timeout=10, **given)
+        ) as client:
             yield client
     except milvus.MilvusException as error:
-        raise KeyholeError(f"{shown} does not answer as Milvus: {first_line(error)}") from error
+        raise KeyholeError(
+            f"{shown} does not answer as Milvus: {first_line(error)}"
+        ) from error
 
 
 def _milvus_store(client: Any, place: Place, note: str) -> Store:
@@ -278,13 +300,19 @@ def _milvus_store(client: Any, place: Place, note: str) -> Store:
     if note:  # a copy of ours
         client.load_collection(name)
     elif client.get_load_state(name)["state"].name != "Loaded":
-        raise InputError(f"the collection {name} of {place.path} is not loaded: load it first")
+        raise InputError(
+            f"the collection {name} of {place.path} is not loaded: load it first"
+        )
     fields = client.describe_collection(name)["fields"]
-    vectors = [field["name"] for field in fields if field["type"].name == "FLOAT_VECTOR"]
+    vectors = [
+        field["name"] for field in fields if field["type"].name == "FLOAT_VECTOR"
+    ]
     vector = place.choice("vector", vectors, f"field of float vectors in {name}")
     (key,) = (field["name"] for field in fields if field.get("is_primary"))
     keys: list[Any] = []
-    with closing(client.query_iterator(name, batch_size=_BATCH, output_fields=[key])) as batches:
+    with closing(
+        client.query_iterator(name, batch_size=_BATCH, output_fields=[key])
+    ) as batches:
         while batch := batches.next():
             keys += [row[key] for row in batch]
     if not keys:
@@ -302,8 +330,9 @@ def _milvus_store(client: Any, place: Place, note: str) -> Store:
 
 # Weaviate: its client asks a server, and changes nothing there.
 #
-# The checks that the client makes first are skipped: it would ask PyPI for its newest release, and
-# would wait a minute if nothing listens at its gRPC port, which `_connect_weaviate` checks.
+# The checks that the client makes first are skipped: it would ask PyPI for its newest
+# release, and would wait a minute if nothing listens at its gRPC port, which
+# `_connect_weaviate` checks.
 
 _KEY_REQUIRED = (401, 403)
 
@@ -321,24 +350,39 @@ def open_weaviate(place: Place) -> Generator[Store]:
             "?grpc_port=PORT where that is not 50051"
         ) from error
     headers = EndpointOptions().secrets()
-    client = weaviate.WeaviateClient(address, additional_headers=headers, skip_init_checks=True)
+    client = weaviate.WeaviateClient(
+        address, additional_headers=headers, skip_init_checks=True
+    )
     try:
         with closing(client):
             _connect_weaviate(client, address.grpc, public)
             yield _weaviate_store(client, replace(place, path=public))
     except weaviate.exceptions.WeaviateStartUpError as error:
-        raise KeyholeError(f"nobody answers at {public}: is Weaviate running there?") from error
+        raise KeyholeError(
+            f"nobody answers at {public}: is Weaviate running there?"
+        ) from error
     except weaviate.exceptions.WeaviateBaseError as error:
         if getattr(error, "status_code", None) in _KEY_REQUIRED:
-            raise InputError(f"{public} asks for a key, or another: set {KEY}") from error
-        raise KeyholeError(f"{public} does not answer as Weaviate: {first_line(error)}") from error
+            raise InputError(
+                f"{public} asks for a key, or another: set {KEY}"
+            ) from error
+        raise KeyholeError(
+            f"{public} does not answer as Weaviate: {first_line(error)}"
+        ) from error
 
 
 def _connect_weaviate(client: Any, grpc: Any, public: str) -> None:
     try:
         client.connect()
-    except (httpx.HTTPError, LookupError, TypeError, AttributeError) as error:  # another program
-        raise KeyholeError(f"{public} does not answer as Weaviate: {error!r:.80}") from error
+    except (
+        httpx.HTTPError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:  # another program
+        raise KeyholeError(
+            f"{public} does not answer as Weaviate: {error!r:.80}"
+        ) from error
     try:
         socket.create_connection((grpc.host, grpc.port), timeout=10).close()
     except OSError as error:
@@ -367,9 +411,11 @@ def _weaviate_store(client: Any, place: Place) -> Store:
     def get(column: str, ids: list[Any]) -> dict[Any, Any]:
         is_text = column == "text"
         given = collection.query.fetch_objects_by_ids(
-            ids, limit=len(ids), include_vector=not is_text,
+            ids,
+            limit=len(ids),
+            include_vector=not is_text,
             return_properties=[text] if is_text else False,
-        )  # fmt: skip
+        )
         return {
             each.uuid: each.properties.get(text) if is_text else each.vector.get(vector)
             for each in given.objects
@@ -380,8 +426,9 @@ def _weaviate_store(client: Any, place: Place) -> Store:
 
 # PostgreSQL: columns of pgvector (vector, halfvec), or arrays of numbers.
 #
-# Everything is read in one transaction, READ ONLY and REPEATABLE READ: the server itself refuses to
-# write, and row numbers mean the same from the first query to the last.
+# Everything is read in one transaction, READ ONLY and REPEATABLE READ: the server
+# itself refuses to write, and row numbers mean the same from the first query to the
+# last.
 
 _OPTIONS = ("table", "column", "text")  # all others are the driver's
 _TIMEOUT = "10"  # seconds
@@ -397,7 +444,9 @@ _TEXTS = ("text", "varchar", "bpchar")
 @contextmanager
 def open_postgres(place: Place) -> Generator[Store]:
     psycopg = library("psycopg")
-    driver = {name: value for name, value in place.options.items() if name not in _OPTIONS}
+    driver = {
+        name: value for name, value in place.options.items() if name not in _OPTIONS
+    }
     address = f"{place.path}?{urlencode({'connect_timeout': _TIMEOUT, **driver})}"
     public = without_password(place.path)
     try:
@@ -408,7 +457,9 @@ def open_postgres(place: Place) -> Generator[Store]:
     except psycopg.OperationalError as error:
         raise KeyholeError(f"{public} does not answer: {first_line(error)}") from error
     except psycopg.Error as error:
-        raise InputError(f"cannot read vectors from {public}: {first_line(error)}") from error
+        raise InputError(
+            f"cannot read vectors from {public}: {first_line(error)}"
+        ) from error
 
 
 def _postgres_store(sql: Any, connection: Any, place: Place) -> Store:
@@ -419,7 +470,9 @@ def _postgres_store(sql: Any, connection: Any, place: Place) -> Store:
         tables.setdefault(table, {})[column] = kind
         identifiers.setdefault(table, sql.Identifier(schema, relation))
     with_vectors = [
-        name for name, kinds in tables.items() if not set(_VECTORS).isdisjoint(kinds.values())
+        name
+        for name, kinds in tables.items()
+        if not set(_VECTORS).isdisjoint(kinds.values())
     ]
     table = place.choice("table", with_vectors, "table with a vector column")
     kinds = tables[table]
@@ -431,21 +484,29 @@ def _postgres_store(sql: Any, connection: Any, place: Place) -> Store:
     (count,) = connection.execute(counting).fetchone()
 
     def read(column: str, rows: Sequence[int]) -> list[Any]:
-        what = sql.SQL("{}::real[]" if column == vector else "{}").format(sql.Identifier(column))
+        what = sql.SQL("{}::real[]" if column == vector else "{}").format(
+            sql.Identifier(column)
+        )
         query = sql.SQL(
             "SELECT given FROM (SELECT {what} AS given, row_number() OVER (ORDER BY tableoid, ctid)"
             " - 1 AS place FROM {table} WHERE {column} IS NOT NULL) AS placed"
             " WHERE place = ANY(%s) ORDER BY place"
         ).format(what=what, **names)
-        return [value for (value,) in connection.execute(query, (list(rows),)).fetchall()]
+        return [
+            value for (value,) in connection.execute(query, (list(rows),)).fetchall()
+        ]
 
-    return column_store(f"{place.path}, {table}.{vector}", count, read, vector, text, np.float32)
+    return column_store(
+        f"{place.path}, {table}.{vector}", count, read, vector, text, np.float32
+    )
 
 
-# A server that turns texts into embeddings, in the form of OpenAI's `POST /v1/embeddings`.
+# A server that turns texts into embeddings, in the form of OpenAI's `POST
+# /v1/embeddings`.
 #
-# It keeps no vectors, so it is asked to embed texts that are known. Its answers show how the
-# vectors of its other clients are made (encoder, pooling), and whether they can be read.
+# It keeps no vectors, so it is asked to embed texts that are known. Its answers show
+# how the vectors of its other clients are made (encoder, pooling), and whether they can
+# be read.
 
 _TEXTS_PER_REQUEST = 32
 
@@ -467,7 +528,9 @@ def open_embeddings_api(place: Place) -> Generator[Store]:
                 return texts
             vectors: list[list[float]] = []
             for start in range(0, len(texts), _TEXTS_PER_REQUEST):
-                vectors += _embedded(http, url, model, texts[start : start + _TEXTS_PER_REQUEST])
+                vectors += _embedded(
+                    http, url, model, texts[start : start + _TEXTS_PER_REQUEST]
+                )
             return vectors
 
         note = "the texts of --known, asked for now"
@@ -477,24 +540,40 @@ def open_embeddings_api(place: Place) -> Generator[Store]:
 def _only_model(http: Http, url: str) -> str:
     """Return the name of the server's only model, or a default if it does not list its models."""
     try:
-        listed = http.request("GET", f"{url.removesuffix('/embeddings')}/models").get("data")
+        listed = http.request("GET", f"{url.removesuffix('/embeddings')}/models").get(
+            "data"
+        )
     except OracleError:  # some servers neither list their models nor need a name
         return "default"
     entries = cast("list[Any]", listed) if isinstance(listed, list) else []
-    names = [str(entry["id"]) for entry in entries if isinstance(entry, dict) and "id" in entry]
+    names = [
+        str(entry["id"])
+        for entry in entries
+        if isinstance(entry, dict) and "id" in entry
+    ]
     if len(names) > 1:
-        raise InputError(f"{url} has several models ({', '.join(names[:5])}): add ?model=NAME")
+        raise InputError(
+            f"{url} has several models ({', '.join(names[:5])}): add ?model=NAME"
+        )
     return names[0] if names else "default"
 
 
-def _embedded(http: Http, url: str, model: str, texts: Sequence[str]) -> list[list[float]]:
+def _embedded(
+    http: Http, url: str, model: str, texts: Sequence[str]
+) -> list[list[float]]:
     content = {"model": model, "input": list(texts), "encoding_format": "float"}
     answer = http.request("POST", url, content)
     try:
         entries = sorted(answer["data"], key=lambda entry: int(entry["index"]))
-        vectors = [[float(number) for number in entry["embedding"]] for entry in entries]
+        vectors = [
+            [float(number) for number in entry["embedding"]] for entry in entries
+        ]
     except (KeyError, TypeError, ValueError) as error:
-        raise OracleError(f"{url} did not answer with embeddings: {error!r:.80}") from error
+        raise OracleError(
+            f"{url} did not answer with embeddings: {error!r:.80}"
+        ) from error
     if len(vectors) != len(texts):
-        raise OracleError(f"{url} answered with {len(vectors)} embeddings for {len(texts)} texts")
+        raise OracleError(
+            f"{url} answered with {len(vectors)} embeddings for {len(texts)} texts"
+        )
     return vectors

@@ -24,8 +24,8 @@ from keyhole.stores.store import Place, Store, column_store, library
 
 # One NumPy array (.npy).
 #
-# The file is mapped into memory, so that only the rows that are read cost anything. Pickled objects
-# are refused: loading them would run code from the file.
+# The file is mapped into memory, so that only the rows that are read cost anything.
+# Pickled objects are refused: loading them would run code from the file.
 
 
 @contextmanager
@@ -38,7 +38,9 @@ def open_npy(place: Place) -> Generator[Store]:
         raise unreadable(what, place.path, error) from error
     if not isinstance(array, np.ndarray):  # an .npz, whatever its name
         array.close()
-        raise InputError(f"expected one array in {place.path}, got an archive of arrays (.npz)")
+        raise InputError(
+            f"expected one array in {place.path}, got an archive of arrays (.npz)"
+        )
     if array.ndim != 2 or array.dtype not in (np.float16, np.float32, np.float64):
         raise InputError(
             f"expected an array of floating-point vectors (texts, numbers) in {place.path}, got "
@@ -55,7 +57,8 @@ def open_npy(place: Place) -> Generator[Store]:
 
 # JSON lines: each line is an object with a list of numbers in it, or a list itself.
 #
-# The file is read once to find the beginnings of its lines. Rows are then read from there.
+# The file is read once to find the beginnings of its lines. Rows are then read from
+# there.
 
 _UNNAMED = "the line itself"  # the name of the column if lines are lists
 
@@ -76,7 +79,9 @@ def open_json_lines(place: Place) -> Generator[Store]:
         yield column_store(place.path, len(starts), read, column, text)
 
 
-def _readable(file: IO[bytes], starts: array[int], place: Place) -> Iterator[dict[str, Any]]:
+def _readable(
+    file: IO[bytes], starts: array[int], place: Place
+) -> Iterator[dict[str, Any]]:
     for row in range(len(starts)):
         with suppress(InputError):  # it is reported when the row is read
             yield _row(file, starts, row, place.path)
@@ -84,7 +89,8 @@ def _readable(file: IO[bytes], starts: array[int], place: Place) -> Iterator[dic
 
 def _line_starts(file: IO[bytes]) -> array[int]:
     """Return the positions of the lines that are not blank."""
-    starts, place = array("q"), 0
+    starts = array("q")
+    place = 0
     for line in file:
         if line.strip():
             starts.append(place)
@@ -104,7 +110,9 @@ def _row(file: IO[bytes], starts: array[int], row: int, path: str) -> dict[str, 
         return {_UNNAMED: value}
     if isinstance(value, dict):
         return cast("dict[str, Any]", value)
-    raise InputError(f"expected an object or a list in row {row} of {path}, got {line[:40]!r}")
+    raise InputError(
+        f"expected an object or a list in row {row} of {path}, got {line[:40]!r}"
+    )
 
 
 def _is_vector(value: object) -> bool:
@@ -112,16 +120,17 @@ def _is_vector(value: object) -> bool:
         return False
     numbers = cast("list[object]", value)
     return len(numbers) > 1 and all(
-        isinstance(number, int | float) and not isinstance(number, bool) for number in numbers
+        isinstance(number, int | float) and not isinstance(number, bool)
+        for number in numbers
     )
 
 
 # Columns of Apache Arrow: lists of one length, of floating-point numbers or of bytes.
 #
-# Bytes are codes of 8 bits without their scale, so the vectors are read with length 1. Or each byte
-# packs eight signs, as NumPy and sentence-transformers do; the encoder's width tells which
-# (`Store.packed`). A column of binary data is offered only if no other column holds vectors, or if
-# it was asked for.
+# Bytes are codes of 8 bits without their scale, so the vectors are read with length 1.
+# Or each byte packs eight signs, as NumPy and sentence-transformers do; the encoder's
+# width tells which (`Store.packed`). A column of binary data is offered only if no
+# other column holds vectors, or if it was asked for.
 
 
 @contextmanager
@@ -137,12 +146,18 @@ def open_parquet(place: Place) -> Generator[Store]:
 
     def read(column: str, rows: Sequence[int]) -> Any:
         """Read only the row groups that hold these rows."""
-        pieces, start = [], 0
+        pieces = []
+        start = 0
         for group in range(file.num_row_groups):
             end = start + file.metadata.row_group(group).num_rows
             inside = [row - start for row in rows if start <= row < end]
             if inside:
-                pieces += file.read_row_group(group, columns=[column]).column(0).take(inside).chunks
+                pieces += (
+                    file.read_row_group(group, columns=[column])
+                    .column(0)
+                    .take(inside)
+                    .chunks
+                )
             start = end
         return arrow.chunked_array(pieces)
 
@@ -176,9 +191,10 @@ def arrow_store(
         for field in schema
         if is_any(
             field.type.value_type if is_any(field.type, "dictionary") else field.type,
-            "string", "large_string",
+            "string",
+            "large_string",
         )
-    ]  # fmt: skip
+    ]
     column = place.choice("column", columns, "column of vectors")
     text = place.text_column(strings)
 
@@ -189,7 +205,9 @@ def arrow_store(
         return read(str(text), rows).to_pylist()
 
     first = vectors([0]) if count else torch.zeros(1, 0)
-    store = Store(place.path, count, first.shape[1], vectors, None if text is None else texts)
+    store = Store(
+        place.path, count, first.shape[1], vectors, None if text is None else texts
+    )
     return store if first.is_floating_point() else _coded(store)
 
 
@@ -201,13 +219,18 @@ def _coded(store: Store) -> Store:
 
     def signs(rows: Sequence[int]) -> Tensor:
         given = store.vectors(rows).numpy()
-        if given.dtype != np.uint8:  # sentence-transformers subtracts 128 for its format "binary"
+        if (
+            given.dtype != np.uint8
+        ):  # sentence-transformers subtracts 128 for its format "binary"
             given = (given.astype(np.int16) + 128).astype(np.uint8)
         bits = np.unpackbits(given, axis=1)
         return torch.from_numpy(2.0 * bits - 1.0) / math.sqrt(8 * store.dim)
 
     packed = replace(
-        store, dim=8 * store.dim, vectors=signs, note="it keeps one bit of each number, its sign"
+        store,
+        dim=8 * store.dim,
+        vectors=signs,
+        note="it keeps one bit of each number, its sign",
     )
     note = "it keeps 8 bits of each number without their scale: vectors are read with length 1"
     return replace(store, vectors=codes, note=note, packed=packed)
@@ -226,15 +249,20 @@ def _matrix(column: Any, where: str) -> Tensor:
     lengths = compute.unique(compute.list_value_length(column)).to_pylist()
     numbers = compute.list_flatten(column)
     if len(lengths) != 1 or numbers.null_count:
-        raise InputError(f"all vectors of {where} must have the same length, not {lengths[:5]}")
-    return torch.from_numpy(np.array(numbers.to_numpy())).reshape(len(column), lengths[0])
+        raise InputError(
+            f"all vectors of {where} must have the same length, not {lengths[:5]}"
+        )
+    return torch.from_numpy(np.array(numbers.to_numpy())).reshape(
+        len(column), lengths[0]
+    )
 
 
 # An index of FAISS (Johnson, Douze and Jégou, 2019), written by `faiss.write_index`.
 #
-# An index of whole vectors returns them unchanged. An index of codes (product quantisation, 8 bits)
-# returns the vectors that the codes stand for. Then the store has a note, and its steps or its
-# codebook determine which other vectors have the same code.
+# An index of whole vectors returns them unchanged. An index of codes (product
+# quantisation, 8 bits) returns the vectors that the codes stand for. Then the store has
+# a note, and its steps or its codebook determine which other vectors have the same
+# code.
 
 
 @contextmanager
@@ -247,7 +275,9 @@ def open_faiss(place: Place) -> Generator[Store]:
         index = _unwrapped(faiss, whole)
         inverted = faiss.try_extract_index_ivf(index)
         ids: Any = range(int(index.ntotal))
-        if inverted is not None:  # its vectors may have any ids; the map is in memory only
+        if (
+            inverted is not None
+        ):  # its vectors may have any ids; the map is in memory only
             inverted.set_direct_map_type(faiss.DirectMap.Hashtable)
             ids = _ids(faiss, inverted.invlists)
     except (RuntimeError, TypeError) as error:
@@ -255,27 +285,46 @@ def open_faiss(place: Place) -> Generator[Store]:
 
     def vectors(rows: Sequence[int]) -> Tensor:
         try:
-            return torch.from_numpy(np.stack([index.reconstruct(int(ids[row])) for row in rows]))
+            return torch.from_numpy(
+                np.stack([index.reconstruct(int(ids[row])) for row in rows])
+            )
         except RuntimeError as error:
             raise _unreadable(place.path, error) from error
 
     kind = type(index).__name__
-    note = "" if "Flat" in kind else f"{kind} keeps codes, from which vectors are made again"
+    if "Flat" in kind:
+        note = ""
+    else:
+        note = f"{kind} keeps codes, from which vectors are made again"
     steps, ends = _steps(faiss, index)
     yield Store(
-        place.path, len(ids), int(index.d), vectors, note=note, steps=steps, ends=ends,
+        place.path,
+        len(ids),
+        int(index.d),
+        vectors,
+        note=note,
+        steps=steps,
+        ends=ends,
         codebook=_codebook(faiss, index),
-    )  # fmt: skip
+    )
     del whole  # not earlier, since it owns the memory of `index`
 
 
 def _ids(faiss: Any, lists: Any) -> Any:
     """Return the ids in the lists of an inverted file, sorted."""
     sizes = enumerate(map(lists.list_size, range(lists.nlist)))
-    return np.unique(np.concatenate([
-        np.zeros(0, np.int64),
-        *(faiss.rev_swig_ptr(lists.get_ids(each), size) for each, size in sizes if size),
-    ]))  # fmt: skip
+    return np.unique(
+        np.concatenate(
+            [
+                np.zeros(0, np.int64),
+                *(
+                    faiss.rev_swig_ptr(lists.get_ids(each), size)
+                    for each, size in sizes
+                    if size
+                ),
+            ]
+        )
+    )
 
 
 def _unwrapped(faiss: Any, index: Any) -> Any:
@@ -290,10 +339,16 @@ def _steps(faiss: Any, index: Any) -> tuple[Tensor | None, Tensor | None]:
     """Return the steps (d,) and the ends (2, d) of scalar quantisation."""
     kinds = faiss.ScalarQuantizer
     levels = {
-        kinds.QT_8bit: 255, kinds.QT_8bit_uniform: 255, kinds.QT_6bit: 63, kinds.QT_4bit: 15,
+        kinds.QT_8bit: 255,
+        kinds.QT_8bit_uniform: 255,
+        kinds.QT_6bit: 63,
+        kinds.QT_4bit: 15,
         kinds.QT_4bit_uniform: 15,
-    }  # fmt: skip
-    if not isinstance(index, faiss.IndexScalarQuantizer) or index.sq.qtype not in levels:
+    }
+    if (
+        not isinstance(index, faiss.IndexScalarQuantizer)
+        or index.sq.qtype not in levels
+    ):
         return None, None
     ranges = torch.from_numpy(faiss.vector_to_array(index.sq.trained))
     # The uniform kinds have one range for all numbers.
@@ -310,6 +365,7 @@ def _codebook(faiss: Any, index: Any) -> Tensor | None:
 
 
 def _unreadable(path: str, error: Exception) -> InputError:
-    # FAISS writes "Error in virtual void faiss::…(…) at file.cpp:80: Error: 'what' failed: why".
+    # FAISS writes "Error in virtual void faiss::…(…) at file.cpp:80: Error: 'what'
+    # failed: why".
     reason = first_line(error).rpartition("Error:")[2].strip()
     return InputError(f"cannot read {path} as an index of FAISS: {reason}")

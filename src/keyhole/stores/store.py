@@ -1,7 +1,8 @@
 """A vector store as an audit reads it: vectors by row number, and their texts if it has them.
 
-A kind of store (Chroma, FAISS, …) is a function that takes a `Place` and opens a `Store` for the
-length of a `with` block. Stores are opened for reading only: no file or database changes.
+A kind of store (Chroma, FAISS, …) is a function that takes a `Place` and opens a
+`Store` for the length of a `with` block. Stores are opened for reading only: no file or
+database changes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Store:
       without a text. Rows are numbers from 0 in ascending order.
     - `note` tells a reader of the audit how the vectors were read.
     - The quantiser of a store of quantised vectors is given by the `steps` (dim,) between the
-      `ends` (2, dim) of each number's range, or by a `codebook` (blocks, codes, numbers).
+      `ends` (2, dim) of each number's range, or by a `codebook` (blocks, codes,
+      numbers).
     - `packed` is the same store if each of its numbers may also be eight packed signs.
     """
 
@@ -65,12 +67,19 @@ class Store:
     def read(self, rows: Sequence[int]) -> Tensor:
         """Return the vectors of these rows, which must be finite floating-point numbers."""
         starts = range(0, len(rows), _ROWS_PER_CALL)
-        return torch.cat([self._checked(rows[start : start + _ROWS_PER_CALL]) for start in starts])
+        return torch.cat(
+            [self._checked(rows[start : start + _ROWS_PER_CALL]) for start in starts]
+        )
 
     def _checked(self, rows: Sequence[int]) -> Tensor:
         vectors = self.vectors(rows)
-        if tuple(vectors.shape) != (len(rows), self.dim) or not vectors.is_floating_point():
-            raise InputError(f"every vector in {self.name} must have {self.dim} numbers")
+        if (
+            tuple(vectors.shape) != (len(rows), self.dim)
+            or not vectors.is_floating_point()
+        ):
+            raise InputError(
+                f"every vector in {self.name} must have {self.dim} numbers"
+            )
         bad = (~vectors.isfinite()).any(-1).nonzero().flatten().tolist()
         if bad:
             raise InputError(f"row {rows[bad[0]]} of {self.name} holds NaN or infinity")
@@ -88,14 +97,17 @@ class Store:
         rows = sorted({number * self.count // _SAMPLED for number in range(_SAMPLED)})
         digest = hashlib.sha256(f"{self.count} {self.dim}".encode())
         digest.update(self.read(rows).to(torch.float64).contiguous().numpy().tobytes())
-        return f"{self.count:,} vectors of {self.dim} numbers, {digest.hexdigest()[:16]}"
+        return (
+            f"{self.count:,} vectors of {self.dim} numbers, {digest.hexdigest()[:16]}"
+        )
 
 
 @dataclass(frozen=True)
 class Place:
     """The address of a store and the part of it to read: `path?option=name&…`.
 
-    `known` holds the texts that an embedding server is asked to embed; other stores ignore them.
+    `known` holds the texts that an embedding server is asked to embed; other stores
+    ignore them.
     """
 
     path: str
@@ -126,9 +138,12 @@ class Place:
 
     def text_field(self, rows: Iterable[Mapping[str, Any]]) -> str | None:
         """Return the field of texts; the first rows may lack it."""
-        names, wanted = dict[str, None](), {self.options.get("text")} - {None} or set(TEXT_NAMES)
+        names = dict[str, None]()
+        wanted = {self.options.get("text")} - {None} or set(TEXT_NAMES)
         for fields in islice(rows, ROWS_FOR_NAMES):
-            names |= {name: None for name, value in fields.items() if isinstance(value, str)}
+            names |= {
+                name: None for name, value in fields.items() if isinstance(value, str)
+            }
             if not wanted.isdisjoint(names):
                 break
         return self.text_column(list(names))
@@ -170,7 +185,9 @@ def column_store(
         try:
             return torch.from_numpy(np.array(given, dtype=dtype))
         except (TypeError, ValueError, OverflowError) as error:
-            raise InputError(f"every {column} in {name} must have {dim} numbers") from error
+            raise InputError(
+                f"every {column} in {name} must have {dim} numbers"
+            ) from error
 
     def texts(rows: Sequence[int]) -> list[str | None]:
         given = read(str(text), rows)
