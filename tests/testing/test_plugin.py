@@ -15,7 +15,8 @@ from keyhole.models import load_model
 pytest_plugins = ("pytester",)
 
 ROOT = Path(__file__).parents[2]
-# As the entry point would load it; the entry point itself is blocked where Keyhole is installed.
+# As the entry point would load it; the entry point itself is blocked where Keyhole is
+# installed.
 PLUGIN = ("-p", "no:keyhole", "-p", "keyhole.testing.plugin", "-p", "no:cacheprovider")
 TESTS = """
     import pytest
@@ -41,8 +42,9 @@ TESTS = """
 
 @pytest.fixture(autouse=True, scope="module")
 def _imported(tmp_path_factory):
-    """All that loading a model imports, once: what an inner run imports, pytester forgets again,
-    and torch warns where its kernels are registered a second time."""
+    """All that loading a model imports, once: what an inner run imports, pytester
+    forgets again, and torch warns where its kernels are registered a second time.
+    """
     where = tmp_path_factory.mktemp("imported") / "model"
     tiny.save("bert", where)
     load_model(where)
@@ -52,7 +54,9 @@ def _imported(tmp_path_factory):
 def project(pytester: pytest.Pytester) -> pytest.Pytester:
     """A project with a model, a planted endpoint and tests of both."""
     tiny.save("bert", pytester.path / "model")
-    keyhole.oracle.save(keyhole.oracle.plant(dim=4, seed=3), pytester.path / "planted.safetensors")
+    keyhole.oracle.save(
+        keyhole.oracle.plant(dim=4, seed=3), pytester.path / "planted.safetensors"
+    )
     pytester.makepyfile(test_model=TESTS)
     return pytester
 
@@ -61,7 +65,10 @@ def test_failures_say_what_leaked(project):
     result = project.runpytest_inprocess(*PLUGIN)
     result.assert_outcomes(passed=4, failed=2)
     result.stdout.fnmatch_lines(
-        ["E*AssertionError: *hidden states of layer 1*Fix: *", "E*CouldNotCheck: could not check:*"]
+        [
+            "E*AssertionError: *hidden states of layer 1*Fix: *",
+            "E*CouldNotCheck: could not check:*",
+        ]
     )
 
 
@@ -121,7 +128,8 @@ def test_who_does_not_use_it_does_not_load_torch(pytester, monkeypatch):
     )
     points = project["entry-points"]["pytest11"]
     (about / "entry_points.txt").write_text(
-        "[pytest11]\n" + "".join(f"{name} = {module}\n" for name, module in points.items())
+        "[pytest11]\n"
+        + "".join(f"{name} = {module}\n" for name, module in points.items())
     )
     pytester.makepyfile("""
         import sys

@@ -47,20 +47,29 @@ def classifier():
         ("maps:1", "attention maps of layer 1 (EncoderMaps)"),
     ],
 )
-def test_a_leak_of_a_model_fails_with_one_line_for_each_finding(encoder, exposure, attack):
+def test_a_leak_of_a_model_fails_with_one_line_for_each_finding(
+    encoder, exposure, attack
+):
     with pytest.raises(AssertionError) as failed:
         assert_withstands(encoder, exposure, TEXTS, tokenizer=WORDS)
     (line,) = str(failed.value).splitlines()
-    assert line.startswith(f"{attack}: recovered, 2 texts, such as “w1 w2 w3 w4 w5”. Fix: ")
+    assert line.startswith(
+        f"{attack}: recovered, 2 texts, such as “w1 w2 w3 w4 w5”. Fix: "
+    )
 
 
 def test_a_causal_model_and_its_logits(tmp_path):
-    model, words = tiny.language_model("gpt2"), tiny.tokenizer(causal=True)
+    model = tiny.language_model("gpt2")
+    words = tiny.tokenizer(causal=True)
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("w1 w2\nw2 w3\nw4 w3\n")
     for exposure in ("hidden:2", "kv:0", "logits"):
-        with pytest.raises(AssertionError, match=r": recovered, 1 text, such as “w1 w2 w3”"):
-            assert_withstands(model, exposure, "w1 w2 w3", tokenizer=words, corpus=corpus)
+        with pytest.raises(
+            AssertionError, match=r": recovered, 1 text, such as “w1 w2 w3”"
+        ):
+            assert_withstands(
+                model, exposure, "w1 w2 w3", tokenizer=words, corpus=corpus
+            )
 
 
 def test_what_a_test_allows_passes(encoder):
@@ -104,7 +113,9 @@ def test_an_endpoint_that_does_not_answer_could_not_be_checked():
 def test_flips(classifier):
     examples = [(each.text, each.label) for each in tiny_classifiers.examples(4)]
     with pytest.raises(AssertionError) as failed:
-        assert_withstands(classifier, "flips", examples=examples, tokenizer=WORDS, share=0.2)
+        assert_withstands(
+            classifier, "flips", examples=examples, tokenizer=WORDS, share=0.2
+        )
     lines = str(failed.value).splitlines()
     assert lines[0].startswith(
         "20% of each head's attention cut (HackAttend): 2 of 2 flipped (100%), "
@@ -114,7 +125,9 @@ def test_flips(classifier):
 
 
 def test_the_gradient_of_a_batch(classifier):
-    with pytest.raises(AssertionError, match=r"gradient of a batch .*: recovered, 1 update"):
+    with pytest.raises(
+        AssertionError, match=r"gradient of a batch .*: recovered, 1 update"
+    ):
         assert_withstands(classifier, "gradient", TEXTS, tokenizer=WORDS)
 
 
@@ -136,7 +149,9 @@ def test_a_store(tmp_path):
     target = replace(
         target, method=CountedReader(texts, max_length=1, search=SumSearch(passes=100))
     )
-    with pytest.raises(AssertionError, match=r"stored embedding \(CountedReader\): 2 of 2 texts"):
+    with pytest.raises(
+        AssertionError, match=r"stored embedding \(CountedReader\): 2 of 2 texts"
+    ):
         assert_withstands(target, "pooled")
     with pytest.raises(InputError, match="makes vectors of"):
         assert_withstands(name, "pooled", model="demo", sample=2)
@@ -146,12 +161,15 @@ def test_a_store(tmp_path):
 
 def test_a_model_is_given_back_as_it_was(classifier):
     assert classifier.training
-    random, before = torch.get_rng_state(), identity(classifier, head=True)
+    random = torch.get_rng_state()
+    before = identity(classifier, head=True)
     frozen = next(classifier.parameters()).requires_grad_(False)
     with pytest.raises(AssertionError):
         assert_withstands(classifier, "hidden:1", TEXTS, tokenizer=WORDS)
     assert all(part.training for part in classifier.modules())
-    assert [weight.requires_grad for weight in classifier.parameters()].count(False) == 1
+    assert [weight.requires_grad for weight in classifier.parameters()].count(
+        False
+    ) == 1
     assert torch.equal(torch.get_rng_state(), random)
     assert identity(classifier, head=True) == before
     frozen.requires_grad_(True)
@@ -175,22 +193,51 @@ def test_a_folder_a_loaded_model_and_a_file_of_texts(tmp_path, encoder):
 
 WRONG = [
     (lambda: assert_withstands("demo", "scars"), "there is no exposure scars: give"),
-    (lambda: assert_withstands(tiny.model("bert"), "hidden:1", TEXTS), "needs tokenizer="),
+    (
+        lambda: assert_withstands(tiny.model("bert"), "hidden:1", TEXTS),
+        "needs tokenizer=",
+    ),
     (lambda: assert_withstands(print, "scores"), "a callable with .dim"),
-    (lambda: assert_withstands(oracle.plant(dim=3), "hidden:1"), "hidden:1 needs a model"),
-    (lambda: assert_withstands(oracle.plant(dim=3), "scores", TEXTS), "texts are for a model"),
-    (lambda: assert_withstands(oracle.plant(dim=3), "scores", at_most=2), "at_most must be from"),
-    (lambda: assert_withstands(oracle.plant(dim=3), "scores", share=0.1), "share is for flips"),
-    (lambda: assert_withstands(oracle.plant(dim=3), "scores", budget=0), "budget must be 1 or"),
-    (lambda: assert_withstands(oracle.plant(dim=3), "scores", tokenizer=1), "a tokenizer goes"),
-    (lambda: assert_withstands(oracle.plant(dim=3), "scores", precision="fp4"), "a precision must"),
-    (lambda: assert_withstands("demo", "hidden:1", examples=["w"]), "examples are for flips"),
+    (
+        lambda: assert_withstands(oracle.plant(dim=3), "hidden:1"),
+        "hidden:1 needs a model",
+    ),
+    (
+        lambda: assert_withstands(oracle.plant(dim=3), "scores", TEXTS),
+        "texts are for a model",
+    ),
+    (
+        lambda: assert_withstands(oracle.plant(dim=3), "scores", at_most=2),
+        "at_most must be from",
+    ),
+    (
+        lambda: assert_withstands(oracle.plant(dim=3), "scores", share=0.1),
+        "share is for flips",
+    ),
+    (
+        lambda: assert_withstands(oracle.plant(dim=3), "scores", budget=0),
+        "budget must be 1 or",
+    ),
+    (
+        lambda: assert_withstands(oracle.plant(dim=3), "scores", tokenizer=1),
+        "a tokenizer goes",
+    ),
+    (
+        lambda: assert_withstands(oracle.plant(dim=3), "scores", precision="fp4"),
+        "a precision must",
+    ),
+    (
+        lambda: assert_withstands("demo", "hidden:1", examples=["w"]),
+        "examples are for flips",
+    ),
     (lambda: assert_withstands("demo", "hidden:1", []), "expected a list of texts"),
     (lambda: assert_withstands("demo", "hidden:1", budget=3), "budget is for scores"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("call", "message"), WRONG, ids=[message for _, message in WRONG])
+@pytest.mark.parametrize(
+    ("call", "message"), WRONG, ids=[message for _, message in WRONG]
+)
 def test_wrong_input_is_neither_a_pass_nor_a_finding(call, message):
     with pytest.raises(InputError, match=message) as error:
         call()
@@ -199,8 +246,16 @@ def test_wrong_input_is_neither_a_pass_nor_a_finding(call, message):
 
 def test_the_names_are_those_of_capture_and_two_more():
     assert NAMES == (
-        "hidden", "kv", "maps", "attention", "pooled", "logits", "gradient", "scores", "flips",
-    )  # fmt: skip
+        "hidden",
+        "kv",
+        "maps",
+        "attention",
+        "pooled",
+        "logits",
+        "gradient",
+        "scores",
+        "flips",
+    )
 
 
 def test_hostile_words_stay_in_one_line(encoder):

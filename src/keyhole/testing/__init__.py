@@ -5,8 +5,8 @@
     def test_hidden_states_stay_inside():
         assert_withstands("./my-model", "hidden:3", ["a secret of mine"])
 
-pytest loads the plugin (plugin.py) in every run wherever Keyhole is installed, so nothing here
-loads torch before it is used.
+pytest loads the plugin (plugin.py) in every run wherever Keyhole is installed, so
+nothing here loads torch before it is used.
 """
 
 import importlib

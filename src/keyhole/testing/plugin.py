@@ -1,6 +1,7 @@
 """The pytest plugin: the fixture `keyhole_audit`.
 
-pytest loads it in every run, so it imports neither torch nor a module of Keyhole that does.
+pytest loads it in every run, so it imports neither torch nor a module of Keyhole that
+does.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ def keyhole_audit() -> Callable[..., Audit]:
     """`keyhole.audit`, run only once per session for the same target and options."""
     from keyhole.audit.run import audit
 
-    audits: dict[Any, tuple[Any, ...]] = {}  # with what the key names, so that ids stay unique
+    audits: dict[
+        Any, tuple[Any, ...]
+    ] = {}  # with what the key names, so that ids stay unique
 
     def audit_once(target: Any, **options: Any) -> Audit:
         target = str(target) if isinstance(target, Path) else target
-        key = target if isinstance(target, str) else id(target), repr(sorted(options.items()))
+        key = (
+            target if isinstance(target, str) else id(target),
+            repr(sorted(options.items())),
+        )
         if key not in audits:
             audits[key] = audit(target, **options), target, options
         return audits[key][0]

@@ -1,8 +1,9 @@
 """`assert_withstands`: assert that a target withstands the attacks on an exposure.
 
-The attacks are those of an audit (audit/one_exposure.py). If more than `at_most` is recovered, the
-assertion fails with a line for each finding: what leaked, how much was recovered, of which text,
-and what stops it. If something could not be checked, it raises `CouldNotCheck` and does not pass.
+The attacks are those of an audit (audit/one_exposure.py). If more than `at_most` is
+recovered, the assertion fails with a line for each finding: what leaked, how much was
+recovered, of which text, and what stops it. If something could not be checked, it
+raises `CouldNotCheck` and does not pass.
 """
 
 from __future__ import annotations
@@ -77,16 +78,30 @@ def assert_withstands(
     if not 0 <= at_most <= 1:
         raise InputError(f"at_most must be from 0 to 1, got {at_most}")
     if examples and exposure != FLIPS:
-        raise InputError(f"examples are for {FLIPS}, not for {exposure}: leave them out")
+        raise InputError(
+            f"examples are for {FLIPS}, not for {exposure}: leave them out"
+        )
     given: dict[str, Any] = {"known": known, "corpus": corpus, "endpoint": endpoint}
     options = AuditOptions(
-        **given, model=model, texts=sample, seed=seed, authorized=authorized, device=device
+        **given,
+        model=model,
+        texts=sample,
+        seed=seed,
+        authorized=authorized,
+        device=device,
     )
     with _opened(target, tokenizer, options) as opened:
-        opened = _with_texts(opened, _list_of(texts), [_example(each) for each in examples])
+        opened = _with_texts(
+            opened, _list_of(texts), [_example(each) for each in examples]
+        )
         try:
             audit = audit_exposure(
-                opened, exposure, precision=precision, share=share, budget=budget, seed=seed
+                opened,
+                exposure,
+                precision=precision,
+                share=share,
+                budget=budget,
+                seed=seed,
             )
         except (OracleError, BudgetExhausted) as error:
             raise CouldNotCheck(f"{UNCHECKED}: {error}") from error
@@ -104,7 +119,9 @@ def assert_withstands(
     if failed:
         raise AssertionError("\n".join(failed + unchecked))
     if unchecked or not audit.attacks:
-        raise CouldNotCheck("\n".join(unchecked) or f"{UNCHECKED}: no attack reads {exposure}")
+        raise CouldNotCheck(
+            "\n".join(unchecked) or f"{UNCHECKED}: no attack reads {exposure}"
+        )
     return audit
 
 
@@ -127,21 +144,34 @@ def _opened(target: Any, tokenizer: Any, options: AuditOptions) -> Generator[Tar
 
 def _model_target(loaded: Loaded, options: AuditOptions) -> Target:
     if options.model or options.known:
-        raise InputError(f"model and known are for a vector store, and {loaded.name} is a model")
+        raise InputError(
+            f"model and known are for a vector store, and {loaded.name} is a model"
+        )
     return target_of(TextTarget(loaded, demo.TEXTS, corpus=corpus_file(options.corpus)))
 
 
-def _with_texts(target: Target, texts: Sequence[str] | None, examples: Sequence[Example]) -> Target:
+def _with_texts(
+    target: Target, texts: Sequence[str] | None, examples: Sequence[Example]
+) -> Target:
     """Return the target with a test's own texts in place of those that ship with Keyhole."""
     if texts is None and not examples:
         return target
     if not target.models:
-        raise InputError(f"texts are for a model, and {target.name or 'an endpoint'} is none")
+        raise InputError(
+            f"texts are for a model, and {target.name or 'an endpoint'} is none"
+        )
     given = texts or [example.text for example in examples]
     parts = tuple(
         ModelPart(
             part.name,
-            replace(part.target, texts=given, examples=examples, notes=(), about="", hardened=None),
+            replace(
+                part.target,
+                texts=given,
+                examples=examples,
+                notes=(),
+                about="",
+                hardened=None,
+            ),
         )
         if isinstance(part, ModelPart)
         else part
@@ -156,7 +186,9 @@ def _list_of(texts: Texts | None) -> Sequence[str] | None:
     if isinstance(texts, Path):
         return read_texts(texts)
     listed = [texts] if isinstance(texts, str) else list(texts)
-    if not listed or not all(isinstance(text, str) for text in cast("list[Any]", listed)):
+    if not listed or not all(
+        isinstance(text, str) for text in cast("list[Any]", listed)
+    ):
         raise InputError(f"expected a list of texts, got {listed!r:.60}")
     return listed
 
@@ -181,7 +213,9 @@ def line(finding: Finding) -> str:
     example = inert(wording.example(finding), _MAX_LETTERS)
     result = f"{what}: {wording.outcome(finding)}, {cost(finding)}"
     result += f", such as “{example}”" if example else ""
-    return _one_line(f"{result}. Fix: {finding.remedy}" if recovered(finding) else result)
+    return _one_line(
+        f"{result}. Fix: {finding.remedy}" if recovered(finding) else result
+    )
 
 
 def recovered(finding: Finding) -> float:
