@@ -10,8 +10,9 @@
     keyhole.configs.check(["deploy/"])          settings that open what attacks need
     keyhole.report.render(audit)                the page of an audit
 
-Each package also holds its methods, such as `keyhole.extract.SingleHead()(oracle)`. Results print
-as a few lines, and are saved and loaded with `.save(path)` and `.load(path)`.
+Each package also holds its methods, such as `keyhole.extract.SingleHead()(oracle)`.
+Results print as a few lines, and are saved and loaded with `.save(path)` and
+`.load(path)`.
 """
 
 import importlib
@@ -55,13 +56,14 @@ __all__ = [
     "oracle",
     "recover",
     "report",
-]  # fmt: skip
+]
 
 
 if not TYPE_CHECKING:  # otherwise type checkers would allow any name
 
     def __getattr__(name: str) -> Any:
-        # On demand, because packages load torch and `keyhole --help` should not wait for it.
+        # On demand, because packages load torch and `keyhole --help` should not wait
+        # for it.
         if name not in __all__:
             raise AttributeError(f"module 'keyhole' has no attribute {name!r}")
         try:

@@ -6,9 +6,9 @@ Tokens are rows. With queries `Q` (m×d) and tokens `X` (n×d),
     A = softmax_rows(S)
     O = Σ_h A_h X V_h     summed over heads
 
-Several heads are one more leading axis on `W` (H×d×d) and `V` (H×d×m); an output projection
-is part of `V_h`. The query paper writes its scores with the key on the left, `x_iᵀ W x_N`; that
-is this formula with `Wᵀ`.
+Several heads are one more leading axis on `W` (H×d×d) and `V` (H×d×m); an output
+projection is part of `V_h`. The query paper writes its scores with the key on the left,
+`x_iᵀ W x_N`; that is this formula with `Wᵀ`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 
-def scores(queries: Tensor, tokens: Tensor, W: Tensor, *, key_bias: Tensor | None = None) -> Tensor:
+def scores(
+    queries: Tensor, tokens: Tensor, W: Tensor, *, key_bias: Tensor | None = None
+) -> Tensor:
     """Return `S = Q W Xᵀ`: (…, m, n) for one head, (…, H, m, n) when `W` is (H, d, d).
 
-    With `W` (…, H, d, d) every sequence has weights of its own. `key_bias` u (d, or …, H, d) adds
-    `uᵀx_j` to the score of key j.
+    With `W` (…, H, d, d) every sequence has weights of its own. `key_bias` u (d, or …,
+    H, d) adds `uᵀx_j` to the score of key j.
     """
     if key_bias is not None:
         keys = tokens if W.ndim == 2 else tokens.unsqueeze(-3)
@@ -30,8 +32,9 @@ def scores(queries: Tensor, tokens: Tensor, W: Tensor, *, key_bias: Tensor | Non
     if W.ndim > 3:
         return queries.unsqueeze(-3) @ W @ tokens.unsqueeze(-3).mT
     if W.ndim == 2:
-        # One query per sequence is the hot path of every extraction. A product and a sum read each
-        # token once, which is faster than a batched matrix product of 1×d by d×n.
+        # One query per sequence is the hot path of every extraction. A product and a
+        # sum read each token once, which is faster than a batched matrix product of 1×d
+        # by d×n.
         projected = queries @ W
         if projected.shape[-2] == 1:
             return (tokens * projected).sum(-1).unsqueeze(-2)
@@ -39,7 +42,8 @@ def scores(queries: Tensor, tokens: Tensor, W: Tensor, *, key_bias: Tensor | Non
     heads, d, e = W.shape
     stacked = W.transpose(0, 1).reshape(d, heads * e)
     if queries.shape[-2] == 1:
-        # The hot path for several heads: a batch of 1×d matrices would take three times as long.
+        # The hot path for several heads: a batch of 1×d matrices would take three times
+        # as long.
         projected = (queries.squeeze(-2) @ stacked).unflatten(-1, (heads, e))
         return (projected @ tokens.mT).unsqueeze(-2)
     projected = (queries @ stacked).unflatten(-1, (heads, e))
@@ -53,7 +57,9 @@ def probabilities(scores: Tensor, *, causal: bool = False) -> Tensor:
     """
     if causal:
         m, n = scores.shape[-2:]
-        hidden = torch.ones(m, n, dtype=torch.bool, device=scores.device).triu(n - m + 1)
+        hidden = torch.ones(m, n, dtype=torch.bool, device=scores.device).triu(
+            n - m + 1
+        )
         scores = scores.masked_fill(hidden, -torch.inf)
     return torch.softmax(scores, dim=-1)
 

@@ -3,10 +3,10 @@
     Trainer(…, callbacks=[AuditCallback(texts)])      writes a page and the findings to output_dir
     AuditCallback(texts).attach_to(trainer)           also writes figures to the trainer's log
 
-The audit runs first at the end of training: after the best model is loaded again, and before
-trackers close their runs. It does not change the model's mode, its gradients or the state of random
-generators. An audit that fails is reported as "could not check", so that a trained model is not
-lost, unless `strict` is set.
+The audit runs first at the end of training: after the best model is loaded again, and
+before trackers close their runs. It does not change the model's mode, its gradients or
+the state of random generators. An audit that fails is reported as "could not check", so
+that a trained model is not lost, unless `strict` is set.
 """
 
 from __future__ import annotations
@@ -35,14 +35,18 @@ from keyhole.models.pieces import decoded
 from keyhole.report import words
 
 _log = logging.getLogger("keyhole")
-_TEXTS, _FLIPS = 3, 12  # texts and examples that are taken from the data, if none are given
+# texts and examples that are taken from the data, if none are given
+_TEXTS = 3
+_FLIPS = 12
 _COLUMNS = ("text", "sentence")
 NAME = "keyhole-report"
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 else:
-    TrainerCallback = transformers().TrainerCallback  # raises MissingExtra if it is missing
+    TrainerCallback = (
+        transformers().TrainerCallback
+    )  # raises MissingExtra if it is missing
 
 
 class GaveAway(KeyholeError):
@@ -77,8 +81,13 @@ class AuditCallback(TrainerCallback):
         expect_count("every", every)
         if fail_on is not None:
             expect_among("fail_on", fail_on, Severity)
-        self.texts, self.examples, self.exposures = texts, examples, exposures
-        self.layers, self.every, self.strict, self.seed = layers, every, strict, seed
+        self.texts = texts
+        self.examples = examples
+        self.exposures = exposures
+        self.layers = layers
+        self.every = every
+        self.strict = strict
+        self.seed = seed
         self.fail_on = None if fail_on is None else Severity(fail_on)
         self.folder = None if folder is None else Path(folder)
         self.audit: Audit | None = None
@@ -87,7 +96,8 @@ class AuditCallback(TrainerCallback):
     def attach_to(self, trainer: Any) -> AuditCallback:
         """Add the callback to a trainer, and write figures to its log and its trackers.
 
-        It goes in front of the others, because trackers may end their runs with the training.
+        It goes in front of the others, because trackers may end their runs with the
+        training.
         """
         self._trainer = trainer
         trainer.add_callback(self)
@@ -97,14 +107,24 @@ class AuditCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         del control
-        is_last = state.global_step >= state.max_steps  # then the end of training is next
-        if self.every is not None and not is_last and round(state.epoch or 0) % self.every == 0:
+        is_last = (
+            state.global_step >= state.max_steps
+        )  # then the end of training is next
+        if (
+            self.every is not None
+            and not is_last
+            and round(state.epoch or 0) % self.every == 0
+        ):
             self._run(args, state, given)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         del control
         self._run(args, state, given)
-        if self.audit is not None and self.fail_on is not None and state.is_world_process_zero:
+        if (
+            self.audit is not None
+            and self.fail_on is not None
+            and state.is_world_process_zero
+        ):
             _expect_withheld(assess(self.audit), self.fail_on)
 
     def _run(self, args: Any, state: Any, given: Mapping[str, Any]) -> None:
@@ -125,32 +145,48 @@ class AuditCallback(TrainerCallback):
         if self._trainer is not None:
             self._trainer.log(numbers)
         else:  # all that a callback can reach: the history that is saved with the model
-            state.log_history.append({**numbers, "epoch": state.epoch, "step": state.global_step})
+            state.log_history.append(
+                {**numbers, "epoch": state.epoch, "step": state.global_step}
+            )
 
     def _audit(self, model: Any, given: Mapping[str, Any]) -> Audit:
         with lent(model, given.get("processing_class"), type(model).__name__) as loaded:
-            examples = list(self.examples) or self._first_examples(loaded.tokenizer, given)
+            examples = list(self.examples) or self._first_examples(
+                loaded.tokenizer, given
+            )
             texts = list(self.texts) or [each.text for each in examples[:_TEXTS]]
             subject = TextTarget(
-                loaded, texts or demo.TEXTS, self.layers,
+                loaded,
+                texts or demo.TEXTS,
+                self.layers,
                 examples=[each for each in examples if each.label != NO_LABEL],
-            )  # fmt: skip
+            )
             if not self.exposures:
                 return audit(subject, seed=self.seed)
             target = target_of(subject)
-            parts = [audit_exposure(target, name, seed=self.seed) for name in self.exposures]
+            parts = [
+                audit_exposure(target, name, seed=self.seed) for name in self.exposures
+            ]
             return replace(
-                parts[0], findings=tuple(each for part in parts for each in part.findings),
-                skips=tuple(dict.fromkeys(each for part in parts for each in part.skips)),
+                parts[0],
+                findings=tuple(each for part in parts for each in part.findings),
+                skips=tuple(
+                    dict.fromkeys(each for part in parts for each in part.skips)
+                ),
                 seconds=sum(part.seconds for part in parts),
-            )  # fmt: skip
+            )
 
-    def _first_examples(self, tokenizer: Any, given: Mapping[str, Any]) -> list[Example]:
+    def _first_examples(
+        self, tokenizer: Any, given: Mapping[str, Any]
+    ) -> list[Example]:
         """Return the first rows of the evaluation or training data as examples."""
         loaders = [given.get("eval_dataloader"), given.get("train_dataloader")]
         sets = [getattr(self._trainer, "eval_dataset", None)]
         sets += [getattr(loader, "dataset", None) for loader in loaders]
-        rows = next((each for each in sets if each is not None and not isinstance(each, dict)), ())
+        rows = next(
+            (each for each in sets if each is not None and not isinstance(each, dict)),
+            (),
+        )
         return examples_in(cast("Iterable[Any]", rows), tokenizer)
 
     def _write(self, audit: Audit, folder: Path) -> None:
@@ -158,7 +194,10 @@ class AuditCallback(TrainerCallback):
             folder.mkdir(parents=True, exist_ok=True)
             audit.save(folder / f"{NAME}.json")
             write_text(folder / f"{NAME}.html", report.render(audit))
-        except (OSError, KeyholeError) as error:  # a full disk is no reason to lose a training
+        except (
+            OSError,
+            KeyholeError,
+        ) as error:  # a full disk is no reason to lose a training
             if self.strict:
                 raise
             _log.warning("keyhole could not write its report: %s", error)
@@ -168,7 +207,8 @@ def figures(assessment: Assessment) -> dict[str, float]:
     """Return the numbers of an audit to compare from run to run."""
     shares = {
         f"keyhole/{card.family}": max(
-            (item.share for item in assessment.exposed if item.family is card.family), default=0.0
+            (item.share for item in assessment.exposed if item.family is card.family),
+            default=0.0,
         )
         for card in assessment.families
         if card.checked
@@ -176,7 +216,9 @@ def figures(assessment: Assessment) -> dict[str, float]:
     return {
         "keyhole/exposed": float(len(assessment.exposed)),
         "keyhole/unchecked": float(assessment.audit.unchecked),
-        "keyhole/worst_score": float(max((item.score for item in assessment.items), default=0)),
+        "keyhole/worst_score": float(
+            max((item.score for item in assessment.items), default=0)
+        ),
         **shares,
     }
 
@@ -188,7 +230,10 @@ def examples_in(rows: Iterable[Any], tokenizer: Any) -> list[Example]:
         if not isinstance(row, Mapping):
             continue
         fields = cast("Mapping[str, Any]", row)
-        text = next((fields[name] for name in _COLUMNS if isinstance(fields.get(name), str)), None)
+        text = next(
+            (fields[name] for name in _COLUMNS if isinstance(fields.get(name), str)),
+            None,
+        )
         if text is None and "input_ids" in fields:
             text = decoded(tokenizer, [int(token) for token in fields["input_ids"]])
         if text and text.strip():

@@ -8,8 +8,9 @@
 | DREAM | .json | a question in `[[turns], [{question, choice, answer}], id]` |
 | ReClor | .json | `{context, question, answers, label}` |
 
-JSON is recognised by its fields. Other names are datasets on the hub, read with the package
-`datasets`. The error about a wrong file says in which line or entry it is wrong.
+JSON is recognised by its fields. Other names are datasets on the hub, read with the
+package `datasets`. The error about a wrong file says in which line or entry it is
+wrong.
 """
 
 from __future__ import annotations
@@ -58,14 +59,21 @@ def read_examples(
 ) -> list[Example]:
     """Read the examples of a file, or of the validation split of a dataset on the hub.
 
-    `text` names one or two columns of a table, and `label` the column of classes. These are numbers
-    or, if `names` lists the names of all classes in order, names. Without `labelled`, examples may
-    lack a label (NO_LABEL).
+    `text` names one or two columns of a table, and `label` the column of classes. These
+    are numbers or, if `names` lists the names of all classes in order, names. Without
+    `labelled`, examples may lack a label (NO_LABEL).
     """
     expect_count("the number of texts", limit)
     text_columns = tuple(filter(None, (text,) if isinstance(text, str) else text))
-    columns, path = _Columns(text_columns, label, tuple(names), labelled), Path(source)
-    if exists(path, links=True) or path.suffix in (".tsv", ".csv", ".json", ".jsonl", ".txt"):
+    columns = _Columns(text_columns, label, tuple(names), labelled)
+    path = Path(source)
+    if exists(path, links=True) or path.suffix in (
+        ".tsv",
+        ".csv",
+        ".json",
+        ".jsonl",
+        ".txt",
+    ):
         found = _from_file(path, columns)
     else:
         found = _from_hub(str(source), columns)
@@ -73,16 +81,22 @@ def read_examples(
     if not examples:
         raise InputError(f"there are no texts in {source}")
     times = Counter[str]()
-    for place, example in enumerate(examples):  # what is found is kept by the example's id
+    for place, example in enumerate(
+        examples
+    ):  # what is found is kept by the example's id
         times[example.id] += 1
         if times[example.id] > 1:
             examples[place] = replace(example, id=f"{example.id} ({times[example.id]})")
     return examples
 
 
-def read_texts(path: str | Path, column: str | None = None, limit: int | None = None) -> list[str]:
+def read_texts(
+    path: str | Path, column: str | None = None, limit: int | None = None
+) -> list[str]:
     """Read the first `limit` texts of a file, and ignore labels."""
-    examples = read_examples(path, text=column or (), label="", limit=limit, labelled=False)
+    examples = read_examples(
+        path, text=column or (), label="", limit=limit, labelled=False
+    )
     return [example.text.strip() for example in examples]
 
 
@@ -100,7 +114,9 @@ class _Columns:
         text = self.text or tuple(present)[:1]
         if not text or len(text) > 2:
             wanted = " or ".join(TEXT_COLUMNS)
-            raise InputError(f"{where} has no text in a column {wanted}, only {', '.join(row)}")
+            raise InputError(
+                f"{where} has no text in a column {wanted}, only {', '.join(row)}"
+            )
         texts = [_field(row, name, str, where) for name in text]
         label = NO_LABEL
         if self.labelled or (self.label and self.label in row):
@@ -110,7 +126,9 @@ class _Columns:
     def plain(self, text: str, where: str) -> Example:
         """Return the example of a line that is nothing but a text."""
         if self.labelled:
-            raise InputError(f"expected an object with a label in {where}, got {text[:40]!r}")
+            raise InputError(
+                f"expected an object with a label in {where}, got {text[:40]!r}"
+            )
         return Example(where, NO_LABEL, text)
 
     def _class(self, value: Any, where: str) -> int:
@@ -118,24 +136,34 @@ class _Columns:
             return self.names.index(str(value))
         if self.names and not str(value).lstrip("-").isdecimal():
             known = ", ".join(self.names)
-            raise InputError(f"{where} has an unknown class {value!r:.40}: known are {known[:200]}")
+            raise InputError(
+                f"{where} has an unknown class {value!r:.40}: known are {known[:200]}"
+            )
         return _number(value, where)
 
 
 def _number(value: Any, where: str, below: int | None = None) -> int:
-    shown, most = str(value)[:40], _MAX_CLASSES if below is None else below
+    shown = str(value)[:40]
+    most = _MAX_CLASSES if below is None else below
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
-        raise InputError(f"expected a class as a number in {where}, got {shown!r}") from None
+        raise InputError(
+            f"expected a class as a number in {where}, got {shown!r}"
+        ) from None
     if not 0 <= number < most or isinstance(value, float):
-        raise InputError(f"the class in {where} must be from 0 to {most - 1:,}, not {shown}")
+        raise InputError(
+            f"the class in {where} must be from 0 to {most - 1:,}, not {shown}"
+        )
     return number
 
 
 def _field(row: Any, name: str, kind: type, where: str) -> Any:
     if not isinstance(row, dict) or name not in row or not isinstance(row[name], kind):
-        names = ", ".join(map(str, cast("dict[str, Any]", row))) if isinstance(row, dict) else row
+        if isinstance(row, dict):
+            names = ", ".join(map(str, cast("dict[str, Any]", row)))
+        else:
+            names = row
         shown = str(names)[:80] or "nothing"
         raise InputError(f"there is no field {name!r} in {where}, only {shown}")
     return cast("dict[str, Any]", row)[name]
@@ -144,7 +172,9 @@ def _field(row: Any, name: str, kind: type, where: str) -> Any:
 def _texts(row: Any, name: str, where: str) -> list[str]:
     values = cast("list[Any]", _field(row, name, list, where))
     if len(values) < 2 or not all(isinstance(value, str) for value in values):
-        raise InputError(f"{name!r} in {where} must hold two or more texts, not {values!r:.80}")
+        raise InputError(
+            f"{name!r} in {where} must hold two or more texts, not {values!r:.80}"
+        )
     return values
 
 
@@ -154,7 +184,9 @@ def _from_file(path: Path, columns: _Columns) -> Iterator[Example]:
         return _table(text, path, columns)
     if path.suffix not in (".json", ".jsonl"):
         lines = enumerate(text.split("\n"), 1)
-        return (columns.plain(line, f"{path.name}:{n}") for n, line in lines if line.strip())
+        return (
+            columns.plain(line, f"{path.name}:{n}") for n, line in lines if line.strip()
+        )
     if text.lstrip().startswith("["):
         return _entries(text, path)
     return _lines(text, path, columns)
@@ -177,7 +209,9 @@ def _table(text: str, path: Path, columns: _Columns) -> Iterator[Example]:
                 continue
             where = f"{path.name}:{reader.line_num}"
             if len(row) != len(header):
-                raise InputError(f"{where} has {len(row)} columns, and the header {len(header)}")
+                raise InputError(
+                    f"{where} has {len(row)} columns, and the header {len(header)}"
+                )
             yield columns.example(dict(zip(header, row, strict=True)), where)
     except csv.Error as error:
         where = f"{path.name}:{reader.line_num + 1}"
@@ -188,7 +222,9 @@ def _json(text: str, where: str) -> Any:
     try:
         return parse(text)
     except ValueError as error:
-        raise InputError(f"expected JSON in {where}, got {text[:40]!r}: {error}") from error
+        raise InputError(
+            f"expected JSON in {where}, got {text[:40]!r}: {error}"
+        ) from error
 
 
 def _lines(text: str, path: Path, columns: _Columns) -> Iterator[Example]:
@@ -218,7 +254,9 @@ def _entries(text: str, path: Path) -> Iterator[Example]:
 def _hellaswag(row: Any, where: str) -> Example:
     endings = _texts(row, "endings", where)
     number = _number(_field(row, "label", object, where), where, len(endings))
-    return Example(where, number, _field(row, "ctx", str, where), choices=tuple(endings))
+    return Example(
+        where, number, _field(row, "ctx", str, where), choices=tuple(endings)
+    )
 
 
 def _reclor(row: Any, where: str) -> Example:
@@ -227,25 +265,37 @@ def _reclor(row: Any, where: str) -> Example:
     number = _number(_field(row, "label", object, where), where, len(answers))
     choices = tuple(f"{question} {answer}" for answer in answers)
     return Example(
-        str(row.get("id_string", where)), number, _field(row, "context", str, where), "", choices
+        str(row.get("id_string", where)),
+        number,
+        _field(row, "context", str, where),
+        "",
+        choices,
     )
 
 
 def _dream(entry: list[Any], where: str) -> Iterator[Example]:
-    if len(entry) != 3 or not (isinstance(entry[0], list) and isinstance(entry[1], list)):
-        raise InputError(f"expected [[turns], [questions], id] in {where}, got {str(entry)[:60]}")
-    turns, questions = cast("list[Any]", entry[0]), cast("list[Any]", entry[1])
+    if len(entry) != 3 or not (
+        isinstance(entry[0], list) and isinstance(entry[1], list)
+    ):
+        raise InputError(
+            f"expected [[turns], [questions], id] in {where}, got {str(entry)[:60]}"
+        )
+    turns = cast("list[Any]", entry[0])
+    questions = cast("list[Any]", entry[1])
     if not all(isinstance(turn, str) for turn in turns):
         raise InputError(f"expected turns as texts in {where}, got {turns!r:.80}")
     for number, row in enumerate(questions):
         choices = _texts(row, "choice", where)
-        answer, question = _field(row, "answer", str, where), _field(row, "question", str, where)
+        answer = _field(row, "answer", str, where)
+        question = _field(row, "question", str, where)
         if answer not in choices:
             raise InputError(f"the answer {answer!r} is none of the choices in {where}")
         yield Example(
-            f"{entry[2]}#{number}", choices.index(answer), "\n".join(turns),
+            f"{entry[2]}#{number}",
+            choices.index(answer),
+            "\n".join(turns),
             choices=tuple(f"{question} {choice}" for choice in choices),
-        )  # fmt: skip
+        )
 
 
 def _from_hub(name: str, columns: _Columns) -> Iterator[Example]:
@@ -262,10 +312,15 @@ def _from_hub(name: str, columns: _Columns) -> Iterator[Example]:
 
 
 def from_rows(
-    rows: Iterable[Any], name: str, columns: _Columns = _Columns()  # noqa: B008 - it is frozen
-) -> Iterator[Example]:  # fmt: skip
+    rows: Iterable[Any],
+    name: str,
+    columns: _Columns = _Columns(),  # noqa: B008 - it is frozen
+) -> Iterator[Example]:
     """Yield the examples of rows that are dictionaries, as `datasets` returns them."""
-    return (_example(row, f"{name}[{number}]", columns) for number, row in enumerate(rows, 1))
+    return (
+        _example(row, f"{name}[{number}]", columns)
+        for number, row in enumerate(rows, 1)
+    )
 
 
 def _example(row: dict[str, Any], where: str, columns: _Columns) -> Example:
@@ -287,16 +342,23 @@ def encode(
 ) -> tuple[Batch, Tensor]:
     """Return padded tensors (b, n) and the labels; the tensors are (b, choices, n) with choices.
 
-    `special_tokens_mask` stays in the batch, because attacks must not cut those positions.
+    `special_tokens_mask` stays in the batch, because attacks must not cut those
+    positions.
     """
     widths = {len(example.choices) for example in examples}
     if len(widths) != 1:
-        raise InputError(f"every example must have as many choices as the others: {sorted(widths)}")
+        raise InputError(
+            f"every example must have as many choices as the others: {sorted(widths)}"
+        )
     options: dict[str, Any] = {
-        "padding": True, "truncation": max_length is not None, "max_length": max_length,
-        "return_special_tokens_mask": True, "return_tensors": "pt",
-        "padding_side": "right",  # so that positions do not depend on the rest of the batch
-    }  # fmt: skip
+        "padding": True,
+        "truncation": max_length is not None,
+        "max_length": max_length,
+        "return_special_tokens_mask": True,
+        "return_tensors": "pt",
+        # so that positions do not depend on the rest of the batch
+        "padding_side": "right",
+    }
     width = widths.pop()
     texts = [opening(example.text, max_length) for example in examples]
     if width:
@@ -305,12 +367,16 @@ def encode(
         if max_length is not None:
             options["truncation"] = "longest_first"
         encoded = tokenizer(contexts, choices, **options)
-        batch = {name: value.unflatten(0, (-1, width)) for name, value in encoded.items()}
+        batch = {
+            name: value.unflatten(0, (-1, width)) for name, value in encoded.items()
+        }
     else:
         seconds = [opening(example.second, max_length) for example in examples]
         pairs = [seconds] if any(seconds) else []
         batch = dict(tokenizer(texts, *pairs, **options))
     for example, mask in zip(examples, batch.get("attention_mask", ()), strict=False):
         if not mask.any():
-            raise InputError(f"a text must have at least one token: {example.text[:40]!r}")
+            raise InputError(
+                f"a text must have at least one token: {example.text[:40]!r}"
+            )
     return batch, torch.tensor([example.label for example in examples])

@@ -38,7 +38,9 @@ def demo_endpoints() -> dict[str, Oracle]:
     seed = 2601
     return {
         "the scoring head": plant("head", dim=64, rank=8, seed=seed),
-        "the scorer with four heads": plant("multi-head", dim=32, heads=4, rank=8, seed=seed),
+        "the scorer with four heads": plant(
+            "multi-head", dim=32, heads=4, rank=8, seed=seed
+        ),
         "the one-layer Transformer": plant("one-layer", dim=16, width=32, seed=seed),
         "the attention layer, last token": plant("attention", dim=64, seed=seed),
         "the attention layer, every token": plant(
@@ -59,8 +61,8 @@ def open_endpoint(
 ) -> Oracle:
     """Open the endpoint of this name; of the demo, its scoring head.
 
-    `limits` bounds the cost of querying a server, and `options` say how requests are sent. A server
-    on another machine is opened only if the user is `authorized`.
+    `limits` bounds the cost of querying a server, and `options` say how requests are
+    sent. A server on another machine is opened only if the user is `authorized`.
     """
     options = options or EndpointOptions()
     if names_address(name):
@@ -73,10 +75,14 @@ def open_endpoint(
         return _attention(name)
     if kind is TargetKind.BLOCK:
         return _block(name)
-    return demo_endpoints()["the scoring head"] if kind is TargetKind.DEMO else load(name)
+    if kind is TargetKind.DEMO:
+        return demo_endpoints()["the scoring head"]
+    return load(name)
 
 
-def open_language_model(name: str, options: EndpointOptions, *, authorized: bool) -> Oracle:
+def open_language_model(
+    name: str, options: EndpointOptions, *, authorized: bool
+) -> Oracle:
     """Open a language model, or a server of one, as an oracle of next-token logits."""
     kind = kind_of(name)
     if kind not in LANGUAGE_MODELS:
@@ -95,7 +101,9 @@ def _attention(name: str) -> Oracle:
     model, _, part = name.rpartition(ATTENTION_OF_A_MODEL)
     layer, plus, added = part.partition("+")
     if not layer.isdecimal() or (plus and added != "residual"):
-        raise InputError(f"{name} must end in :attention.LAYER or :attention.LAYER+residual")
+        raise InputError(
+            f"{name} must end in :attention.LAYER or :attention.LAYER+residual"
+        )
     loaded = open_model(model, None)
     return sub_layer(loaded.model, int(layer), residual=bool(plus))
 
@@ -114,7 +122,8 @@ def server_and_model(address: str) -> tuple[str, str]:
     base, mark, model = address.partition(MODELS)
     model = model.strip("/")
     if "?" in public or "#" in public:
-        # The query is not shown: it may hold a secret, and identities and ledgers must not.
+        # The query is not shown: it may hold a secret, and identities and ledgers must
+        # not.
         start = public.partition("?")[0].partition("#")[0]
         raise InputError(f"{start} must be an address without ? and #: use --header")
     if not mark or not model:
@@ -126,6 +135,7 @@ def describe(name: str, oracle: Oracle) -> str:
     """Return a description of an endpoint for the head of a report."""
     if kind := stated(oracle, "kind"):
         return f"planted {kind}, d = {oracle.dim} ({name})"
-    public, note = without_password(name), getattr(oracle, "note", "")
+    public = without_password(name)
+    note = getattr(oracle, "note", "")
     about = f"{public}; {note}" if note else public
     return f"{urlsplit(public).path.rsplit('/', 1)[-1]}, d = {oracle.dim} ({about})"

@@ -34,11 +34,26 @@ BLOCK_OF_A_MODEL = ":block."
 MODELS = "/v2/models/"
 POSTGRES = "postgresql://…"
 STORES = (  # the forms of vector stores (stores/__init__.py opens them)
-    "chroma:FOLDER", "qdrant:FOLDER", "lancedb:FOLDER", "milvus:FOLDER", "weaviate:URL", POSTGRES,
-    ".faiss", ".parquet", ".npy", ".jsonl", "http(s)://…/v1/embeddings",
-)  # fmt: skip
+    "chroma:FOLDER",
+    "qdrant:FOLDER",
+    "lancedb:FOLDER",
+    "milvus:FOLDER",
+    "weaviate:URL",
+    POSTGRES,
+    ".faiss",
+    ".parquet",
+    ".npy",
+    ".jsonl",
+    "http(s)://…/v1/embeddings",
+)
 PREFIXED = (":FOLDER", ":URL")  # the ends of forms that begin with the store's name
-_FILES = (".safetensors", ".json", ".bin", ".pt", ".npz")  # a name on the hub has none of these
+_FILES = (
+    ".safetensors",
+    ".json",
+    ".bin",
+    ".pt",
+    ".npz",
+)  # a name on the hub has none of these
 
 
 class TargetKind(StrEnum):
@@ -92,14 +107,18 @@ def _is_model(name: str) -> bool:
     path = Path(name)
     if exists(path) or path.suffix == ".gguf":
         return is_folder(path) or path.suffix == ".gguf"
-    return re.fullmatch(r"[\w-]+/[\w.-]+", name) is not None and path.suffix not in _FILES
+    return (
+        re.fullmatch(r"[\w-]+/[\w.-]+", name) is not None and path.suffix not in _FILES
+    )
 
 
 def _is_leak(name: str) -> bool:
     """Whether this is a saved slot, a leak that Keyhole wrote, or tensors of another program."""
     if not is_file(name):
         return False
-    if name.endswith((".pt", ".pth")) or ("@" in Path(name).name and name.endswith(".data")):
+    if name.endswith((".pt", ".pth")) or (
+        "@" in Path(name).name and name.endswith(".data")
+    ):
         return True  # LMCache names its files …@….data
     with suppress(OSError, SafetensorError):
         with Path(name).open("rb") as file:
@@ -129,7 +148,9 @@ _PATTERNS = {form: _pattern(form) for form in STORES}
 def store_form(name: str) -> str | None:
     """Return the form of store that a name has; None if it does not name a store."""
     path = parted(name)[0]
-    return next((form for form, pattern in _PATTERNS.items() if pattern.fullmatch(path)), None)
+    return next(
+        (form for form, pattern in _PATTERNS.items() if pattern.fullmatch(path)), None
+    )
 
 
 def parted(target: str) -> tuple[str, str]:
