@@ -14,7 +14,8 @@ class AnyFunction:
     """An oracle that is any function of sequences."""
 
     def __init__(self, f: Callable[[Tensor], Tensor], dim: int) -> None:
-        self.f, self.dim = f, dim
+        self.f = f
+        self.dim = dim
 
     def __call__(self, sequences: Tensor) -> Tensor:
         return self.f(sequences)
@@ -24,7 +25,9 @@ class Failing:
     """An endpoint that goes down after `after` answers."""
 
     def __init__(self, inner: Oracle, after: int) -> None:
-        self.inner, self.dim, self.after = inner, inner.dim, after
+        self.inner = inner
+        self.dim = inner.dim
+        self.after = after
         self.identity = identity_of(inner)
 
     def __call__(self, sequences: Tensor) -> Tensor:

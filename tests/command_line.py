@@ -1,6 +1,7 @@
 """Runs commands of Keyhole for tests, as a process of their own or in this process.
 
-Tests start all their processes here, so that none is left when a test ends, however it ends.
+Tests start all their processes here, so that none is left when a test ends, however it
+ends.
 """
 
 from __future__ import annotations
@@ -23,9 +24,15 @@ KEYHOLE = (*PYTHON, "-m", "keyhole")
 
 
 @contextmanager
-def started(command: Sequence[object], **options: Any) -> Iterator[subprocess.Popen[str]]:
+def started(
+    command: Sequence[object], **options: Any
+) -> Iterator[subprocess.Popen[str]]:
     """Start a process in a group of its own, which is killed at the end."""
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    options = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    } | options
     command = [str(word) for word in command]
     with subprocess.Popen(command, start_new_session=True, **options) as process:
         try:
@@ -75,7 +82,9 @@ def parts(name: str) -> dict[str, Any]:
     return {f"{name} {part}": inner[part] for part in inner} or {name: made}
 
 
-def inside(*arguments: object, cwd: Path, monkeypatch, capsys) -> subprocess.CompletedProcess[str]:
+def inside(
+    *arguments: object, cwd: Path, monkeypatch, capsys
+) -> subprocess.CompletedProcess[str]:
     """Run a command in this process, without the seconds that torch takes to load."""
     command = ["keyhole", *map(str, arguments)]
     monkeypatch.chdir(cwd)

@@ -1,7 +1,7 @@
 """Settings of all tests: threads, seeds, signals, and which tests are slow.
 
-`make check` leaves slow tests out: those marked as slow, because they start processes that load
-torch, and those that took long when `make timings` last timed all (slow.txt).
+`make check` leaves slow tests out: those marked as slow, because they start processes
+that load torch, and those that took long when `make timings` last timed all (slow.txt).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Draw the same cases everywhere, so that a failure repeats.
 settings.register_profile("keyhole", derandomize=True)
 settings.load_profile("keyhole")
-# A shell that starts the tests in the background makes them and their children ignore Ctrl-C, which
-# tests must be able to send. SIGTERM unwinds tests, so that they end their processes.
+# A shell that starts the tests in the background makes them and their children ignore
+# Ctrl-C, which tests must be able to send. SIGTERM unwinds tests, so that they end
+# their processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
@@ -54,7 +55,9 @@ def _one_thread():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--timings", action="store_true", help="write the slow tests into slow.txt")
+    parser.addoption(
+        "--timings", action="store_true", help="write the slow tests into slow.txt"
+    )
 
 
 def name_of(node: str) -> str:
@@ -87,6 +90,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     is_worker = hasattr(session.config, "workerinput")
     if session.config.getoption("--timings") and not is_worker:
-        slow = [(seconds, name) for name, seconds in _seconds.items() if seconds > QUICK]
-        lines = [f"{seconds:6.1f} {name}\n" for seconds, name in sorted(slow, reverse=True)]
+        slow = [
+            (seconds, name) for name, seconds in _seconds.items() if seconds > QUICK
+        ]
+        lines = [
+            f"{seconds:6.1f} {name}\n" for seconds, name in sorted(slow, reverse=True)
+        ]
         SLOW.write_text(_HEADER + "".join(lines), "utf-8")

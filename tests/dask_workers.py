@@ -1,7 +1,7 @@
 """A Dask cluster of processes that can be killed one by one, and a record of what each has done.
 
-Its workers also load this file when they start (`dask worker --preload`); each then records the
-checks that it begins and ends, in a file for each process.
+Its workers also load this file when they start (`dask worker --preload`); each then
+records the checks that it begins and ends, in a file for each process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 RECORD = "KEYHOLE_TEST_RECORD"
-BEGUN, ENDED, OPENED = "begun", "ended", "opened"
+BEGUN = "begun"
+ENDED = "ended"
+OPENED = "opened"
 
 
 def dask_setup(worker: Any) -> None:
@@ -29,7 +31,9 @@ def dask_setup(worker: Any) -> None:
     from keyhole.audit.target import NamedTarget
 
     file = Path(os.environ[RECORD]) / f"{os.getpid()}.jsonl"
-    check, opened, last = run.run_check, NamedTarget.open, [""]
+    check = run.run_check
+    opened = NamedTarget.open
+    last = [""]
 
     def note(what: str, target: str, check: str) -> None:
         with file.open("a") as lines:
@@ -46,18 +50,27 @@ def dask_setup(worker: Any) -> None:
         note(OPENED, named.name, "")
         return opened(named)
 
-    run.run_check, NamedTarget.open = recorded, seen
+    run.run_check = recorded
+    NamedTarget.open = seen
 
 
 class Workers:
     """A scheduler on this machine, and workers of one thread each."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.record = folder, folder / "record"
+        self.folder = folder
+        self.record = folder / "record"
         self.record.mkdir()
         self.processes: list[subprocess.Popen[bytes]] = []
         file = folder / "scheduler.json"
-        words = ("--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file")
+        words = (
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+            "--no-dashboard",
+            "--scheduler-file",
+        )
         self._start("dask_scheduler", *words, str(file))
         _wait(file.exists)
         _wait(lambda: bool(file.read_text()))
@@ -67,9 +80,19 @@ class Workers:
         """Start workers, wait for all of them, and return their process numbers."""
         import distributed
 
-        words = ("--nthreads", "1", "--no-nanny", "--no-dashboard", "--preload", __file__)
+        words = (
+            "--nthreads",
+            "1",
+            "--no-nanny",
+            "--no-dashboard",
+            "--preload",
+            __file__,
+        )
         place = ("--local-directory", str(self.folder))
-        began = [self._start("dask_worker", self.address, *words, *place) for _ in range(count)]
+        began = [
+            self._start("dask_worker", self.address, *words, *place)
+            for _ in range(count)
+        ]
         alive = sum(process.poll() is None for process in self.processes) - 1
         with distributed.Client(self.address) as client:
             client.wait_for_workers(alive, timeout=120)
@@ -80,7 +103,9 @@ class Workers:
         command = [sys.executable, "-m", f"distributed.cli.{module}", *words]
         with (self.folder / f"{module}-{len(self.processes)}.log").open("wb") as log:
             self.processes.append(
-                subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=self.folder)
+                subprocess.Popen(
+                    command, env=environment, stdout=log, stderr=log, cwd=self.folder
+                )
             )
         return self.processes[-1].pid
 
@@ -135,7 +160,9 @@ def kill_in_the_middle(cluster: Workers, pid: int, after: int) -> set[tuple[str,
 
     Call it while the run continues, which must then run these checks again.
     """
-    _wait(lambda: cluster.recorded(ENDED).total() >= after and cluster.under_way(pid), 600)
+    _wait(
+        lambda: cluster.recorded(ENDED).total() >= after and cluster.under_way(pid), 600
+    )
     just_before = cluster.under_way(pid)  # one may end without the scheduler knowing
     cluster.kill(pid)
     return just_before | cluster.under_way(pid)

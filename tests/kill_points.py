@@ -1,8 +1,8 @@
 """Commands that are killed or interrupted at chosen points, and what must hold afterwards.
 
-A point is a share of a command's run. It is measured by what the command has written (records in a
-journal, bytes in a ledger, epochs), which is the same on a slow machine, or by the time that an
-undisturbed run took.
+A point is a share of a command's run. It is measured by what the command has written
+(records in a journal, bytes in a ledger, epochs), which is the same on a slow machine,
+or by the time that an undisturbed run took.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from keyhole.cli import main
 from keyhole.core.journal import records_in
 from keyhole.oracle.ledger import answers_in
 
-# What differs between two runs that give the same: times, machines, and who paid for an answer.
+# What differs between two runs that give the same: times, machines, and who paid for an
+# answer.
 _OF_THE_RUN = {"seconds", "created", "environment", "remembered", "resumed", "peak"}
 
 
@@ -38,7 +39,9 @@ def records(name: str) -> Callable[[Path], int]:
 
 def size(name: str) -> Callable[[Path], int]:
     """Measure the growth of a file."""
-    return lambda folder: (folder / name).stat().st_size if (folder / name).exists() else 0
+    return lambda folder: (
+        (folder / name).stat().st_size if (folder / name).exists() else 0
+    )
 
 
 def answers(name: str) -> Callable[[Path], int]:
@@ -49,7 +52,10 @@ def answers(name: str) -> Callable[[Path], int]:
 def epochs(name: str) -> Callable[[Path], int]:
     """Count the finished epochs of a training."""
     return lambda folder: max(
-        (int(path.name.removeprefix("epoch-")) for path in (folder / name).glob("epoch-*[0-9]")),
+        (
+            int(path.name.removeprefix("epoch-"))
+            for path in (folder / name).glob("epoch-*[0-9]")
+        ),
         default=0,
     )
 
@@ -58,10 +64,11 @@ def epochs(name: str) -> Callable[[Path], int]:
 class Case:
     """A command, its output files, and a measure of what it has `grown` while it runs.
 
-    `kept` is the message after Ctrl-C. `done` counts the work that need not be repeated (by default
-    what has grown), and `taken_over` how much of it the second run says it did not repeat. If the
-    second run does not say that, `journal` is a file whose records must stay the same.
-    `own_process` is for a command that starts processes, and so needs a process of its own.
+    `kept` is the message after Ctrl-C. `done` counts the work that need not be repeated
+    (by default what has grown), and `taken_over` how much of it the second run says it
+    did not repeat. If the second run does not say that, `journal` is a file whose
+    records must stay the same. `own_process` is for a command that starts processes,
+    and so needs a process of its own.
     """
 
     arguments: tuple[object, ...]
@@ -112,7 +119,10 @@ def running(case: Case, folder: Path, *more: str) -> Iterator[Running]:
         with (
             words_of(folder).open("w") as words,
             command_line.started(
-                [*command_line.KEYHOLE, *arguments], cwd=folder, stdout=words, stderr=words
+                [*command_line.KEYHOLE, *arguments],
+                cwd=folder,
+                stdout=words,
+                stderr=words,
             ) as process,
         ):
             yield process
@@ -129,7 +139,9 @@ def words_of(folder: Path) -> Path:
     return folder.with_suffix(".words")
 
 
-def wait_until(condition: Callable[[], bool], process: Running, seconds: float = 200) -> bool:
+def wait_until(
+    condition: Callable[[], bool], process: Running, seconds: float = 200
+) -> bool:
     """Return True once a condition holds, or False if the process ends first."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -159,7 +171,8 @@ def undisturbed(case: Case, folder: Path) -> Whole:
             return False
 
         wait_until(watch, process)
-        seconds, code = time.monotonic() - began, process.poll()
+        seconds = time.monotonic() - began
+        code = process.poll()
     words = words_of(folder).read_text()
     assert code in (0, 1), words
     expect_complete(case, folder)
@@ -167,7 +180,9 @@ def undisturbed(case: Case, folder: Path) -> Whole:
     return Whole(code, outcome(case, folder), seconds, growth)
 
 
-def stopped(case: Case, whole: Whole, folder: Path, share: float, number: int, by: str) -> Ended:
+def stopped(
+    case: Case, whole: Whole, folder: Path, share: float, number: int, by: str
+) -> Ended:
     """Run a command, and send it a signal at a point that is measured by growth or by time."""
     with running(case, folder) as process:
         began = time.monotonic()
@@ -216,9 +231,13 @@ def outcome(case: Case, folder: Path) -> dict[str, Any]:
             found[name] = lasting(json.loads(path.read_text()))
         elif path.suffix == ".jsonl" and path.exists():
             lines = path.read_text().splitlines()
-            found[name] = sorted(json.dumps(lasting(json.loads(line))) for line in lines)
+            found[name] = sorted(
+                json.dumps(lasting(json.loads(line))) for line in lines
+            )
         elif path.suffix == ".safetensors" and path.exists():
-            found[name] = {key: value.tolist() for key, value in load_file(path).items()}
+            found[name] = {
+                key: value.tolist() for key, value in load_file(path).items()
+            }
         elif path.exists():
             assert path.read_text().rstrip().endswith("</html>"), name
             found[name] = "a whole page"
@@ -227,7 +246,9 @@ def outcome(case: Case, folder: Path) -> dict[str, Any]:
 
 def lasting(data: Any) -> Any:
     if isinstance(data, dict):
-        return {key: lasting(value) for key, value in data.items() if key not in _OF_THE_RUN}
+        return {
+            key: lasting(value) for key, value in data.items() if key not in _OF_THE_RUN
+        }
     return [lasting(part) for part in data] if isinstance(data, list) else data
 
 
@@ -249,7 +270,9 @@ def expect_to_go_on(case: Case, whole: Whole, folder: Path) -> None:
     assert not list(folder.rglob("*.partial"))
     assert not list(folder.rglob("*.journal"))
     if case.journal:
-        assert (folder / case.journal).read_text().startswith(before)  # nothing is done twice
+        assert (
+            (folder / case.journal).read_text().startswith(before)
+        )  # nothing is done twice
         assert records_in(folder / case.journal) == whole.growth
     if case.taken_over and done:
         assert case.taken_over(folder, end.words) >= done
@@ -260,4 +283,5 @@ def whole_lines(journal: Path) -> str:
     return text[: text.rfind("\n") + 1]
 
 
-KILL, CTRL_C = signal.SIGKILL, signal.SIGINT
+KILL = signal.SIGKILL
+CTRL_C = signal.SIGINT

@@ -26,7 +26,9 @@ def scores(X: np.ndarray, W: np.ndarray) -> np.ndarray:
     return S
 
 
-def attention(X: np.ndarray, W: np.ndarray, V: np.ndarray, causal: bool = False) -> np.ndarray:
+def attention(
+    X: np.ndarray, W: np.ndarray, V: np.ndarray, causal: bool = False
+) -> np.ndarray:
     """O = softmax(X W Xᵀ) X V, row by row."""
     n = len(X)
     S = scores(X, W)
@@ -50,9 +52,15 @@ def multi_head(X: np.ndarray, Ws: np.ndarray, vs: np.ndarray) -> float:
 
 
 def biased_heads(
-    X: np.ndarray, Ws: np.ndarray, vs: np.ndarray, cs: np.ndarray, b: float,
-    normed: bool, centred: bool, epsilon: float,
-) -> float:  # fmt: skip
+    X: np.ndarray,
+    Ws: np.ndarray,
+    vs: np.ndarray,
+    cs: np.ndarray,
+    b: float,
+    normed: bool,
+    centred: bool,
+    epsilon: float,
+) -> float:
     """b + Σ_h Σ_i softmax_i(n_iᵀ(W_h n_N + c_h)) v_hᵀn_i, with n = x or a norm of it."""
     rows = []
     for x in X:
@@ -90,7 +98,9 @@ def steal_head(oracle, d: int) -> tuple[np.ndarray, np.ndarray]:
         for i in range(d):
             if i == k:
                 W[i, j] = anchor
-            elif v[i] == 0:  # e_i alone does not change the answer: add the anchor, and subtract it
+            elif (
+                v[i] == 0
+            ):  # e_i alone does not change the answer: add the anchor, and subtract it
                 W[i, j] = form(np.eye(d)[k] + np.eye(d)[i]) - anchor
             else:
                 W[i, j] = form(np.eye(d)[i])
@@ -130,7 +140,8 @@ def cell_misfit(f: np.ndarray, low: np.ndarray, high: np.ndarray, s: float) -> f
 
 def nearest_codes(f: np.ndarray, codebook: np.ndarray) -> list[int]:
     """The nearest centroid of each block of numbers."""
-    size, codes = codebook.shape[2], []
+    size = codebook.shape[2]
+    codes = []
     for block, centroids in enumerate(codebook):
         part = f[block * size : (block + 1) * size]
         apart = [sum((part - centroid) ** 2) for centroid in centroids]
@@ -174,7 +185,8 @@ def left_to_right(exposed, leaked: np.ndarray, vocabulary: int) -> list[int]:
     text: list[int] = []
     for row in leaked:
         apart = [
-            float(np.square(exposed([*text, token])[-1] - row).sum()) for token in range(vocabulary)
+            float(np.square(exposed([*text, token])[-1] - row).sum())
+            for token in range(vocabulary)
         ]
         text.append(apart.index(min(apart)))
     return text
@@ -182,10 +194,13 @@ def left_to_right(exposed, leaked: np.ndarray, vocabulary: int) -> list[int]:
 
 def quantised(numbers, bits, groups):
     """Round each group of positions to even steps from its least to its largest; and the steps."""
-    shape, numbers = numbers.shape, numbers.ravel().astype(np.float64)
-    given, steps = numbers.copy(), np.zeros_like(numbers)
+    shape = numbers.shape
+    numbers = numbers.ravel().astype(np.float64)
+    given = numbers.copy()
+    steps = np.zeros_like(numbers)
     for group in groups:
-        least, largest = min(numbers[i] for i in group), max(numbers[i] for i in group)
+        least = min(numbers[i] for i in group)
+        largest = max(numbers[i] for i in group)
         step = (largest - least) / (2**bits - 1)
         for i in group:
             given[i] = least + round((numbers[i] - least) / step) * step
@@ -193,32 +208,43 @@ def quantised(numbers, bits, groups):
     return given.reshape(shape), steps.reshape(shape)
 
 
-def kv_cloak(X: np.ndarray, size: int, draw: np.random.Generator, *, added=True, scales=1.0):
+def kv_cloak(
+    X: np.ndarray, size: int, draw: np.random.Generator, *, added=True, scales=1.0
+):
     """KV-Cloak's S P (X M + A) of one head's rows (n, d), padded to whole blocks of `size`."""
     length, d = X.shape
     largest = 2.84 * scales * np.abs(X).max()
     rows = np.concatenate([X, np.full((-length % size, d), 1.5 * largest)])
     sizes = draw.uniform(1 / scales, scales, d // 2)
     angles = draw.uniform(0, 2 * np.pi, d // 2)
-    S = np.linalg.qr(draw.normal(size=(size, size)))[0] * draw.uniform(1 / scales, scales, size)
-    place, a = draw.integers(size), draw.uniform(3, 4, d) * largest
+    S = np.linalg.qr(draw.normal(size=(size, size)))[0] * draw.uniform(
+        1 / scales, scales, size
+    )
+    place = draw.integers(size)
+    a = draw.uniform(3, 4, d) * largest
     stored = np.zeros_like(rows)
     for start in range(0, len(rows), size):
         block = np.zeros((size, d))
         for i in range(size):
             for j in range(d // 2):
-                x, y = rows[start + i, j], rows[start + i, j + d // 2]
+                x = rows[start + i, j]
+                y = rows[start + i, j + d // 2]
                 block[i, j] = sizes[j] * (np.cos(angles[j]) * x - np.sin(angles[j]) * y)
-                block[i, j + d // 2] = sizes[j] * (np.sin(angles[j]) * x + np.cos(angles[j]) * y)
+                block[i, j + d // 2] = sizes[j] * (
+                    np.sin(angles[j]) * x + np.cos(angles[j]) * y
+                )
         if added:
             block[place] += a
         stored[start : start + size] = S @ block[draw.permutation(size)]
     return stored
 
 
-def attention_of_kept(X: np.ndarray, W: np.ndarray, V: np.ndarray, kept: set) -> np.ndarray:
+def attention_of_kept(
+    X: np.ndarray, W: np.ndarray, V: np.ndarray, kept: set
+) -> np.ndarray:
     """Attention over the kept pairs (query, key) only; a query that keeps no key gives zero."""
-    S, O = scores(X, W), np.zeros((len(X), V.shape[1]))  # noqa: E741
+    S = scores(X, W)
+    O = np.zeros((len(X), V.shape[1]))  # noqa: E741
     for i in range(len(X)):
         keys = [j for j in range(len(X)) if (i, j) in kept]
         if keys:
@@ -228,7 +254,11 @@ def attention_of_kept(X: np.ndarray, W: np.ndarray, V: np.ndarray, kept: set) ->
 
 
 def subsets(units) -> list[frozenset]:
-    return [frozenset(s) for k in range(len(units) + 1) for s in itertools.combinations(units, k)]
+    return [
+        frozenset(s)
+        for k in range(len(units) + 1)
+        for s in itertools.combinations(units, k)
+    ]
 
 
 def smoothed(classify, units, keep: float, cut: frozenset, classes: int) -> np.ndarray:
@@ -261,9 +291,13 @@ def binomial_tail(hits: int, drawn: int, chance: Fraction) -> Fraction:
 
 
 def block(
-    X: np.ndarray, parts: dict[str, np.ndarray], activation: str, norm: str, epsilon: float,
+    X: np.ndarray,
+    parts: dict[str, np.ndarray],
+    activation: str,
+    norm: str,
+    epsilon: float,
     epsilon_behind: float,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """The last token's answer of a Transformer block, head by head and unit by unit."""
 
     def normed(x: np.ndarray, e: float) -> np.ndarray:
@@ -285,10 +319,13 @@ def block(
     h = X[-1] + parts["b"]
     for i in range(len(parts["Q"])):
         query = T[-1] @ parts["Q"][i] + parts["q"][i]
-        K, V = parts["K"][i // each], parts["V"][i // each]
+        K = parts["K"][i // each]
+        V = parts["V"][i // each]
         scores = [query @ (t @ K) for t in T]
         for j in range(len(T) if len(parts["places"]) else 0):
-            scores[j] += parts["places"][i][min(len(T) - 1 - j, len(parts["places"][i]) - 1)]
+            scores[j] += parts["places"][i][
+                min(len(T) - 1 - j, len(parts["places"][i]) - 1)
+            ]
         weights = softmax(np.array(scores))
         for weight, t in zip(weights, T, strict=True):
             h = h + weight * (t @ V) @ parts["O"][i]

@@ -27,7 +27,8 @@ def served(target, folder, *options):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    url, command = f"http://127.0.0.1:{port}", ("lab", "serve", "t.safetensors", "--port", port)
+    url = f"http://127.0.0.1:{port}"
+    command = ("lab", "serve", "t.safetensors", "--port", port)
     with warm_process.started(_keyhole, *command, *options, cwd=folder) as process:
         for _ in range(300):
             try:

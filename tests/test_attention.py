@@ -23,7 +23,9 @@ def draw(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("heads", [0, 1, 3])  # 0: W and V without a head axis
 def test_output_is_the_sum_of_naive_heads(n, causal, last, m, heads):
     d = 4
-    X, W, V = draw(2, n, d), draw(max(heads, 1), d, d), draw(max(heads, 1), d, m)
+    X = draw(2, n, d)
+    W = draw(max(heads, 1), d, d)
+    V = draw(max(heads, 1), d, m)
     stripped = (W[0], V[0]) if heads == 0 else (W, V)
     got = attention.output(X, *stripped, causal=causal, last=last)
     for sequence, answer in zip(X, got, strict=True):
@@ -31,11 +33,14 @@ def test_output_is_the_sum_of_naive_heads(n, causal, last, m, heads):
             reference.attention(sequence.numpy(), W[h].numpy(), V[h].numpy(), causal)
             for h in range(len(W))
         )
-        np.testing.assert_allclose(answer, expected[-1] if last else expected, atol=1e-13)
+        np.testing.assert_allclose(
+            answer, expected[-1] if last else expected, atol=1e-13
+        )
 
 
 def test_scores_put_the_query_on_the_left():
-    X, W = draw(5, 3), draw(3, 3)
+    X = draw(5, 3)
+    W = draw(3, 3)
     np.testing.assert_allclose(
         attention.scores(X, X, W), reference.scores(X.numpy(), W.numpy()), atol=1e-13
     )
@@ -48,5 +53,7 @@ def test_probabilities_are_rows_that_sum_to_one_and_hide_the_future():
 
 
 def test_huge_scores_do_not_overflow():
-    A = attention.probabilities(torch.tensor([[1e300, -1e300, 1e300]], dtype=torch.float64))
+    A = attention.probabilities(
+        torch.tensor([[1e300, -1e300, 1e300]], dtype=torch.float64)
+    )
     np.testing.assert_array_equal(A, [[0.5, 0.0, 0.5]])

@@ -31,12 +31,22 @@ WORDS = [*LETTERS, *(word.upper() for word in LETTERS[:6]), "##ab", "x7", "begin
 def victim():
     words = subjects.word_tokenizer([*subjects.SPECIAL, *WORDS], framed=True)
     config = transformers.BertConfig(
-        vocab_size=len(words), hidden_size=8, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=16, max_position_embeddings=40, num_labels=3, initializer_range=0.5,
-    )  # fmt: skip
+        vocab_size=len(words),
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=40,
+        num_labels=3,
+        initializer_range=0.5,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = transformers.BertForSequenceClassification(config).eval().requires_grad_(False)
+        model = (
+            transformers.BertForSequenceClassification(config)
+            .eval()
+            .requires_grad_(False)
+        )
     return Victim(model, words, set(WORDS) - {"beginning"})
 
 
@@ -50,12 +60,16 @@ def sentences(victim, count, length=9):
 
 def answers(victim, text):
     """The logits of one text alone."""
-    return victim.model(**victim.tokenizer([text], return_tensors="pt")).logits[0].numpy()
+    return (
+        victim.model(**victim.tokenizer([text], return_tensors="pt")).logits[0].numpy()
+    )
 
 
 def margin(victim, words, label):
     logits = answers(victim, " ".join(words))
-    return logits[label] - max(value for place, value in enumerate(logits) if place != label)
+    return logits[label] - max(
+        value for place, value in enumerate(logits) if place != label
+    )
 
 
 def naive_neighbours(victim, word, nearest, cosine):
@@ -97,7 +111,8 @@ def naive(victim, example, attack):
             if value < now and (best is None or value < best[0]):
                 best = (value, tried)
         if best:
-            words, changed = best[1], changed + 1
+            words = best[1]
+            changed = changed + 1
     return " ".join(words)
 
 
@@ -109,7 +124,9 @@ def test_the_attack_is_the_one_written_out_in_loops(victim):
         assert text == naive(victim, example, attack)
         verdict = judged(victim, example, text)
         assert verdict["changed"] <= 2
-        assert verdict["flipped"] == (int(answers(victim, text).argmax()) != example.label)
+        assert verdict["flipped"] == (
+            int(answers(victim, text).argmax()) != example.label
+        )
         flipped += verdict["flipped"]
     assert 0 < flipped < 12
 
@@ -119,22 +136,33 @@ def test_neighbours_are_words_of_the_same_case(victim):
         others = victim.neighbours(word, 40, -1.0)
         assert set(others) <= set(WORDS) - {word, "##ab", "x7", "beginning"}
         assert all(other.islower() == word.islower() for other in others)
-    assert victim.neighbours("x7", 40, -1.0) == victim.neighbours("beginning", 40, -1.0) == []
+    assert (
+        victim.neighbours("x7", 40, -1.0)
+        == victim.neighbours("beginning", 40, -1.0)
+        == []
+    )
     assert victim.neighbours("unknown", 40, -1.0) == []
 
 
 def test_every_context_and_every_ending_stand_once_in_each_class():
     made = [
-        Example(f"{number}", number % 4, f"subject {number % 3}: context {number}", "",
-                tuple(f"ending {number}/{choice}" for choice in range(4)))
+        Example(
+            f"{number}",
+            number % 4,
+            f"subject {number % 3}: context {number}",
+            "",
+            tuple(f"ending {number}/{choice}" for choice in range(4)),
+        )
         for number in range(10)
-    ]  # fmt: skip
+    ]
     alone = Example("alone", 0, "nobody else: context", "", ("one", "two"))
     pairs = tasks.paired([*made, alone])
     assert len(pairs) == 20
     for label in (0, 1):
         chosen = [pair for pair in pairs if pair.label == label]
-        assert sorted(pair.text for pair in chosen) == sorted(example.text for example in made)
+        assert sorted(pair.text for pair in chosen) == sorted(
+            example.text for example in made
+        )
         assert sorted(pair.second for pair in chosen) == sorted(
             example.choices[example.label] for example in made
         )
@@ -143,8 +171,12 @@ def test_every_context_and_every_ending_stand_once_in_each_class():
 
 
 def answered(margin, tokens, entropy, flipped):
-    return {"margin": margin, "tokens": tokens, "entropy": entropy,
-            "flipped": {"strongest": flipped}}  # fmt: skip
+    return {
+        "margin": margin,
+        "tokens": tokens,
+        "entropy": entropy,
+        "flipped": {"strongest": flipped},
+    }
 
 
 def test_factors_tell_what_flipping_depends_on():
@@ -154,18 +186,28 @@ def test_factors_tell_what_flipping_depends_on():
         drawn = stream.normal(size=(400, 3))
         drawn[:, 0] += shift
         flipped = stream.random(400) < 1 / (1 + np.exp(2 * drawn[:, 0]))
-        runs.append({"what": what, "method": "plain", "answers": [
-            answered(*row, bool(flip)) for row, flip in zip(drawn, flipped, strict=True)
-        ]})  # fmt: skip
+        runs.append(
+            {
+                "what": what,
+                "method": "plain",
+                "answers": [
+                    answered(*row, bool(flip))
+                    for row, flip in zip(drawn, flipped, strict=True)
+                ],
+            }
+        )
     rows = {row.what: row for row in tasks.by_factor(runs)}
-    shares = rows["easy, plain, strongest: flips by quarter of margin"].measured.split(", ")
+    shares = rows["easy, plain, strongest: flips by quarter of margin"].measured.split(
+        ", "
+    )
     assert [int(share[:-1]) for share in shares] == sorted(
         (int(share[:-1]) for share in shares), reverse=True
     )
 
 
 def test_larger_counts_pairs():
-    values, flipped = torch.tensor([1.0, 2.0, 2.0, 3.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])
+    values = torch.tensor([1.0, 2.0, 2.0, 3.0])
+    flipped = torch.tensor([0.0, 1.0, 0.0, 1.0])
     assert tasks.larger(values, flipped) == (2 + 1 + 0.5) / 4
     assert tasks.quarters(values, flipped) == [0.0, 1.0, 0.0, 1.0]
 
@@ -193,7 +235,9 @@ def test_entropy_is_the_mean_over_heads_and_real_queries():
 
 def test_answers_are_described_by_their_own_margin_length_and_maps(victim):
     right = list(sentences(victim, 5, length=4)) + list(sentences(victim, 2, length=9))
-    right = [Example(str(number), each.label, each.text) for number, each in enumerate(right)]
+    right = [
+        Example(str(number), each.label, each.text) for number, each in enumerate(right)
+    ]
     batches = trained.Batches(victim.model, victim.tokenizer, right, batch_size=3)
     known = {answer["id"]: answer for answer in trained.described(batches)}
     assert len(known) == 7
@@ -201,16 +245,26 @@ def test_answers_are_described_by_their_own_margin_length_and_maps(victim):
         alone = trained.Batches(victim.model, victim.tokenizer, [example])
         (answer,) = trained.described(alone)
         assert known[example.id]["tokens"] == len(example.text.split()) + 2
-        for name, value in (("margin", margin(victim, example.text.split(), example.label)),
-                            ("entropy", answer["entropy"])):  # fmt: skip
-            assert known[example.id][name] == pytest.approx(float(value), rel=1e-4, abs=1e-5)
+        for name, value in (
+            ("margin", margin(victim, example.text.split(), example.label)),
+            ("entropy", answer["entropy"]),
+        ):
+            assert known[example.id][name] == pytest.approx(
+                float(value), rel=1e-4, abs=1e-5
+            )
 
 
 def test_a_mean_over_fewer_models_than_the_others_says_so():
     def point(model, share, flips):
-        return disrupt_ablations.Measured(model, "a", share, 10, flips, 0.0, 0.0, 1.0, 1.0, 0.0)
+        return disrupt_ablations.Measured(
+            model, "a", share, 10, flips, 0.0, 0.0, 1.0, 1.0, 0.0
+        )
 
-    points = [point("first", 0.01, 1), point("second", 0.01, 3), point("first", 0.05, 4)]
+    points = [
+        point("first", 0.01, 1),
+        point("second", 0.01, 3),
+        point("first", 0.05, 4),
+    ]
     whole, part = (disrupt_ablations.row(points, "a", share) for share in (0.01, 0.05))
     assert whole.measured == "20.0% (10.0%–30.0%)"
     assert whole.details.startswith("1 of 10 + 3 of 10;")
@@ -218,7 +272,9 @@ def test_a_mean_over_fewer_models_than_the_others_says_so():
 
 
 def test_ablations_join_what_they_write_and_what_documents_keep(tmp_path):
-    point = disrupt_ablations.Measured("first", "a", 0.01, 10, 1, 0.0, 0.0, 1.0, 1.0, 0.0)
+    point = disrupt_ablations.Measured(
+        "first", "a", 0.01, 10, 1, 0.0, 0.0, 1.0, 1.0, 0.0
+    )
     file = tmp_path / "rows.json"
     record = {"commit": "abc", "machine": "a machine", "runs": [asdict(point)]}
     file.write_text(json.dumps(record))

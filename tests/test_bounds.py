@@ -9,7 +9,9 @@ from keyhole.core.errors import InputError, expect_count, expect_number, expect_
 def test_a_seed_has_32_bits(seed):
     expect_seed(0)
     expect_seed(2**32 - 1)
-    with pytest.raises(InputError, match=f"a seed must be from 0 to 4,294,967,295, not {seed}"):
+    with pytest.raises(
+        InputError, match=f"a seed must be from 0 to 4,294,967,295, not {seed}"
+    ):
         expect_seed(seed)
 
 
@@ -18,7 +20,9 @@ def test_counts_have_both_ends():
     expect_count("texts", 1)
     with pytest.raises(InputError, match="texts must be 1 or more, not 0"):
         expect_count("texts", 0)
-    with pytest.raises(InputError, match="texts must be at most 9,223,372,036,854,775,807"):
+    with pytest.raises(
+        InputError, match="texts must be at most 9,223,372,036,854,775,807"
+    ):
         expect_count("texts", 2**63)
 
 

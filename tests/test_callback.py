@@ -36,7 +36,8 @@ class Tracker(transformers.TrainerCallback):
     """A tracker, which accepts what is logged until its run is closed."""
 
     def __init__(self):
-        self.logged, self.closed = [], False
+        self.logged = []
+        self.closed = False
 
     def on_log(self, args, state, control, logs=None, **given):
         assert not self.closed
@@ -48,13 +49,24 @@ class Tracker(transformers.TrainerCallback):
 
 def trainer(folder, *callbacks, epochs=2, **more):
     arguments = transformers.TrainingArguments(
-        output_dir=str(folder), num_train_epochs=epochs, per_device_train_batch_size=4, seed=1,
-        report_to=[], save_strategy="no", use_cpu=True, disable_tqdm=True, logging_steps=1000,
-    )  # fmt: skip
+        output_dir=str(folder),
+        num_train_epochs=epochs,
+        per_device_train_batch_size=4,
+        seed=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        logging_steps=1000,
+    )
     return transformers.Trainer(
-        tiny_classifiers.model(labels=2), arguments, train_dataset=rows(), processing_class=WORDS,
-        callbacks=list(callbacks), **more,
-    )  # fmt: skip
+        tiny_classifiers.model(labels=2),
+        arguments,
+        train_dataset=rows(),
+        processing_class=WORDS,
+        callbacks=list(callbacks),
+        **more,
+    )
 
 
 def test_the_end_of_training_has_a_report_and_figures(tmp_path):
@@ -64,8 +76,9 @@ def test_the_end_of_training_has_a_report_and_figures(tmp_path):
     made.train()
     audit = Audit.load(tmp_path / "keyhole-report.json")
     assert names(audit.findings) == [
-        "hidden states of layer 1", "keys and values of layer 2",
-    ]  # fmt: skip
+        "hidden states of layer 1",
+        "keys and values of layer 2",
+    ]
     assert audit.exposed == 2
     assert audit == callback.audit
     page = (tmp_path / "keyhole-report.html").read_text("utf-8")
@@ -84,7 +97,10 @@ def test_without_exposures_every_attack_that_applies_is_tried(tmp_path):
     made = trainer(tmp_path, epochs=1)
     callback.attach_to(made)
     made.train()
-    assert {finding.sought for finding in callback.audit.findings} == {"text", "prediction"}
+    assert {finding.sought for finding in callback.audit.findings} == {
+        "text",
+        "prediction",
+    }
     assert made.state.log_history[-1]["keyhole/text"] == 1.0
 
 
@@ -106,7 +122,9 @@ def test_training_is_the_same_with_audits_between_epochs(tmp_path):
     audited.train()
     counted = [logs for logs in audited.state.log_history if "keyhole/exposed" in logs]
     assert [logs["epoch"] for logs in counted] == [1.0, 2.0, 3.0]
-    for before, after in zip(plain.model.parameters(), audited.model.parameters(), strict=True):
+    for before, after in zip(
+        plain.model.parameters(), audited.model.parameters(), strict=True
+    ):
         assert torch.equal(before, after)
         assert after.requires_grad
 
@@ -128,7 +146,9 @@ def test_a_model_that_gives_away_too_much_fails_at_the_end(tmp_path):
         trainer(tmp_path, callback, epochs=1).train()
     assert (tmp_path / "keyhole-report.html").exists()
     (example,) = tiny_classifiers.examples(1)
-    allowed = AuditCallback(TEXTS, examples=[example], exposures=["flips"], fail_on="critical")
+    allowed = AuditCallback(
+        TEXTS, examples=[example], exposures=["flips"], fail_on="critical"
+    )
     trainer(tmp_path / "allowed", allowed, epochs=1).train()
 
 
@@ -140,16 +160,22 @@ def test_an_audit_that_fails_does_not_end_the_training(tmp_path, caplog):
     made = trainer(tmp_path, callback, epochs=1)
     with caplog.at_level(logging.WARNING, "keyhole"):
         made.train()
-    assert "could not check the model: the layer of hidden:99 must be from 0 to 2" in caplog.text
+    assert (
+        "could not check the model: the layer of hidden:99 must be from 0 to 2"
+        in caplog.text
+    )
     audit = Audit.load(tmp_path / "keyhole-report.json")
     assert audit.exit_code == 3
-    assert "must be from 0 to 2" in (tmp_path / "keyhole-report.html").read_text("utf-8")
+    assert "must be from 0 to 2" in (tmp_path / "keyhole-report.html").read_text(
+        "utf-8"
+    )
     (figures,) = [logs for logs in made.state.log_history if "keyhole/exposed" in logs]
     assert figures["keyhole/unchecked"] == 1.0
 
 
 @pytest.mark.parametrize(
-    ("options", "error"), [({"strict": True}, InputError), ({"fail_on": "unknown"}, GaveAway)]
+    ("options", "error"),
+    [({"strict": True}, InputError), ({"fail_on": "unknown"}, GaveAway)],
 )
 def test_unless_it_was_asked_for(tmp_path, options, error):
     with pytest.raises(error, match="must be from 0 to 2"):
@@ -158,7 +184,9 @@ def test_unless_it_was_asked_for(tmp_path, options, error):
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_training(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    callback = AuditCallback(TEXTS, exposures=["hidden:1"], folder=tmp_path / "file" / "inside")
+    callback = AuditCallback(
+        TEXTS, exposures=["hidden:1"], folder=tmp_path / "file" / "inside"
+    )
     trainer(tmp_path, callback, epochs=1).train()
     assert "keyhole could not write its report" in caplog.text
 
@@ -181,12 +209,17 @@ def test_wrong_input():
 
 def test_rows_of_any_dataset():
     given = [
-        {"text": "w1 w2", "label": 1}, {"sentence": "w3"}, {"text": "  "}, "no row",
+        {"text": "w1 w2", "label": 1},
+        {"sentence": "w3"},
+        {"text": "  "},
+        "no row",
         {"input_ids": torch.tensor([2, 5, 6, 3, 0]), "labels": torch.tensor(1)},
         {"input_ids": [5, 6], "labels": [5, 6]},  # a language model's
-    ]  # fmt: skip
+    ]
     assert examples_in(given, WORDS) == [
-        Example("row 1", 1, "w1 w2"), Example("row 2", NO_LABEL, "w3"),
-        Example("row 5", 1, "w0 w1"), Example("row 6", NO_LABEL, "w0 w1"),
-    ]  # fmt: skip
+        Example("row 1", 1, "w1 w2"),
+        Example("row 2", NO_LABEL, "w3"),
+        Example("row 5", 1, "w0 w1"),
+        Example("row 6", NO_LABEL, "w0 w1"),
+    ]
     assert keyhole.AuditCallback is AuditCallback

@@ -19,7 +19,9 @@ def write(folder, name, text):
 
 
 def test_sst2_keeps_quotation_marks(tmp_path):
-    path = write(tmp_path, "dev.tsv", 'sentence\tlabel\na "fine film \t1\nbad\x85 one\t0\n')
+    path = write(
+        tmp_path, "dev.tsv", 'sentence\tlabel\na "fine film \t1\nbad\x85 one\t0\n'
+    )
     first, second = read_examples(path)
     assert first == Example("dev.tsv:2", 1, 'a "fine film ')
     assert (second.label, second.text) == (0, "bad\x85 one")
@@ -29,14 +31,16 @@ def test_csv_with_names_and_two_texts(tmp_path):
     path = write(tmp_path, "a.csv", 'p,h,gold\n"one, two",three,no\nx,y,yes\n')
     found = read_examples(path, text=("p", "h"), label="gold", names=("no", "yes"))
     assert [(example.text, example.second, example.label) for example in found] == [
-        ("one, two", "three", 0), ("x", "y", 1)
-    ]  # fmt: skip
+        ("one, two", "three", 0),
+        ("x", "y", 1),
+    ]
 
 
 def test_jsonl_table_and_limit(tmp_path):
     lines = "".join(json.dumps({"text": f"t{i}", "label": i}) + "\n" for i in range(4))
     assert [
-        example.label for example in read_examples(write(tmp_path, "a.jsonl", lines), limit=2)
+        example.label
+        for example in read_examples(write(tmp_path, "a.jsonl", lines), limit=2)
     ] == [
         0,
         1,
@@ -46,11 +50,21 @@ def test_jsonl_table_and_limit(tmp_path):
 def test_hellaswag(tmp_path):
     row = {"ctx": "He", "endings": ["a", "b", "c", "d"], "label": "3"}
     (example,) = read_examples(write(tmp_path, "h.jsonl", json.dumps(row) + "\n"))
-    assert (example.text, example.choices, example.label) == ("He", ("a", "b", "c", "d"), 3)
+    assert (example.text, example.choices, example.label) == (
+        "He",
+        ("a", "b", "c", "d"),
+        3,
+    )
 
 
 def test_examples_of_one_id_are_told_apart(tmp_path):
-    row = {"context": "c", "question": "q?", "answers": ["a", "b"], "label": 0, "id_string": "val"}
+    row = {
+        "context": "c",
+        "question": "q?",
+        "answers": ["a", "b"],
+        "label": 0,
+        "id_string": "val",
+    }
     rows = [row, {**row, "label": 1}, {**row, "id_string": "other"}]
     found = read_examples(write(tmp_path, "val.json", json.dumps(rows)))
     assert [example.id for example in found] == ["val", "val (2)", "other"]
@@ -58,8 +72,10 @@ def test_examples_of_one_id_are_told_apart(tmp_path):
 
 
 def test_dream_is_one_example_a_question(tmp_path):
-    asked = [{"question": "Q?", "choice": ["a", "b", "c"], "answer": "b"},
-             {"question": "R?", "choice": ["d", "e", "f"], "answer": "d"}]  # fmt: skip
+    asked = [
+        {"question": "Q?", "choice": ["a", "b", "c"], "answer": "b"},
+        {"question": "R?", "choice": ["d", "e", "f"], "answer": "d"},
+    ]
     entry = [["M: hi", "W: ho"], asked, "7-1"]
     first, second = read_examples(write(tmp_path, "dev.json", json.dumps([entry])))
     assert first == Example("7-1#0", 1, "M: hi\nW: ho", "", ("Q? a", "Q? b", "Q? c"))
@@ -67,8 +83,13 @@ def test_dream_is_one_example_a_question(tmp_path):
 
 
 def test_reclor(tmp_path):
-    row = {"context": "C", "question": "Q", "answers": ["a", "b", "c", "d"], "label": 2,
-           "id_string": "val_0"}  # fmt: skip
+    row = {
+        "context": "C",
+        "question": "Q",
+        "answers": ["a", "b", "c", "d"],
+        "label": 2,
+        "id_string": "val_0",
+    }
     (example,) = read_examples(write(tmp_path, "val.json", json.dumps([row])))
     assert (example.id, example.label, example.choices[2]) == ("val_0", 2, "Q c")
 
@@ -82,17 +103,24 @@ def test_reclor(tmp_path):
         ("a.tsv", "sentence\tclass\nfine\t1\n", "'label' in a.tsv:2"),
         ("a.jsonl", '{"text": "a", "label": 1}\n{"text"\n', "a.jsonl:2"),
         ("a.jsonl", "3\n", "a.jsonl:1"),
-        ("a.jsonl", '{"ctx": "a", "endings": ["b", "c"], "label": 2}\n', "from 0 to 1, not 2"),
+        (
+            "a.jsonl",
+            '{"ctx": "a", "endings": ["b", "c"], "label": 2}\n',
+            "from 0 to 1, not 2",
+        ),
         ("a.jsonl", '{"ctx": "a", "endings": ["b", "c"], "label": -1}\n', "from 0"),
         ("a.jsonl", '{"text": "a", "label": 0.5}\n', "a.jsonl:1"),
         ("a.json", '[{"context": "a"}]', "'answers' in a.json[1]"),
         ("a.json", "[[[], []]]", "a.json[1]"),
-        ("a.json", '[[["x"], [{"question": "q", "choice": ["a", "b"], "answer": "c"}], "1"]]',
-         "none of the choices"),
+        (
+            "a.json",
+            '[[["x"], [{"question": "q", "choice": ["a", "b"], "answer": "c"}], "1"]]',
+            "none of the choices",
+        ),
         ("a.json", "[1, ", "expected JSON"),
         ("a.tsv", "sentence\tlabel\n", "there are no texts"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_file_is_one_line_with_the_place(tmp_path, name, text, message):
     with pytest.raises(InputError) as error:
         read_examples(write(tmp_path, name, text))
@@ -128,9 +156,17 @@ def test_encoding_texts_pairs_and_choices():
 
 TEXT_FILES = {
     "lines": ("t.txt", 'one "text"\n\n two \n', ['one "text"', "two"]),
-    "tsv": ("t.tsv", 'sentence\tlabel\na "quoted" one\t1\ntwo\t0\n', ['a "quoted" one', "two"]),
+    "tsv": (
+        "t.tsv",
+        'sentence\tlabel\na "quoted" one\t1\ntwo\t0\n',
+        ['a "quoted" one', "two"],
+    ),
     "csv": ("t.csv", 'text,label\n"a, b",1\nc,0\n', ["a, b", "c"]),
-    "csv, other line ends": ("t.csv", "text\na\u2028b\nc\x85d\n", ["a\u2028b", "c\x85d"]),
+    "csv, other line ends": (
+        "t.csv",
+        "text\na\u2028b\nc\x85d\n",
+        ["a\u2028b", "c\x85d"],
+    ),
     "csv, unnamed index": ("t.csv", ",text\nrow 7,a\nrow 8,b\n", ["a", "b"]),
     "csv, mark of Excel": ("t.csv", "\ufefftext\na\n", ["a"]),
     "lines, mark of Excel": ("t.txt", "\ufeffa\n", ["a"]),
@@ -139,7 +175,9 @@ TEXT_FILES = {
 }
 
 
-@pytest.mark.parametrize(("name", "content", "texts"), TEXT_FILES.values(), ids=TEXT_FILES)
+@pytest.mark.parametrize(
+    ("name", "content", "texts"), TEXT_FILES.values(), ids=TEXT_FILES
+)
 def test_texts_are_read(tmp_path, name, content, texts):
     (tmp_path / name).write_text(content, "utf-8")
     assert read_texts(tmp_path / name) == texts
@@ -163,7 +201,9 @@ WRONG_TEXTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "content", "words"), WRONG_TEXTS.values(), ids=WRONG_TEXTS)
+@pytest.mark.parametrize(
+    ("name", "content", "words"), WRONG_TEXTS.values(), ids=WRONG_TEXTS
+)
 def test_what_is_wrong_with_texts_is_said(tmp_path, name, content, words):
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=words):
@@ -171,7 +211,9 @@ def test_what_is_wrong_with_texts_is_said(tmp_path, name, content, words):
 
 
 def test_no_file_of_texts(tmp_path):
-    with pytest.raises(InputError, match=r"^cannot read .*none\.txt as a file with texts"):
+    with pytest.raises(
+        InputError, match=r"^cannot read .*none\.txt as a file with texts"
+    ):
         read_texts(tmp_path / "none.txt")
 
 

@@ -33,7 +33,9 @@ def snippets(language: str) -> list[tuple[str, str]]:
     for path in DOCUMENTS:
         text = path.read_text("utf-8")
         blocks = re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.M | re.S)
-        found += [(f"{path.name} {number}", block) for number, block in enumerate(blocks)]
+        found += [
+            (f"{path.name} {number}", block) for number, block in enumerate(blocks)
+        ]
     return found
 
 
@@ -58,7 +60,9 @@ def anchors(path: Path) -> set[str]:
     """The places that a link into a document may name, as forges and the site make them."""
     text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.M | re.S)
     titles = re.findall(r"^#+ (.*)$", text, flags=re.M)
-    plain = [re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles]
+    plain = [
+        re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles
+    ]
     return {re.sub(r"[^\w\- ]", "", title).strip().replace(" ", "-") for title in plain}
 
 
@@ -94,7 +98,9 @@ def test_what_is_generated_is_up_to_date():
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_files_that_documents_name_exist(path):
     folders = "benchmarks|ci|docs|src|tests|training"
-    for name in re.findall(rf"`((?:{folders})/[\w/.-]+\.\w+)`", path.read_text("utf-8")):
+    for name in re.findall(
+        rf"`((?:{folders})/[\w/.-]+\.\w+)`", path.read_text("utf-8")
+    ):
         assert (ROOT / name).exists(), f"{path.name}: {name}"
 
 
@@ -130,17 +136,36 @@ def test_an_option_that_a_command_does_not_have_is_seen():
     assert [unknown_options(line) for line in shown] == [["--wide"], []]
 
 
-NUMBERED = {  # every numbered statement that the papers' texts hold or refer to as their own
+# every numbered statement that the papers' texts hold or refer to as their own
+NUMBERED = {
     "Provably Learning Attention with Queries": (
-        "Theorem 4.1", "Theorem 5.1", "Theorem 6.1", "Proposition 7.1", "Lemma A.1", "Theorem A.2",
-        "Theorem B.1", "Assumption C.1", "Proposition C.2",
+        "Theorem 4.1",
+        "Theorem 5.1",
+        "Theorem 6.1",
+        "Proposition 7.1",
+        "Lemma A.1",
+        "Theorem A.2",
+        "Theorem B.1",
+        "Assumption C.1",
+        "Proposition C.2",
     ),
     "Unmasking Transformers": (
-        "Definition 1.1", "Definition 1.2", "Theorem 1.3", "Definition 4.1", "Definition 4.2",
-        "Definition 4.3", "Lemma 4.4", "Lemma 4.5", "Definition 4.6", "Definition B.8",
-        "Definition B.9", "Assumption G.1", "Lemma H.10", "Theorem J.1",
+        "Definition 1.1",
+        "Definition 1.2",
+        "Theorem 1.3",
+        "Definition 4.1",
+        "Definition 4.2",
+        "Definition 4.3",
+        "Lemma 4.4",
+        "Lemma 4.5",
+        "Definition 4.6",
+        "Definition B.8",
+        "Definition B.9",
+        "Assumption G.1",
+        "Lemma H.10",
+        "Theorem J.1",
     ),
-}  # fmt: skip
+}
 
 
 HEADER = ["in the paper", "as published", "ours", "measured", "departure"]
@@ -151,8 +176,10 @@ def statements(paper: str) -> list[list[str]]:
     text = (ROOT / "docs" / "papers.md").read_text("utf-8")
     section = text.split(f"\n## {paper}\n")[1].split("\n## ")[0]
     table = section.split(f"| {' | '.join(HEADER)} |\n")[1].split("\n\n")[0]
-    return [[cell.strip() for cell in row.strip().strip("|").split("|")]
-            for row in table.splitlines()[1:]]  # fmt: skip
+    return [
+        [cell.strip() for cell in row.strip().strip("|").split("|")]
+        for row in table.splitlines()[1:]
+    ]
 
 
 @pytest.mark.parametrize("paper", NUMBERED)

@@ -13,8 +13,8 @@ import quoted
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-# In these every paragraph with a number says where it comes from; in the others every table, and
-# every paragraph that names a program of measurements or a commit.
+# In these every paragraph with a number says where it comes from; in the others every
+# table, and every paragraph that names a program of measurements or a commit.
 STRICT = {
     ROOT / "README.md",
     ROOT / "docs" / "index.md",
@@ -23,13 +23,21 @@ STRICT = {
 
 # To be measured again on a GPU; each record says why it still stands.
 NOT_YET_AGAIN = {"disrupt-minilm", "disrupt-smollm2"}
-# Records of which every row is one run, one time or one count; or planted weights with fixed seeds,
-# which need nothing but this repository: the command gives every item again, digit for digit.
+# Records of which every row is one run, one time or one count; or planted weights with
+# fixed seeds, which need nothing but this repository: the command gives every item
+# again, digit for digit.
 ROWS_ARE_ITEMS = {
-    "demo", "embeddings-secrets-minilm", "embeddings-secrets-mpnet", "embeddings-secrets-nomic",
-    "embeddings-speed", "error_against_queries", "one_layer",
-    "orthogonal_heads", "protection-nobody", "published_theorems",
-}  # fmt: skip
+    "demo",
+    "embeddings-secrets-minilm",
+    "embeddings-secrets-mpnet",
+    "embeddings-secrets-nomic",
+    "embeddings-speed",
+    "error_against_queries",
+    "one_layer",
+    "orthogonal_heads",
+    "protection-nobody",
+    "published_theorems",
+}
 # What the rows of a record were made from, by the command's --join.
 JOINED = {
     "disrupt-ablations": "disrupt-ablations.json",
@@ -37,17 +45,29 @@ JOINED = {
     "tasks": "disrupt-tasks-minilm.json",
     "tasks-factors": "disrupt-tasks-minilm.json",
 }
-WORDS = ("what", "details", "target", "fix", "part", "outcome")  # of a row, besides its figures
+WORDS = (
+    "what",
+    "details",
+    "target",
+    "fix",
+    "part",
+    "outcome",
+)  # of a row, besides its figures
 
-NAMED = re.compile(r"`[^`]*(?:(?:benchmarks|training)/\w+\.py|\w+\.py --)[^`]*`|commit [0-9a-f]{7}")
+NAMED = re.compile(
+    r"`[^`]*(?:(?:benchmarks|training)/\w+\.py|\w+\.py --)[^`]*`|commit [0-9a-f]{7}"
+)
 
 
 def lacking(block: quoted.Block) -> list[str]:
-    """The numbers of a marked block that its records do not have. A row of a table must be in one
-    row of a record that is itself a table, or somewhere in those that commands wrote.
+    """The numbers of a marked block that its records do not have. A row of a table must
+    be in one row of a record that is itself a table, or somewhere in those that
+    commands wrote.
     """
     records = [quoted.Record.load(name) for name in block.records]
-    in_one_row = block.table and all(record.kept == quoted.TRANSCRIBED for record in records)
+    in_one_row = block.table and all(
+        record.kept == quoted.TRANSCRIBED for record in records
+    )
     missing = []
     for line in block.lines:
         for record in records:
@@ -60,7 +80,9 @@ def lacking(block: quoted.Block) -> list[str]:
 def test_quoted_figures_are_in_their_records(document):
     for block in quoted.blocks(document):
         if block.records:
-            assert not lacking(block), f"{block.place}: not in {', '.join(block.records)}"
+            assert not lacking(block), (
+                f"{block.place}: not in {', '.join(block.records)}"
+            )
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -68,22 +90,37 @@ def test_measurements_are_marked(document):
     for block in quoted.blocks(document):
         wanted = block.table or document in STRICT or NAMED.search(block.text)
         if wanted and block.measured:
-            assert block.records or block.reason, f"{block.place}: figures without a mark"
-        assert not block.reason or len(block.reason.split()) > 2, f"{block.place}: no reason"
+            assert block.records or block.reason, (
+                f"{block.place}: figures without a mark"
+            )
+        assert not block.reason or len(block.reason.split()) > 2, (
+            f"{block.place}: no reason"
+        )
 
 
 def test_figures_that_people_read_rest_on_raw_rows():
-    """What was measured before raw rows were kept is named, with a reason, and quoted at most by
-    the page that compares with papers.
+    """What was measured before raw rows were kept is named, with a reason, and quoted
+    at most by the page that compares with papers.
     """
-    pages = [path for path in DOCUMENTS if path.name not in ("benchmarks.md", "papers.md")]
-    read = {name for path in pages for block in quoted.blocks(path) for name in block.records}
+    pages = [
+        path for path in DOCUMENTS if path.name not in ("benchmarks.md", "papers.md")
+    ]
+    read = {
+        name
+        for path in pages
+        for block in quoted.blocks(path)
+        for name in block.records
+    }
     records = {record.name: record for record in quoted.all_records()}
-    old = {name for name, record in records.items() if record.kept == quoted.TRANSCRIBED}
+    old = {
+        name for name, record in records.items() if record.kept == quoted.TRANSCRIBED
+    }
     assert old == NOT_YET_AGAIN
     assert not old & read
     for name in old:
-        assert len(records[name].reason.split()) > 5, f"{name}: why is it not measured again?"
+        assert len(records[name].reason.split()) > 5, (
+            f"{name}: why is it not measured again?"
+        )
 
 
 @pytest.mark.parametrize("record", quoted.all_records(), ids=lambda record: record.name)
@@ -128,7 +165,14 @@ def test_benchmarks_write_records(tmp_path, monkeypatch):
     assert record.command == "python benchmarks/toy.py"
     assert not record.missing(["8", "1.5e-12"])
     assert record.runs == [{"row": row.what, "items": items}]
-    words = ["/x/toy.py", "--model", "/somewhere/minilm", "--json=rows.json", "--texts", "3"]
+    words = [
+        "/x/toy.py",
+        "--model",
+        "/somewhere/minilm",
+        "--json=rows.json",
+        "--texts",
+        "3",
+    ]
     assert show.command(words) == "python benchmarks/toy.py --model minilm --texts 3"
     assert show.command(["/x/peers/toy.py"]) == "python benchmarks/peers/toy.py"
 
@@ -139,17 +183,26 @@ def document(folder: Path, text: str) -> list[quoted.Block]:
 
 
 RECORD = {
-    "title": "A toy", "command": "python toy.py", "commit": "1234567", "machine": "a machine",
+    "title": "A toy",
+    "command": "python toy.py",
+    "commit": "1234567",
+    "machine": "a machine",
     "kept": quoted.TRANSCRIBED,
-    "rows": [{"tokens": "4–9", "exact": "71 of 72"}, {"tokens": "10–16", "exact": "99 of 100"}],
-}  # fmt: skip
+    "rows": [
+        {"tokens": "4–9", "exact": "71 of 72"},
+        {"tokens": "10–16", "exact": "99 of 100"},
+    ],
+}
 
 
 @pytest.mark.parametrize(
     ("table", "missing"),
     [
         ("| 4–9 | 71 of 72 |", []),
-        ("| 4–9 | 72 of 72 |", []),  # the same numbers in another order: what this cannot see
+        (
+            "| 4–9 | 72 of 72 |",
+            [],
+        ),  # the same numbers in another order: what this cannot see
         ("| 4–9 | 70 of 72 |", ["70"]),
         ("| 4–9 | 99 of 72 |", ["99"]),  # another row's figure
         ("| `10`, SST-2, arXiv 2402.16470 | 99 of 100 |", []),
@@ -183,11 +236,17 @@ def test_a_table_without_a_mark_is_found(tmp_path):
 @pytest.mark.parametrize(
     ("written", "value", "same"),
     [
-        ("4160", "4160", True), ("4160", "4161", False), ("2.4e-15", "2.43e-15", True),
-        ("2.4e-15", "2.46e-15", False), ("77.0", "76.98", True), ("77.0", "77.1", False),
-        ("25", "25.2", True), ("3", "3.2", False), ("0", "0.4", False),
+        ("4160", "4160", True),
+        ("4160", "4161", False),
+        ("2.4e-15", "2.43e-15", True),
+        ("2.4e-15", "2.46e-15", False),
+        ("77.0", "76.98", True),
+        ("77.0", "77.1", False),
+        ("25", "25.2", True),
+        ("3", "3.2", False),
+        ("0", "0.4", False),
     ],
-)  # fmt: skip
+)
 def test_numbers_agree_to_the_digits_written(written, value, same):
     assert quoted.agree(written, Decimal(value)) is same
 

@@ -39,7 +39,9 @@ def test_nothing_half_written(tmp_path, monkeypatch, kind):
         where.write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("safetensors.torch.save_file", lambda _, where, **__: fail(where))
+    monkeypatch.setattr(
+        "safetensors.torch.save_file", lambda _, where, **__: fail(where)
+    )
     monkeypatch.setattr("pathlib.Path.write_text", fail)
     with pytest.raises(InputError, match="disk full"):
         write(2)
@@ -48,12 +50,14 @@ def test_nothing_half_written(tmp_path, monkeypatch, kind):
 
 
 def test_what_a_killed_process_had_begun_is_removed(tmp_path):
-    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
-                           capture_output=True, text=True, check=True).stdout.strip()  # fmt: skip
-    mine, others = (
-        f"a.{os.getppid()}.partial",
-        ("a.b.partial", "b.1.partial", f"ab.{ended}.partial"),
-    )
+    ended = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    mine = f"a.{os.getppid()}.partial"
+    others = ("a.b.partial", "b.1.partial", f"ab.{ended}.partial")
     for name in (f"a.{ended}.partial", mine, *others):
         (tmp_path / name).touch()
     write_text(tmp_path / "a", "whole")
@@ -65,7 +69,9 @@ def test_no_folder_to_write_in_and_no_file_to_read(tmp_path):
     for write in (lambda: write_text(nowhere, ""), lambda: write_tensors(nowhere, {})):
         with pytest.raises(InputError, match=r"cannot write .*such"):
             write()
-    with pytest.raises(InputError, match=r"cannot read .*such as a leak: there is no such file"):
+    with pytest.raises(
+        InputError, match=r"cannot read .*such as a leak: there is no such file"
+    ):
         read_tensors(nowhere, "a leak")
     (tmp_path / "text").write_text("words")
     with pytest.raises(InputError, match=r"cannot read .*text as a leak"):
@@ -93,7 +99,10 @@ WRITERS = {
 def test_a_full_disk_is_the_machines_fault_and_the_old_file_stays(tmp_path, write):
     path = tmp_path / "a"
     path.write_bytes(b"old")
-    with files_of_at_most(1000), pytest.raises(KeyholeError, match="cannot write") as failure:
+    with (
+        files_of_at_most(1000),
+        pytest.raises(KeyholeError, match="cannot write") as failure,
+    ):
         write(path)
     assert not isinstance(failure.value, InputError)
     assert path.read_bytes() == b"old"

@@ -13,9 +13,12 @@ from keyhole.core.numerics import LinAlgError, least_squares, with_ridge
 
 
 @given(
-    rows=st.integers(1, 12), columns=st.integers(1, 8), rank=st.integers(1, 8),
-    sides=st.integers(1, 3), seed=st.integers(0, 1000),
-)  # fmt: skip
+    rows=st.integers(1, 12),
+    columns=st.integers(1, 8),
+    rank=st.integers(1, 8),
+    sides=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
 def test_it_is_the_shortest_that_fits_best(rows, columns, rank, sides, seed):
     """Also if there are few rows, or columns depend on each other."""
     rank = min(rank, rows, columns)
@@ -28,7 +31,8 @@ def test_it_is_the_shortest_that_fits_best(rows, columns, rank, sides, seed):
 
 
 def test_the_quick_way_and_the_careful_way_agree():
-    A, B = normal(0, 9, 4), normal(1, 9, 2)
+    A = normal(0, 9, 4)
+    B = normal(1, 9, 2)
     torch.testing.assert_close(least_squares(A, B), least_squares(A, B, rcond=1e-12))
     dependent = torch.cat([A, A[:, :1]], dim=1)
     wanted = np.linalg.pinv(dependent.numpy(), rcond=1e-10) @ B.numpy()
@@ -36,20 +40,25 @@ def test_the_quick_way_and_the_careful_way_agree():
 
 
 def test_batches():
-    A, B = normal(0, 5, 6, 3), normal(1, 5, 6, 2)
+    A = normal(0, 5, 6, 3)
+    B = normal(1, 5, 6, 2)
     for found, a, b in zip(least_squares(A, B), A, B, strict=True):
         torch.testing.assert_close(found, least_squares(a, b))
 
 
 def test_the_same_digits_every_time():
-    A, B = normal(0, 40, 17), normal(1, 40, 5)
+    A = normal(0, 40, 17)
+    B = normal(1, 40, 5)
     first = least_squares(A, B)
-    assert all(torch.equal(least_squares(A.clone(), B.clone()), first) for _ in range(20))
+    assert all(
+        torch.equal(least_squares(A.clone(), B.clone()), first) for _ in range(20)
+    )
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_a_number_is_refused(bad):
-    A, B = normal(0, 4, 2), normal(1, 4, 1)
+    A = normal(0, 4, 2)
+    B = normal(1, 4, 1)
     A[1, 1] = bad
     with pytest.raises(LinAlgError, match="the answers overflow"):
         least_squares(A, B)

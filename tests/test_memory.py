@@ -16,14 +16,20 @@ def test_what_does_not_fit_is_refused_before_it_is_taken():
         expect_memory(10**18, "too much")
 
 
-@pytest.mark.parametrize("kind", ["head", "multi-head", "one-layer", "relu", "attention"])
+@pytest.mark.parametrize(
+    "kind", ["head", "multi-head", "one-layer", "relu", "attention"]
+)
 def test_a_target_that_does_not_fit(kind):
-    with pytest.raises(InputError, match=f"{kind} of d = 1,000,000,000,000 needs .* of memory"):
+    with pytest.raises(
+        InputError, match=f"{kind} of d = 1,000,000,000,000 needs .* of memory"
+    ):
         oracle.plant(kind, dim=10**12)
 
 
 def test_a_problem_that_does_not_fit():
-    with pytest.raises(InputError, match=r"1,000,000,000 tokens of d = 2 with 1 heads needs"):
+    with pytest.raises(
+        InputError, match=r"1,000,000,000 tokens of d = 2 with 1 heads needs"
+    ):
         invert.plant(10**9, 2)
 
 
@@ -32,15 +38,20 @@ def test_a_model_that_does_not_fit_is_refused_with_what_to_do(tmp_path, monkeypa
     model.save_pretrained(tmp_path)
     load_model(tmp_path, tokenizer=False)
     size = sum(4 * weight.numel() for weight in model.parameters())
-    monkeypatch.setattr(machine, "available", lambda device: size)  # and nothing to work with
-    with pytest.raises(InputError, match=r"the model .* needs .* of memory, .*: choose a smaller"):
+    monkeypatch.setattr(
+        machine, "available", lambda device: size
+    )  # and nothing to work with
+    with pytest.raises(
+        InputError, match=r"the model .* needs .* of memory, .*: choose a smaller"
+    ):
         load_model(tmp_path, tokenizer=False)
 
 
 def test_a_pass_takes_little_beside_the_weights_and_of_what_is_free(monkeypatch):
     parts = anatomy(tiny.language_model("llama"))
     monkeypatch.setattr(machine, "available", lambda device: 2**40)
-    free, gigabyte = machine.memory_of_a_pass("cpu", 10**6), 10**9
+    free = machine.memory_of_a_pass("cpu", 10**6)
+    gigabyte = 10**9
     assert (
         free == machine.memory_of_a_pass("cpu", 0) < 2 * gigabyte
     )  # a small model: a pass worth its while

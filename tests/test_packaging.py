@@ -23,7 +23,9 @@ import keyhole
 from sample_audits import whole
 
 ROOT = Path(__file__).parent.parent
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))[
+    "project"
+]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 DEMO = ("models", "proofs")  # the extras that the audit of the demo makes use of
 BUILD = ("editables", "hatchling")  # what `pip install --no-build-isolation -e .` needs
@@ -45,7 +47,8 @@ def needed(requirements: Iterable[str]) -> Iterator[tuple[str, frozenset[str]]]:
 
 def closure(requirements: Iterable[str]) -> set[str]:
     """All packages that installing `requirements` brings, as the installed ones state it."""
-    todo, done = list(needed(requirements)), set[tuple[str, frozenset[str]]]()
+    todo = list(needed(requirements))
+    done = set[tuple[str, frozenset[str]]]()
     while todo:
         package = todo.pop()
         if package in done:
@@ -63,13 +66,22 @@ def closure(requirements: Iterable[str]) -> set[str]:
 
 
 def test_the_demo_is_installed_from_the_same_lock():
-    assert locked("requirements-demo.lock").items() <= locked("requirements.lock").items()
+    assert (
+        locked("requirements-demo.lock").items() <= locked("requirements.lock").items()
+    )
 
 
 def test_the_demos_lock_holds_all_that_it_needs_and_no_more():
-    own = [*PROJECT["dependencies"], *(need for extra in DEMO for need in EXTRAS[extra]), *BUILD]
-    # A torch for a graphics card brings libraries that the lock of all machines does not name.
-    assert closure(own) & set(locked("requirements.lock")) == set(locked("requirements-demo.lock"))
+    own = [
+        *PROJECT["dependencies"],
+        *(need for extra in DEMO for need in EXTRAS[extra]),
+        *BUILD,
+    ]
+    # A torch for a graphics card brings libraries that the lock of all machines does
+    # not name.
+    assert closure(own) & set(locked("requirements.lock")) == set(
+        locked("requirements-demo.lock")
+    )
 
 
 def imported_packages() -> set[str]:
@@ -93,13 +105,15 @@ def test_what_the_source_imports_is_declared():
         for need in needs
     ]
     declared = {
-        canonicalize_name(Requirement(need).name) for need in (*PROJECT["dependencies"], *extras)
+        canonicalize_name(Requirement(need).name)
+        for need in (*PROJECT["dependencies"], *extras)
     }
     owners = metadata.packages_distributions()
     undeclared = {
         module
         for module in imported_packages()
-        if not declared & {canonicalize_name(owner) for owner in owners.get(module, [module])}
+        if not declared
+        & {canonicalize_name(owner) for owner in owners.get(module, [module])}
     }
     assert undeclared == {"pytest"}  # which alone loads the plugin (testing/plugin.py)
 
@@ -112,10 +126,19 @@ def test_every_extra_is_part_of_all():
 SMALL = {  # what works without the extra `models`, and what it says or writes
     ("check-config", "run.sh"): "KH-CONFIG-LLAMA-SLOT-FILES",
     ("policy", "audit.json"): "6 of 8 findings fail",
-    ("report", "audit.json", "--force", "--output=html=audit.html"): "hidden states of layer 3",
+    (
+        "report",
+        "audit.json",
+        "--force",
+        "--output=html=audit.html",
+    ): "hidden states of layer 3",
     ("report", "audit.json", "--output=sarif=-"): "KH-TEXT-HIDDEN-STATES",
 }
-LARGE = (("audit", "demo"), ("recover", "model", "leak"), ("lab", "methods"))  # name the extra
+LARGE = (
+    ("audit", "demo"),
+    ("recover", "model", "leak"),
+    ("lab", "methods"),
+)  # name the extra
 
 
 def works_without_torch(keyhole: list[str], folder: Path) -> None:
@@ -123,12 +146,16 @@ def works_without_torch(keyhole: list[str], folder: Path) -> None:
     (folder / "run.sh").write_text("llama-server --slot-save-path /slots\n")
     whole().save(folder / "audit.json")
     for words, said in SMALL.items():
-        done = subprocess.run([*keyhole, *words], cwd=folder, capture_output=True, text=True)
+        done = subprocess.run(
+            [*keyhole, *words], cwd=folder, capture_output=True, text=True
+        )
         assert said in done.stdout, (words, done.stderr)
         assert done.returncode in (0, 1), done.stderr
     assert "hidden states of layer 3" in (folder / "audit.html").read_text("utf-8")
     for words in LARGE:
-        done = subprocess.run([*keyhole, *words], cwd=folder, capture_output=True, text=True)
+        done = subprocess.run(
+            [*keyhole, *words], cwd=folder, capture_output=True, text=True
+        )
         (line,) = done.stderr.splitlines()
         assert line.endswith(": pip install 'keyhole[models]'"), words
         assert done.returncode == 2
@@ -137,7 +164,8 @@ def works_without_torch(keyhole: list[str], folder: Path) -> None:
 @pytest.mark.release
 def test_commands_that_need_no_torch_work_without_it(tmp_path):
     absent = {Requirement(need).name.replace("-", "_") for need in EXTRAS["models"]}
-    hidden = f"import sys; sys.modules |= dict.fromkeys({sorted(absent)!r})"  # imports of it fail
+    # imports of it fail
+    hidden = f"import sys; sys.modules |= dict.fromkeys({sorted(absent)!r})"
     run = "from keyhole.cli import main; sys.argv[0] = 'keyhole'; main()"
     works_without_torch([sys.executable, "-c", f"{hidden}; {run}"], tmp_path)
 
@@ -146,7 +174,15 @@ def test_commands_that_need_no_torch_work_without_it(tmp_path):
 def test_the_wheel_alone_is_small_and_works(wheel, tmp_path, capsys):
     started = time.monotonic()
     venv.create(tmp_path / "bare", with_pip=True)
-    pip = [tmp_path / "bare/bin/python", "-m", "pip", "install", "-q", "-c", "requirements.lock"]
+    pip = [
+        tmp_path / "bare/bin/python",
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "-c",
+        "requirements.lock",
+    ]
     made = time.monotonic()
     subprocess.run([*pip, str(wheel.filename)], cwd=ROOT, check=True, timeout=250)
     seconds = time.monotonic() - made
@@ -154,7 +190,9 @@ def test_the_wheel_alone_is_small_and_works(wheel, tmp_path, capsys):
     brought = {path.name.partition("-")[0] for path in packages.glob("*.dist-info")}
     files = [path for path in packages.rglob("*") if path.is_file()]
     own = [
-        path for path in files if not re.match("pip|setuptools", str(path.relative_to(packages)))
+        path
+        for path in files
+        if not re.match("pip|setuptools", str(path.relative_to(packages)))
     ]
     size = sum(path.stat().st_size for path in own) / 2**20
     assert not {"torch", "numpy", "transformers", "httpx"} & brought
@@ -172,7 +210,9 @@ def wheel(tmp_path_factory) -> Iterator[zipfile.ZipFile]:
     from hatchling.builders.wheel import WheelBuilder
 
     folder = tmp_path_factory.mktemp("dist")
-    (path,) = WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
+    (path,) = WheelBuilder(str(ROOT)).build(
+        directory=str(folder), versions=["standard"]
+    )
     with zipfile.ZipFile(path) as opened:
         yield opened
 
@@ -192,9 +232,15 @@ def test_the_wheel_holds_the_whole_package_and_nothing_else(wheel):
 
 @pytest.mark.release
 def test_the_wheel_says_what_it_is(wheel):
-    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
-    about = metadata.PathDistribution(zipfile.Path(wheel, f"{Path(name).parent}/")).metadata
+    (name,) = (
+        name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")
+    )
+    about = metadata.PathDistribution(
+        zipfile.Path(wheel, f"{Path(name).parent}/")
+    ).metadata
     assert about["Version"] == keyhole.__version__
     assert set(about.get_all("Provides-Extra") or ()) == set(EXTRAS)
-    versions = [f"Programming Language :: Python :: 3.{minor}" for minor in range(11, 15)]
+    versions = [
+        f"Programming Language :: Python :: 3.{minor}" for minor in range(11, 15)
+    ]
     assert set(versions) <= set(about.get_all("Classifier") or ())

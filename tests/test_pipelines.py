@@ -1,8 +1,9 @@
 """Where teams work: the GitHub action, the GitLab job and the pre-commit hook, really run.
 
-The scripts of action.yml and ci/gitlab.yml are run by a shell, with the environment that a runner
-would give them and the real `keyhole`; what a runner does besides (fetching actions, uploading) is
-not. Where only words count that reach `keyhole`, a script in its place writes them down.
+The scripts of action.yml and ci/gitlab.yml are run by a shell, with the environment
+that a runner would give them and the real `keyhole`; what a runner does besides
+(fetching actions, uploading) is not. Where only words count that reach `keyhole`, a
+script in its place writes them down.
 """
 
 from __future__ import annotations
@@ -43,12 +44,19 @@ def place(tmp_path):
     return tmp_path
 
 
-def run(script, place, shell=("bash", "--noprofile", "--norc", "-eo", "pipefail"), **given):
+def run(
+    script, place, shell=("bash", "--noprofile", "--norc", "-eo", "pipefail"), **given
+):
     """As GitHub's runner runs a script: from a file, in the working folder."""
     (place / "script.sh").write_text(script)
     env = {**os.environ, "PATH": f"{place / 'bin'}:{os.environ['PATH']}", **given}
     return subprocess.run(
-        [*shell, "script.sh"], cwd=place, env=env, capture_output=True, text=True, timeout=200
+        [*shell, "script.sh"],
+        cwd=place,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
 
 
@@ -57,14 +65,22 @@ def audit(place, **inputs):
     files = {name: place / name for name in ("GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY")}
     for file in files.values():
         file.write_text("")
-    values = {name: about.get("default", "") for name, about in ACTION["inputs"].items()} | inputs
+    values = {
+        name: about.get("default", "") for name, about in ACTION["inputs"].items()
+    } | inputs
 
     def filled(text):
-        return EXPRESSION.sub(lambda match: values[match[1].removeprefix("inputs.")], text)
+        return EXPRESSION.sub(
+            lambda match: values[match[1].removeprefix("inputs.")], text
+        )
 
     env = {name: filled(text) for name, text in AUDIT["env"].items()}
-    done = run(AUDIT["run"], place, **env, **{name: str(file) for name, file in files.items()})
-    outputs = dict(line.split("=", 1) for line in files["GITHUB_OUTPUT"].read_text().splitlines())
+    done = run(
+        AUDIT["run"], place, **env, **{name: str(file) for name, file in files.items()}
+    )
+    outputs = dict(
+        line.split("=", 1) for line in files["GITHUB_OUTPUT"].read_text().splitlines()
+    )
     return done, outputs, files["GITHUB_STEP_SUMMARY"].read_text()
 
 
@@ -74,20 +90,26 @@ def test_no_text_of_a_caller_is_pasted_into_a_script():
     assert "$[[" not in json.dumps(JOB)
     names = {match for step in STEPS for match in EXPRESSION.findall(json.dumps(step))}
     inputs = {
-        name.removeprefix("inputs.") for name in names if re.fullmatch(r"inputs\.[\w-]+", name)
+        name.removeprefix("inputs.")
+        for name in names
+        if re.fullmatch(r"inputs\.[\w-]+", name)
     }
     assert inputs | {"upload-sarif"} == set(ACTION["inputs"])
 
 
 def test_every_option_of_the_scripts_is_one_of_the_command():
-    known = {flag for parameter in parts("audit")["audit"].params for flag in parameter.opts}
+    known = {
+        flag for parameter in parts("audit")["audit"].params for flag in parameter.opts
+    }
     for script in (AUDIT["run"], *JOB["script"]):
         used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", script))
         assert {"--policy", "--environment", "--baseline", "--output"} <= used <= known
 
 
 def test_the_example_of_a_report_is_of_a_format(root):
-    (named,) = re.findall(r"FORMAT=FILE a line, such as (\w+)=", (root / "action.yml").read_text())
+    (named,) = re.findall(
+        r"FORMAT=FILE a line, such as (\w+)=", (root / "action.yml").read_text()
+    )
     assert named in FORMATS
 
 
@@ -110,9 +132,11 @@ def test_the_action_reports_and_keeps_the_exit_code(place):
     )
     assert done.returncode == 1, done.stderr
     assert outputs == {
-        "exit-code": "1", "json": "reports/keyhole.json", "page": "reports/keyhole.html",
+        "exit-code": "1",
+        "json": "reports/keyhole.json",
+        "page": "reports/keyhole.html",
         "sarif": "reports/keyhole.sarif",
-    }  # fmt: skip
+    }
     log = json.loads((place / outputs["sarif"]).read_text("utf-8"))
     assert log["version"] == "2.1.0"
     assert log["runs"][0]["results"]
@@ -128,12 +152,21 @@ def test_wrong_input_ends_with_two_and_uploads_nothing(place):
     assert (done.returncode, outputs) == (2, {})
 
 
-HOSTILE = ("$(touch ran)", "`touch ran`", "; touch ran", "--version", "' ; touch ran ; '", "a\nb")
+HOSTILE = (
+    "$(touch ran)",
+    "`touch ran`",
+    "; touch ran",
+    "--version",
+    "' ; touch ran ; '",
+    "a\nb",
+)
 
 
 def words_that_arrive(place):
     """Instead of `keyhole`: each word on its own, ended by NUL."""
-    (place / "bin" / "keyhole").write_text("#!/bin/sh\nprintf '%s\\0' \"$@\" > words; exit 3\n")
+    (place / "bin" / "keyhole").write_text(
+        "#!/bin/sh\nprintf '%s\\0' \"$@\" > words; exit 3\n"
+    )
     return lambda: (place / "words").read_text().split("\0")[:-1]
 
 
@@ -141,14 +174,21 @@ def words_that_arrive(place):
 @pytest.mark.parametrize("text", HOSTILE)
 def test_what_a_caller_gives_is_never_run(place, text):
     words = words_that_arrive(place)
-    done, outputs, _ = audit(place, target=text, data=text, baseline=text, environment=text)
+    done, outputs, _ = audit(
+        place, target=text, data=text, baseline=text, environment=text
+    )
     assert (done.returncode, outputs) == (3, {"exit-code": "3"})
     assert words()[0:2] == ["audit", "--force"]
     assert words()[-2:] == ["--", text]
     given = {f"--data={text}", f"--baseline={text}", f"--environment={text}"}
-    assert given == set(words()) - {word for word in words() if "keyhole-reports" in word} - {
-        "audit", "--force", "--", text,
-    }  # fmt: skip
+    assert given == set(words()) - {
+        word for word in words() if "keyhole-reports" in word
+    } - {
+        "audit",
+        "--force",
+        "--",
+        text,
+    }
     variables = {**JOB["variables"], "KEYHOLE_TARGET": text, "KEYHOLE_MODEL": text}
     done = run("\n".join(JOB["script"]), place, ("sh", "-e"), **variables)
     assert done.returncode == 3
@@ -159,12 +199,22 @@ def test_what_a_caller_gives_is_never_run(place, text):
 def test_lines_become_options(place):
     words = words_that_arrive(place)
     audit(
-        place, target="t", model="a b", outputs="junit=x\n\nhtml=y\n", authorized="true", policy="p"
+        place,
+        target="t",
+        model="a b",
+        outputs="junit=x\n\nhtml=y\n",
+        authorized="true",
+        policy="p",
     )
     assert words()[-7:] == [
-        "--model=a b", "--policy=p", "--authorized", "--output=junit=x", "--output=html=y", "--",
+        "--model=a b",
+        "--policy=p",
+        "--authorized",
+        "--output=junit=x",
+        "--output=html=y",
+        "--",
         "t",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.release
@@ -174,7 +224,9 @@ def test_the_job_of_gitlab(place):
     assert done.returncode == 1, done.stderr
     (report,) = JOB["artifacts"]["reports"].values()
     assert (place / report).read_text("utf-8").startswith("<?xml")
-    assert json.loads((place / "keyhole-reports/keyhole.sarif").read_text("utf-8"))["runs"]
+    assert json.loads((place / "keyhole-reports/keyhole.sarif").read_text("utf-8"))[
+        "runs"
+    ]
 
 
 def test_the_hook_is_given_the_files_in_which_the_check_recognises_something():
@@ -186,7 +238,13 @@ def test_the_hook_is_given_the_files_in_which_the_check_recognises_something():
         for path in known:
             if path.is_relative_to(folder):
                 assert re.search(hook["files"], str(path.relative_to(folder))), path
-    for name in ("README.md", "app.py", "data.json", "pyproject.toml", "environment.rst"):
+    for name in (
+        "README.md",
+        "app.py",
+        "data.json",
+        "pyproject.toml",
+        "environment.rst",
+    ):
         assert not re.search(hook["files"], name)
 
 
@@ -203,11 +261,16 @@ def test_pre_commit_refuses_a_commit_that_opens_something(place):
     (project / "start.sh").write_text("llama-server --slot-save-path /slots\n")
     (project / "notes.txt").write_text("llama-server --slot-save-path /slots\n")
     env = {
-        **os.environ, "PATH": f"{place / 'bin'}:{os.environ['PATH']}", "HOME": str(place),
-        "PRE_COMMIT_HOME": str(place / "cache"), "GIT_CONFIG_GLOBAL": os.devnull,
-        "GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a",
+        **os.environ,
+        "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
+        "HOME": str(place),
+        "PRE_COMMIT_HOME": str(place / "cache"),
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_AUTHOR_NAME": "a",
+        "GIT_AUTHOR_EMAIL": "a@b",
+        "GIT_COMMITTER_NAME": "a",
         "GIT_COMMITTER_EMAIL": "a@b",
-    }  # fmt: skip
+    }
 
     def call(*words):
         return subprocess.run(

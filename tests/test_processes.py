@@ -50,18 +50,27 @@ def is_alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     state = subprocess.run(
-        ["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True, check=False
+        ["ps", "-o", "stat=", "-p", str(process)],
+        capture_output=True,
+        text=True,
+        check=False,
     ).stdout
-    return not state.startswith("Z")  # one that has ended, and that nobody has asked about
+    return not state.startswith(
+        "Z"
+    )  # one that has ended, and that nobody has asked about
 
 
 def test_a_process_and_its_children_end_with_the_test(tmp_path):
-    expect_family_to_end(tmp_path, started([sys.executable, "-c", FAMILY], cwd=tmp_path))
+    expect_family_to_end(
+        tmp_path, started([sys.executable, "-c", FAMILY], cwd=tmp_path)
+    )
 
 
 @pytest.mark.slow
 def test_a_warm_process_and_its_children_end_with_the_test(tmp_path):
-    expect_family_to_end(tmp_path, warm_process.started(warm_process.code, FAMILY, cwd=tmp_path))
+    expect_family_to_end(
+        tmp_path, warm_process.started(warm_process.code, FAMILY, cwd=tmp_path)
+    )
 
 
 def test_ctrl_c_is_heard(tmp_path):
@@ -71,9 +80,13 @@ def test_ctrl_c_is_heard(tmp_path):
 
 
 @pytest.mark.release
-def test_ctrl_c_is_heard_in_tests_that_a_shell_started_in_the_background(root, tmp_path):
+def test_ctrl_c_is_heard_in_tests_that_a_shell_started_in_the_background(
+    root, tmp_path
+):
     test = f"{root / 'tests/test_processes.py'}::test_ctrl_c_is_heard"
-    pytest_itself = f"{sys.executable} -m pytest -p no:cacheprovider --basetemp={tmp_path} {test}"
+    pytest_itself = (
+        f"{sys.executable} -m pytest -p no:cacheprovider --basetemp={tmp_path} {test}"
+    )
     ignoring = ["sh", "-c", f"trap '' INT; exec {pytest_itself}"]
     done = finished(ignoring, cwd=root)
     assert done.returncode == 0, done.stdout

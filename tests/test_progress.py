@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from keyhole.core.progress import Progress, ProgressState, Track, duration, silent, untracked
+from keyhole.core.progress import (
+    Progress,
+    ProgressState,
+    Track,
+    duration,
+    silent,
+    untracked,
+)
 from keyhole.oracle import Counted, plant
 
 
@@ -18,7 +25,9 @@ def test_by_default_nobody_looks():
 
 def test_work_says_what_is_done_and_of_how_much():
     calls = []
-    oracle = Counted(plant(dim=2), progress=lambda *given, **named: calls.append((given, named)))
+    oracle = Counted(
+        plant(dim=2), progress=lambda *given, **named: calls.append((given, named))
+    )
     oracle(plant(dim=2).W.expand(3, 2, 2))
     assert calls
     assert calls[-1][0][0] == 3
@@ -76,8 +85,15 @@ def test_a_count_without_a_unit_takes_it_from_the_note():
 
 @pytest.mark.parametrize(
     ("seconds", "words"),
-    [(0.2, "1 second"), (8.6, "9 seconds"), (43, "45 seconds"), (60, "1 minute"),
-     (150, "3 minutes"), (5399, "90 minutes"), (7200, "2 hours")],
-)  # fmt: skip
+    [
+        (0.2, "1 second"),
+        (8.6, "9 seconds"),
+        (43, "45 seconds"),
+        (60, "1 minute"),
+        (150, "3 minutes"),
+        (5399, "90 minutes"),
+        (7200, "2 hours"),
+    ],
+)
 def test_durations_as_people_say_them(seconds, words):
     assert duration(seconds) == words

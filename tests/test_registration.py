@@ -1,8 +1,9 @@
 """Adding an attack is one file and one line: a dummy of each family shows up everywhere.
 
-The files are tests/dummies/*.py, the lines are in DUMMIES. Each dummy must appear in the help of
-its command, run through the command's function, have its row in the audit, and stand in
-docs/methods.md. The way of one parameter, from the command's function to the attack, is counted.
+The files are tests/dummies/*.py, the lines are in DUMMIES. Each dummy must appear in
+the help of its command, run through the command's function, have its row in the audit,
+and stand in docs/methods.md. The way of one parameter, from the command's function to
+the attack, is counted.
 """
 
 from __future__ import annotations
@@ -79,9 +80,12 @@ def endpoint(only):
 
 def model(only):
     subject = keyhole.audit.TextTarget(
-        demo.load_demo("classification"), [TEXT], layers=[1], precisions=["float32"],
+        demo.load_demo("classification"),
+        [TEXT],
+        layers=[1],
+        precisions=["float32"],
         examples=demo.EXAMPLES[:1],
-    )  # fmt: skip
+    )
     return keyhole.audit(subject, only=[only])
 
 
@@ -99,32 +103,55 @@ class Dummy:
 DUMMIES = {
     "extract": Dummy(
         extracting.METHODS,
-        Entry("dummy", CoinToss, (
-            extracting.Row(Exposure("KH-WEIGHTS-OTHER"), extracting.Kind.HEAD, "-"),
-        )),
-        ("extract",), extract, partial(endpoint, "KH-WEIGHTS-OTHER"),
+        Entry(
+            "dummy",
+            CoinToss,
+            (extracting.Row(Exposure("KH-WEIGHTS-OTHER"), extracting.Kind.HEAD, "-"),),
+        ),
+        ("extract",),
+        extract,
+        partial(endpoint, "KH-WEIGHTS-OTHER"),
     ),
     "invert": Dummy(
         inverting.METHODS,
-        Entry("dummy", StandingStill, (inverting.Row(Exposure("KH-INPUTS-OTHER"), "-"),)),
-        ("invert",), invert, partial(endpoint, "KH-INPUTS-OTHER"),
+        Entry(
+            "dummy", StandingStill, (inverting.Row(Exposure("KH-INPUTS-OTHER"), "-"),)
+        ),
+        ("invert",),
+        invert,
+        partial(endpoint, "KH-INPUTS-OTHER"),
     ),
     "recover": Dummy(
         recovering.ATTACKS,
-        Entry("dummy", FirstWords, (
-            recovering.Row(
-                "hidden", False, Exposure("KH-TEXT-OTHER"), "-", lambda _: [1], ("float32",)
+        Entry(
+            "dummy",
+            FirstWords,
+            (
+                recovering.Row(
+                    "hidden",
+                    False,
+                    Exposure("KH-TEXT-OTHER"),
+                    "-",
+                    lambda _: [1],
+                    ("float32",),
+                ),
             ),
-        )),
-        ("recover",), recover, partial(model, "KH-TEXT-OTHER"),
+        ),
+        ("recover",),
+        recover,
+        partial(model, "KH-TEXT-OTHER"),
     ),
     "disrupt": Dummy(
         disrupting.ATTACKERS,
         Entry("dummy", LastWord, (disrupting.Row(Exposure("KH-PREDICTIONS-OTHER")),)),
-        ("disrupt",), disrupt, partial(model, "KH-PREDICTIONS-OTHER"),
+        ("disrupt",),
+        disrupt,
+        partial(model, "KH-PREDICTIONS-OTHER"),
     ),
-    "harden": Dummy(hardening.DEFENCES, Entry("dummy", DoubledLoss), ("harden",), harden, None),
-}  # fmt: skip
+    "harden": Dummy(
+        hardening.DEFENCES, Entry("dummy", DoubledLoss), ("harden",), harden, None
+    ),
+}
 
 
 @contextmanager
@@ -156,7 +183,9 @@ def test_a_parameter_passes_few_modules_on_its_way_to_the_attack(dummy, tmp_path
     assert 0 < len(call_stack.SEEN) < STEPS, call_stack.SEEN
 
 
-@pytest.mark.parametrize("family", [name for name, dummy in DUMMIES.items() if dummy.audit])
+@pytest.mark.parametrize(
+    "family", [name for name, dummy in DUMMIES.items() if dummy.audit]
+)
 def test_an_attack_has_a_row_in_the_audit(family):
     with registered(DUMMIES[family]):
         audit = DUMMIES[family].audit()
@@ -166,10 +195,16 @@ def test_an_attack_has_a_row_in_the_audit(family):
 
 def test_it_stands_in_the_documents(dummy, root):
     generate = runpy.run_path(str(root / "docs" / "generate.py"))
-    row = next(line for line in generate["methods_reference"]().splitlines() if "`dummy`" in line)
+    row = next(
+        line
+        for line in generate["methods_reference"]().splitlines()
+        if "`dummy`" in line
+    )
     assert dummy.entry.about in row
 
 
 def test_an_option_that_it_does_not_have_is_refused(dummy):
-    with pytest.raises(keyhole.core.errors.InputError, match="dummy has no option colour"):
+    with pytest.raises(
+        keyhole.core.errors.InputError, match="dummy has no option colour"
+    ):
         dummy.registry.make("dummy", colour="blue")

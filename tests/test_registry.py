@@ -41,7 +41,8 @@ def test_methods_are_found_by_name_in_their_order(methods):
     assert "magic" not in methods
     assert methods["fast"].name == "fast"
     with pytest.raises(
-        InputError, match=r"^there is no method 'magic': choose among fast, careful, bounded$"
+        InputError,
+        match=r"^there is no method 'magic': choose among fast, careful, bounded$",
     ):
         methods["magic"]
 
@@ -55,13 +56,17 @@ def test_an_entry_says_what_it_is_and_takes(methods):
 
 def test_a_method_is_made_with_the_options_it_has(methods):
     assert methods.make("fast", seed=3) == Fast(3)
-    assert methods.make("fast", seed=None, max_norm=None) == Fast()  # None: left at its default
+    assert (
+        methods.make("fast", seed=None, max_norm=None) == Fast()
+    )  # None: left at its default
     assert methods.make("bounded", bound=2.0) == Careful(2.0, 7)
     assert methods.make("careful", max_norm=0.0, seed=0) == Careful(0.0)  # 0 is a value
 
 
 def test_an_option_that_a_method_does_not_have_is_refused(methods):
-    with pytest.raises(InputError, match=r"^fast has no option max_norm: it belongs to careful$"):
+    with pytest.raises(
+        InputError, match=r"^fast has no option max_norm: it belongs to careful$"
+    ):
         methods.make("fast", max_norm=1.0)
     with pytest.raises(
         InputError, match=r"^bounded has no option seed: it belongs to fast, careful$"
@@ -80,7 +85,9 @@ def test_options_next_to_a_method_that_is_made_are_refused(methods):
 
 
 def test_an_option_that_a_method_needs_is_asked_for(methods):
-    with pytest.raises(InputError, match=r"^careful needs its max_norm: give -o max_norm=VALUE$"):
+    with pytest.raises(
+        InputError, match=r"^careful needs its max_norm: give -o max_norm=VALUE$"
+    ):
         methods.make("careful")
 
 
@@ -93,7 +100,9 @@ def test_one_more_method_and_one_less(methods):
     methods.add(Entry("new", Fast, ("sounds",)))
     assert list(methods)[-1] == "new"
     assert ("new", "sounds") in [(entry.name, row) for entry, row in methods.rows()]
-    with pytest.raises(InputError, match=r"^there is already a method new: choose another name$"):
+    with pytest.raises(
+        InputError, match=r"^there is already a method new: choose another name$"
+    ):
         methods.add(Entry("new", Careful))
     del methods["new"]
     assert "new" not in methods

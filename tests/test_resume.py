@@ -25,7 +25,11 @@ def test_finished_pieces_come_back(tmp_path):
         journal.add({"a": {"flips": 1}, "b": {"flips": 0}})
         journal.add({"c": {"flips": 2}})
     with Journal(path, RUN) as journal:
-        assert journal.records == {"a": {"flips": 1}, "b": {"flips": 0}, "c": {"flips": 2}}
+        assert journal.records == {
+            "a": {"flips": 1},
+            "b": {"flips": 0},
+            "c": {"flips": 2},
+        }
         assert "b" in journal
         assert "d" not in journal
         journal.add({"d": {"flips": 3}})
@@ -67,7 +71,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_was_added_survives_a_kill(tmp_path):
-    with started([sys.executable, "-c", KILLED, tmp_path / "run.jsonl"], env=os.environ) as process:
+    with started(
+        [sys.executable, "-c", KILLED, tmp_path / "run.jsonl"], env=os.environ
+    ) as process:
         assert process.wait(60) == -signal.SIGKILL
     with Journal(tmp_path / "run.jsonl", {"model": "bert"}) as journal:
         assert journal.records == {"a": {"flips": 1}}
@@ -81,7 +87,10 @@ def changed(**changes):
     ("other", "words"),
     [
         ({**RUN, "model": "gpt2"}, "has model gpt2, that of .* has model bert"),
-        (changed(share=0.02), "has method share 0.02, that of .* has method share 0.01"),
+        (
+            changed(share=0.02),
+            "has method share 0.02, that of .* has method share 0.01",
+        ),
         (
             changed(layers=(1, 3)),
             r"has method layers \[1, 3\], that of .* has method layers \[1, 2",
@@ -109,10 +118,22 @@ def test_tuples_and_lists_are_the_same_run(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("my own notes\n", r"^expected JSON in .*run\.jsonl:1, got 'my own notes': choose another"),
-        ("[1]\n", r"^expected an object in .*run\.jsonl:1, got '\[1\]': choose another"),
-        ('{"model": "bert"}\nnotes\n', r"^expected JSON in .*run\.jsonl:2, got 'notes': remove"),
-        ('{"model": "bert"}\n{"flips": 1}\n', r"run\.jsonl:2 has no key .*: remove this line"),
+        (
+            "my own notes\n",
+            r"^expected JSON in .*run\.jsonl:1, got 'my own notes': choose another",
+        ),
+        (
+            "[1]\n",
+            r"^expected an object in .*run\.jsonl:1, got '\[1\]': choose another",
+        ),
+        (
+            '{"model": "bert"}\nnotes\n',
+            r"^expected JSON in .*run\.jsonl:2, got 'notes': remove",
+        ),
+        (
+            '{"model": "bert"}\n{"flips": 1}\n',
+            r"run\.jsonl:2 has no key .*: remove this line",
+        ),
     ],
 )
 def test_files_that_are_no_journal_are_refused_and_left_alone(tmp_path, text, words):
@@ -123,13 +144,17 @@ def test_files_that_are_no_journal_are_refused_and_left_alone(tmp_path, text, wo
     assert path.read_text() == text
 
 
-def test_force_begins_anew_where_the_file_is_of_no_run_and_never_drops_a_damaged_record(tmp_path):
+def test_force_begins_anew_where_the_file_is_of_no_run_and_never_drops_a_damaged_record(
+    tmp_path,
+):
     path = tmp_path / "run.jsonl"
     path.write_text("my own notes\n")
     with Journal(path, RUN, force=True) as journal:
         journal.add({"a": {"flips": 1}, "b": {}})
     path.write_text(path.read_text().replace('"flips"', "flips"))
-    with pytest.raises(InputError, match=r"run\.jsonl:2, .*: remove this line, and only what it"):
+    with pytest.raises(
+        InputError, match=r"run\.jsonl:2, .*: remove this line, and only what it"
+    ):
         Journal(path, RUN, force=True)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], lines[2]]))
@@ -141,7 +166,10 @@ def test_force_begins_anew_where_the_file_is_of_no_run_and_never_drops_a_damaged
 def test_a_record_that_cannot_be_read_says_what_to_do(tmp_path, seconds):
     path = tmp_path / "run.jsonl"
     path.write_text(f'{json.dumps(RUN)}\n{{"key": "a", "seconds": {seconds}}}\n')
-    with Journal(path, RUN) as journal, pytest.raises(InputError, match=r"under a .*: remove this"):
+    with (
+        Journal(path, RUN) as journal,
+        pytest.raises(InputError, match=r"under a .*: remove this"),
+    ):
         journal.recall("a", lambda record: float(record["seconds"]))
 
 
@@ -163,6 +191,9 @@ def test_nan_is_not_written(tmp_path):
 
 def test_a_digest_tells_things_apart():
     assert digest("a", {"b": 1, "c": 2}) == digest("a", {"c": 2, "b": 1})
-    assert len({digest("a"), digest("b"), digest(b"a"), digest(["a"]), digest("a", "b")}) == 5
+    assert (
+        len({digest("a"), digest("b"), digest(b"a"), digest(["a"]), digest("a", "b")})
+        == 5
+    )
     assert len(digest("a")) == 16
     assert set(digest("a")) <= set("0123456789abcdef")

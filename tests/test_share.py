@@ -20,13 +20,17 @@ def test_against_a_sum_over_every_possibility(data):
     population = data.draw(st.integers(1, 40))
     drawn = data.draw(st.integers(1, population))
     hits = data.draw(st.integers(0, drawn))
-    confidence = data.draw(st.sampled_from([Fraction(19, 20), Fraction(99, 100), Fraction(1, 2)]))
+    confidence = data.draw(
+        st.sampled_from([Fraction(19, 20), Fraction(99, 100), Fraction(1, 2)])
+    )
     assert hits_in_all(hits, drawn, population, confidence) == reference.hits_in_all(
         hits, drawn, population, confidence
     )
 
 
-@pytest.mark.parametrize(("hits", "drawn"), [(0, 20), (17, 20), (20, 20), (178, 200), (3, 7)])
+@pytest.mark.parametrize(
+    ("hits", "drawn"), [(0, 20), (17, 20), (20, 20), (178, 200), (3, 7)]
+)
 def test_a_large_whole_is_clopper_and_pearsons(hits, drawn):
     population = 10**9
     low, high = (count / population for count in hits_in_all(hits, drawn, population))

@@ -32,7 +32,9 @@ def pinned(name: str) -> dict[str, str]:
 
 def test_the_lock_of_the_site_adds_to_the_lock_and_changes_nothing():
     assert "mkdocs-material" in pinned("requirements-docs.lock")
-    assert not pinned("requirements-docs.lock").keys() & pinned("requirements.lock").keys()
+    assert (
+        not pinned("requirements-docs.lock").keys() & pinned("requirements.lock").keys()
+    )
 
 
 def test_every_document_is_in_the_navigation_or_linked():
@@ -42,7 +44,9 @@ def test_every_document_is_in_the_navigation_or_linked():
     assert len(re.findall(r"^  - ", nav, re.M)) <= 15
     for path in pages.documents():
         place = pages.place_of(path.relative_to(ROOT).as_posix())
-        assert place in named or place in aside or f"{place.split('/')[0]}/" in aside, place
+        assert place in named or place in aside or f"{place.split('/')[0]}/" in aside, (
+            place
+        )
 
 
 @pytest.mark.release
@@ -51,7 +55,9 @@ def test_gathered_links_lead_to_gathered_files(tmp_path):
     for path in tmp_path.rglob("*.md"):
         if path.relative_to(tmp_path).parts[0] == "api":
             continue  # docstrings, in which brackets are no links
-        for target, _ in re.findall(r"\]\(([^)#\s]+)(#[^)]*)?\)", path.read_text("utf-8")):
+        for target, _ in re.findall(
+            r"\]\(([^)#\s]+)(#[^)]*)?\)", path.read_text("utf-8")
+        ):
             if not target.startswith("http"):
                 assert (path.parent / target).is_file(), f"{path.name}: {target}"
     assert not [*tmp_path.rglob("*.py"), *tmp_path.rglob("*.pyc")]
@@ -88,7 +94,11 @@ def test_the_python_reference_shows_signatures_and_docstrings():
 def test_the_python_reference_imports_nothing_heavy():
     code = "import sys, api; api.pages(); print({'torch', 'keyhole', 'numpy'} & {*sys.modules})"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=DOCS, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=DOCS,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip() == "set()"
 
@@ -102,7 +112,12 @@ def threats() -> dict[str, str]:
 def test_every_threat_has_a_picture_a_command_a_figure_and_a_fix():
     for title, text in threats().items():
         assert re.search(r"!\[.+\]\(drawings/[\w-]+\.svg\)", text), title
-        for part in ("What the attacker needs.", "Try it", "Measured", "What helps, and how far."):
+        for part in (
+            "What the attacker needs.",
+            "Try it",
+            "Measured",
+            "What helps, and how far.",
+        ):
             assert f"**{part}" in text, f"{title}: {part}"
         assert "<!-- figures:" in text, title
         assert "\n$ keyhole " in text, title
@@ -145,7 +160,12 @@ def site(tmp_path_factory):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict"]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return folder / "site"
@@ -167,7 +187,9 @@ def test_the_site_is_read_and_searched_from_a_disk(site):
 
     flags = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=flags
+        )
         page = browser.new_page(viewport={"width": 1300, "height": 900})
         requests: list[str] = []
         errors: list[str] = []

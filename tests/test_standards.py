@@ -19,23 +19,35 @@ from keyhole.report.configurations import as_sarif
 from sample_audits import whole
 
 FORMS = {
-    "owasp": r"LLM(0[1-9]|10):20(25|26)", "aisvs": r"v1\.0-C\d+\.\d+\.\d+",
-    "atlas": r"AML\.T\d{4}(\.\d{3})?", "cwe": r"CWE-\d+",
-}  # fmt: skip
+    "owasp": r"LLM(0[1-9]|10):20(25|26)",
+    "aisvs": r"v1\.0-C\d+\.\d+\.\d+",
+    "atlas": r"AML\.T\d{4}(\.\d{3})?",
+    "cwe": r"CWE-\d+",
+}
 # By hand, from the frameworks' own pages.
 EXPECTED = {
     "KH-WEIGHTS-LAST-LAYER": {
-        "LLM06:2026", "LLM10:2025", "v1.0-C11.2.2", "v1.0-C11.3.2", "AML.T0024.002", "CWE-200",
+        "LLM06:2026",
+        "LLM10:2025",
+        "v1.0-C11.2.2",
+        "v1.0-C11.3.2",
+        "AML.T0024.002",
+        "CWE-200",
     },
     "KH-TEXT-EMBEDDING": {
-        "LLM09:2026", "LLM08:2025", "LLM02:2026", "LLM02:2025", "v1.0-C8.2.1", "AML.T0024.001",
+        "LLM09:2026",
+        "LLM08:2025",
+        "LLM02:2026",
+        "LLM02:2025",
+        "v1.0-C8.2.1",
+        "AML.T0024.001",
         "CWE-200",
     },
     "KH-TEXT-GRADIENT": {"LLM02:2026", "LLM02:2025", "CWE-200"},
     "KH-PREDICTIONS-CUTS": {"v1.0-C11.1.3", "v1.0-C11.1.4", "CWE-1039"},
     "KH-CONFIG-MILVUS-OPEN": {"LLM09:2026", "LLM08:2025", "v1.0-C5.2.1", "CWE-306"},
     "KH-CONFIG-LLAMA-PROMPT-LOG": {"LLM02:2026", "LLM02:2025", "AML.T0025", "CWE-532"},
-}  # fmt: skip
+}
 ALL = {rule.id: rule.standards for rule in (*RULES, *CONFIG_RULES.values())}
 
 
@@ -112,20 +124,27 @@ def judge(tmp_path, text):
         ('aisvs = "v1.0-C8.2.1"', {"KH-TEXT-EMBEDDING"}),
         (
             'owasp = "LLM02"',  # the same in both editions
-            {"KH-TEXT-EMBEDDING", "KH-TEXT-HIDDEN-STATES", "KH-TEXT-KEYS-AND-VALUES",
-             "KH-INPUTS-LAYER-OUTPUT"},
+            {
+                "KH-TEXT-EMBEDDING",
+                "KH-TEXT-HIDDEN-STATES",
+                "KH-TEXT-KEYS-AND-VALUES",
+                "KH-INPUTS-LAYER-OUTPUT",
+            },
         ),
     ],
-)  # fmt: skip
+)
 def test_a_policy_fails_by_an_entry_of_a_framework(tmp_path, entry, failing):
     assessment = judge(tmp_path, f"fail-on = []\n[[rule]]\n{entry}\nfail = true\n")
-    failed = {ruled.name for ruled in assessment.decision.rulings if ruled.ruling == "fails"}
+    failed = {
+        ruled.name for ruled in assessment.decision.rulings if ruled.ruling == "fails"
+    }
     assert {item.rule.id for item in assessment.items if item.id in failed} == failing
 
 
 def test_a_policy_rates_by_an_entry_and_by_a_rule_first(tmp_path):
     given = (
-        '[severity]\nKH-TEXT-EMBEDDING = "low"\n[[rule]]\nowasp = "LLM02"\nseverity = "medium"\n'
+        '[severity]\nKH-TEXT-EMBEDDING = "low"\n[[rule]]\nowasp = "LLM02"\nseverity = '
+        '"medium"\n'
     )
     severities = {item.rule.id: item.severity for item in judge(tmp_path, given).items}
     assert severities["KH-TEXT-EMBEDDING"] == "low"
@@ -136,7 +155,10 @@ def test_a_policy_rates_by_an_entry_and_by_a_rule_first(tmp_path):
 @pytest.mark.parametrize(
     ("entry", "why"),
     [
-        ('owasp = "LLM08"\nfail = true', "no rule is about owasp LLM08: choose among LLM02:2025"),
+        (
+            'owasp = "LLM08"\nfail = true',
+            "no rule is about owasp LLM08: choose among LLM02:2025",
+        ),
         ('owasp = "LLM99:2025"\nfail = true', "no rule is about owasp LLM99:2025"),
         ('iso = "27001"\nfail = true', "must have one of owasp, aisvs, atlas, cwe"),
         ('owasp = "LLM02"', "and severity or fail"),

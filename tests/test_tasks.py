@@ -49,7 +49,9 @@ def test_every_task_is_done_and_an_error_belongs_to_its_task():
         runner.add(*tasks(20), Task("wrong", failing))
         done = {each.task.key: each for each in runner.run()}
     assert str(done.pop("wrong").error) == "something is wrong"
-    assert {key: each.value[0] for key, each in done.items()} == {n: n for n in range(20)}
+    assert {key: each.value[0] for key, each in done.items()} == {
+        n: n for n in range(20)
+    }
     assert all(each.seconds >= 0 for each in done.values())
 
 

@@ -21,7 +21,9 @@ def _unchosen(monkeypatch):
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch, "get_num_interop_threads", lambda: CORES)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(CORES)), raising=False)
+    monkeypatch.setattr(
+        "os.sched_getaffinity", lambda _: set(range(CORES)), raising=False
+    )
     torch.set_num_threads(CORES)  # conftest.py sets back what there was
 
 
@@ -68,7 +70,8 @@ def test_inside_small_work_all_is_small():
 
 
 def test_the_largest_matrix_is_none_that_is_looked_up():
-    table, layer = nn.Embedding(1000, 8), nn.Linear(8, 32)
+    table = nn.Embedding(1000, 8)
+    layer = nn.Linear(8, 32)
     assert largest_matrix(nn.Sequential(table, layer, nn.LayerNorm(32))) == 8 * 32
     assert largest_matrix(nn.LayerNorm(32)) == 0
 
@@ -91,7 +94,12 @@ def threads_during(work) -> set[int]:
 
 def test_an_audit_of_a_small_target_takes_one():
     def work(track):
-        assert keyhole.audit(keyhole.oracle.plant(dim=3), track=track).environment["threads"] == "1"
+        assert (
+            keyhole.audit(keyhole.oracle.plant(dim=3), track=track).environment[
+                "threads"
+            ]
+            == "1"
+        )
 
     assert threads_during(work) == {1}
 
@@ -99,8 +107,12 @@ def test_an_audit_of_a_small_target_takes_one():
 def test_so_do_texts_that_are_read_back(tmp_path):
     tiny_models.save("bert", tmp_path / "model")
     loaded = load_model(tmp_path / "model")
-    leaks = keyhole.recover.capture(loaded, "w1 w2", "hidden:1", out=tmp_path / "leak.safetensors")
-    assert threads_during(lambda track: keyhole.recover.run(loaded, leaks, track=track)) == {1}
+    leaks = keyhole.recover.capture(
+        loaded, "w1 w2", "hidden:1", out=tmp_path / "leak.safetensors"
+    )
+    assert threads_during(
+        lambda track: keyhole.recover.run(loaded, leaks, track=track)
+    ) == {1}
 
 
 def test_so_do_predictions_that_are_flipped():

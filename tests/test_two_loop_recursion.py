@@ -20,7 +20,8 @@ def dense(slope, pairs, scale):
 
 def test_the_loops_are_the_matrix():
     stream = np.random.default_rng(0)
-    problems, size = 3, 6
+    problems = 3
+    size = 6
     for count in (0, 1, 4, 9):
         pairs = []
         for _ in range(count):
@@ -28,7 +29,8 @@ def test_the_loops_are_the_matrix():
             weight = 1 / (s * y).sum(-1)
             weight[stream.integers(problems)] = 0.0  # a pair that this problem left out
             pairs.append((s, y, weight))
-        slope, scale = stream.normal(size=(problems, size)), stream.uniform(0.5, 2, problems)
+        slope = stream.normal(size=(problems, size))
+        scale = stream.uniform(0.5, 2, problems)
         given = [tuple(map(torch.from_numpy, pair)) for pair in pairs]
         got = two_loops(torch.from_numpy(slope), given, torch.from_numpy(scale)).numpy()
         for b in range(problems):

@@ -43,10 +43,15 @@ keyhole.report.render("audit.json", 3)
 @pytest.fixture(scope="module")
 def complaints(tmp_path_factory) -> dict[str, list[int]]:
     """The lines of two programs in which pyright, in strict mode, finds errors."""
-    folder, source = tmp_path_factory.mktemp("programs"), Path(__file__).parent.parent / "src"
+    folder = tmp_path_factory.mktemp("programs")
+    source = Path(__file__).parent.parent / "src"
     for name, code in (("right", RIGHT), ("wrong", WRONG)):
         (folder / f"{name}.py").write_text(code, "utf-8")
-    settings = {"include": ["."], "extraPaths": [str(source)], "typeCheckingMode": "strict"}
+    settings = {
+        "include": ["."],
+        "extraPaths": [str(source)],
+        "typeCheckingMode": "strict",
+    }
     (folder / "pyrightconfig.json").write_text(json.dumps(settings), "utf-8")
     command = [sys.executable, "-m", "pyright", "--outputjson", "-p", folder]
     done = finished([*command, "--pythonpath", sys.executable], cwd=folder)

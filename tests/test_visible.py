@@ -15,6 +15,11 @@ def test_what_cannot_be_seen_is_spelled_out():
     flag = f"\U0001f3f4{tags}\U000e007f"
     assert legible(flag) == flag
     assert legible(tags) == visible(tags)
-    assert legible(f"\U0001f3f4{tags}{tags}") == f"\U0001f3f4{visible(tags)}{visible(tags)}"
-    assert legible("a\xad\u180e\u200b\u2060\u2064b") == r"a\xad\u180e\u200b\u2060\u2064b"
+    assert (
+        legible(f"\U0001f3f4{tags}{tags}")
+        == f"\U0001f3f4{visible(tags)}{visible(tags)}"
+    )
+    assert (
+        legible("a\xad\u180e\u200b\u2060\u2064b") == r"a\xad\u180e\u200b\u2060\u2064b"
+    )
     assert visible("plain text") == "plain text"

@@ -19,9 +19,12 @@ KINDS = {
 
 def model(kind="classes", seed=0, attention="eager", dropout=0.1, labels=3, **changes):
     config = transformers.BertConfig(
-        **{**tiny.SHAPE, "num_hidden_layers": 2, **changes}, pad_token_id=0, num_labels=labels,
-        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-    )  # fmt: skip
+        **{**tiny.SHAPE, "num_hidden_layers": 2, **changes},
+        pad_token_id=0,
+        num_labels=labels,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
     config.initializer_range = 0.2
     config._attn_implementation = attention
     with torch.random.fork_rng():
@@ -33,13 +36,22 @@ def batch(kind="classes", texts=4, length=10, seed=0):
     """Return padded tokens, with the mask of special tokens that a tokenizer gives."""
     stream = torch.Generator().manual_seed(seed)
     shape = (texts, length) if kind == "classes" else (texts, 2, length)
-    ids = torch.randint(len(tiny.SPECIAL), tiny.SHAPE["vocab_size"], shape, generator=stream)
-    ids[..., 0], ids[..., -1] = 2, 3
+    ids = torch.randint(
+        len(tiny.SPECIAL), tiny.SHAPE["vocab_size"], shape, generator=stream
+    )
+    ids[..., 0] = 2
+    ids[..., -1] = 3
     mask = torch.ones_like(ids)
-    ids[1, ..., -3], ids[1, ..., -2:], mask[1, ..., -2:] = 3, 0, 0
+    ids[1, ..., -3] = 3
+    ids[1, ..., -2:] = 0
+    mask[1, ..., -2:] = 0
     labels = torch.randint(2, (texts,), generator=stream)
     special = (ids < len(tiny.SPECIAL)).long()
-    return {"input_ids": ids, "attention_mask": mask, "special_tokens_mask": special}, labels
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "special_tokens_mask": special,
+    }, labels
 
 
 def examples(count=24, seed=0, choices=False):
@@ -77,7 +89,9 @@ def classifier(folder: Path, count: int = 12) -> Path:
     model(labels=2).save_pretrained(name)
     tiny.tokenizer().save_pretrained(name)
     for seed, file in enumerate(("train.tsv", "dev.tsv")):
-        rows = [f"{example.text}\t{example.label}\n" for example in examples(count, seed)]
+        rows = [
+            f"{example.text}\t{example.label}\n" for example in examples(count, seed)
+        ]
         (folder / file).write_text("sentence\tlabel\n" + "".join(rows))
     return name
 

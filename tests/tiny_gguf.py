@@ -14,11 +14,17 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from command_line import PYTHON, started
 
-WIDTH, LAYERS, HEADS, KEY_HEADS, INNER = 64, 2, 4, 2, 128
+WIDTH = 64
+LAYERS = 2
+HEADS = 4
+KEY_HEADS = 2
+INNER = 128
 SERVER = Path(__file__).parent.parent / "benchmarks" / "peers" / "llama_cpp_server.py"
 
 
-def write(path, seed=0, kind=gguf.GGMLQuantizationType.Q4_1, heads=HEADS, key_heads=KEY_HEADS):
+def write(
+    path, seed=0, kind=gguf.GGMLQuantizationType.Q4_1, heads=HEADS, key_heads=KEY_HEADS
+):
     """Write a model in blocks of four bits, with weights so large that layers have an effect."""
     draw = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(path, "llama")
@@ -37,14 +43,19 @@ def write(path, seed=0, kind=gguf.GGMLQuantizationType.Q4_1, heads=HEADS, key_he
     shapes = {"token_embd": (words, WIDTH), "output": (words, WIDTH)}
     for layer in range(LAYERS):
         shapes |= {
-            f"blk.{layer}.attn_q": (WIDTH, WIDTH), f"blk.{layer}.attn_k": (size, WIDTH),
-            f"blk.{layer}.attn_v": (size, WIDTH), f"blk.{layer}.attn_output": (WIDTH, WIDTH),
-            f"blk.{layer}.ffn_gate": (INNER, WIDTH), f"blk.{layer}.ffn_up": (INNER, WIDTH),
+            f"blk.{layer}.attn_q": (WIDTH, WIDTH),
+            f"blk.{layer}.attn_k": (size, WIDTH),
+            f"blk.{layer}.attn_v": (size, WIDTH),
+            f"blk.{layer}.attn_output": (WIDTH, WIDTH),
+            f"blk.{layer}.ffn_gate": (INNER, WIDTH),
+            f"blk.{layer}.ffn_up": (INNER, WIDTH),
             f"blk.{layer}.ffn_down": (WIDTH, INNER),
-        }  # fmt: skip
+        }
     for name, shape in shapes.items():
         numbers = draw.normal(0, 1 / np.sqrt(shape[1]), shape).astype(np.float32)
-        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+        writer.add_tensor(
+            f"{name}.weight", gguf.quants.quantize(numbers, kind), raw_dtype=kind
+        )
     norms = [
         "output_norm",
         *(f"blk.{n}.{name}_norm" for n in range(LAYERS) for name in ("attn", "ffn")),
@@ -68,7 +79,11 @@ def _tokenizer(writer):
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     writer.add_token_merges(["t h"])
-    for add in (writer.add_bos_token_id, writer.add_eos_token_id, writer.add_pad_token_id):
+    for add in (
+        writer.add_bos_token_id,
+        writer.add_eos_token_id,
+        writer.add_pad_token_id,
+    ):
         add(len(tokens) - 1)
     writer.add_add_bos_token(False)
     return len(tokens)

@@ -8,7 +8,8 @@ import transformers as hf
 import tiny_architectures
 from tiny_architectures import WORDS
 
-CLS, SEP = 2, 3
+CLS = 2
+SEP = 3
 HEADS = {
     "classes": hf.AutoModelForSequenceClassification,
     "choice": hf.AutoModelForMultipleChoice,
@@ -43,17 +44,22 @@ def texts(count=4, length=11, seed=0, framed=True, choices=0, left=False):
         mask[row] = 0
         mask[row, real] = 1
         if framed:
-            ids[row, real.start], ids[row, real.stop - 1] = CLS, SEP
+            ids[row, real.start] = CLS
+            ids[row, real.stop - 1] = SEP
     ids = ids * mask
     special = ((ids == CLS) | (ids == SEP) | (ids == 0)).long()
     batch = {"input_ids": ids, "attention_mask": mask, "special_tokens_mask": special}
     if choices:
-        batch = {name: value.unflatten(0, (count, choices)) for name, value in batch.items()}
+        batch = {
+            name: value.unflatten(0, (count, choices)) for name, value in batch.items()
+        }
     return batch
 
 
 def own_labels(model, batch):
     """Return the model's own answers as labels, so that it gets every example right."""
-    inputs = {name: value for name, value in batch.items() if name != "special_tokens_mask"}
+    inputs = {
+        name: value for name, value in batch.items() if name != "special_tokens_mask"
+    }
     with torch.no_grad():
         return model(**inputs).logits.argmax(-1)

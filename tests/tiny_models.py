@@ -14,9 +14,13 @@ from tokenizers.processors import TemplateProcessing
 WORDS = [f"w{number}" for number in range(195)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 SHAPE = {
-    "vocab_size": len(WORDS) + len(SPECIAL), "hidden_size": 32, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 80,
-}  # fmt: skip
+    "vocab_size": len(WORDS) + len(SPECIAL),
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 80,
+}
 ENCODERS = ("bert", "roberta", "distilbert", "albert")
 DECODERS = ("gpt2", "llama", "qwen3")
 
@@ -31,9 +35,13 @@ def tokenizer(causal=False):
             single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
         )
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
-        sep_token="[SEP]", mask_token="[MASK]",
-    )  # fmt: skip
+        tokenizer_object=words,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+    )
 
 
 def model(family, seed=0, head="AutoModel", **changes):
@@ -46,28 +54,45 @@ def model(family, seed=0, head="AutoModel", **changes):
             config = transformers.RobertaConfig(**shape)
         case "distilbert":
             config = transformers.DistilBertConfig(
-                vocab_size=shape["vocab_size"], dim=shape["hidden_size"],
-                n_layers=shape["num_hidden_layers"], n_heads=shape["num_attention_heads"],
+                vocab_size=shape["vocab_size"],
+                dim=shape["hidden_size"],
+                n_layers=shape["num_hidden_layers"],
+                n_heads=shape["num_attention_heads"],
                 hidden_dim=shape["intermediate_size"],
-                max_position_embeddings=shape["max_position_embeddings"], pad_token_id=0,
-            )  # fmt: skip
+                max_position_embeddings=shape["max_position_embeddings"],
+                pad_token_id=0,
+            )
         case "albert":
             config = transformers.AlbertConfig(**{"embedding_size": 24, **shape})
         case "gpt2":
             config = transformers.GPT2Config(
-                vocab_size=shape["vocab_size"], n_embd=shape["hidden_size"],
-                n_layer=shape["num_hidden_layers"], n_head=shape["num_attention_heads"],
-                n_positions=shape["max_position_embeddings"], bos_token_id=2, eos_token_id=3,
-            )  # fmt: skip
+                vocab_size=shape["vocab_size"],
+                n_embd=shape["hidden_size"],
+                n_layer=shape["num_hidden_layers"],
+                n_head=shape["num_attention_heads"],
+                n_positions=shape["max_position_embeddings"],
+                bos_token_id=2,
+                eos_token_id=3,
+            )
         case "llama":
             config = transformers.LlamaConfig(
-                **{"num_key_value_heads": 2, "bos_token_id": 2, "eos_token_id": 3, **shape}
+                **{
+                    "num_key_value_heads": 2,
+                    "bos_token_id": 2,
+                    "eos_token_id": 3,
+                    **shape,
+                }
             )
         case _:
             config = transformers.Qwen3Config(
-                **{"num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 2, "eos_token_id": 3,
-                   **shape}
-            )  # fmt: skip
+                **{
+                    "num_key_value_heads": 2,
+                    "head_dim": 8,
+                    "bos_token_id": 2,
+                    "eos_token_id": 3,
+                    **shape,
+                }
+            )
     config.initializer_range = changes.get("initializer_range", 0.12)
     config._attn_implementation = "eager"
     with torch.random.fork_rng():
@@ -79,7 +104,9 @@ def model(family, seed=0, head="AutoModel", **changes):
 def shared(family, seed=0, **changes):
     """Return one model for all tests that do not change it, so that its parts are found once."""
     made, before = _shared(family, seed, **changes)
-    assert torch.equal(_sums(made), before), "a test has changed a model that others share"
+    assert torch.equal(_sums(made), before), (
+        "a test has changed a model that others share"
+    )
     return made
 
 
@@ -96,9 +123,12 @@ def _sums(made):
 def ids(texts=3, length=12, seed=0, causal=False):
     """Return the ids of random words, framed as by the tokenizer."""
     stream = torch.Generator().manual_seed(seed)
-    words = torch.randint(len(SPECIAL), SHAPE["vocab_size"], (texts, length), generator=stream)
+    words = torch.randint(
+        len(SPECIAL), SHAPE["vocab_size"], (texts, length), generator=stream
+    )
     if not causal:
-        words[:, 0], words[:, -1] = 2, 3
+        words[:, 0] = 2
+        words[:, -1] = 3
     return words
 
 

@@ -1,8 +1,8 @@
 """Processes that have torch loaded, because loading it takes seconds and tests need many processes.
 
-A server that has imported everything forks them (multiprocessing's forkserver). Like a process of a
-shell, each has its own folder, arguments, output files, exit code and signals. The start of a
-process itself is tested with `command_line.started`.
+A server that has imported everything forks them (multiprocessing's forkserver). Like a
+process of a shell, each has its own folder, arguments, output files, exit code and
+signals. The start of a process itself is tested with `command_line.started`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,23 @@ from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload([
-    "keyhole.cli", "keyhole.extract", "keyhole.invert", "keyhole.models", "keyhole.report",
-    "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
-])  # fmt: skip
+_SERVER.set_forkserver_preload(
+    [
+        "keyhole.cli",
+        "keyhole.extract",
+        "keyhole.invert",
+        "keyhole.models",
+        "keyhole.report",
+        "transformers.models.bert.modeling_bert",
+        "transformers.models.gpt2.modeling_gpt2",
+    ]
+)
 
 
 @contextmanager
-def started(work: Callable[..., object], *arguments: object, cwd: Path) -> Iterator[Warm]:
+def started(
+    work: Callable[..., object], *arguments: object, cwd: Path
+) -> Iterator[Warm]:
     """Run `work(*arguments)` in a process, which is killed at the end of the block."""
     with tempfile.TemporaryDirectory() as folder:
         process = Warm(work, arguments, cwd, Path(folder))
@@ -41,10 +50,22 @@ class Warm:
     """A running process, and the files that it writes to."""
 
     def __init__(
-        self, work: Callable[..., object], arguments: Sequence[object], cwd: Path, folder: Path
+        self,
+        work: Callable[..., object],
+        arguments: Sequence[object],
+        cwd: Path,
+        folder: Path,
     ) -> None:
-        self._out, self._words = folder / "out", folder / "words"
-        given = (work, arguments, str(cwd), str(self._out), str(self._words), dict(os.environ))
+        self._out = folder / "out"
+        self._words = folder / "words"
+        given = (
+            work,
+            arguments,
+            str(cwd),
+            str(self._out),
+            str(self._words),
+            dict(os.environ),
+        )
         self._process = _SERVER.Process(target=_live, args=given, daemon=False)
         self._process.start()
 
@@ -53,8 +74,12 @@ class Warm:
         self._process.join(timeout)
         code = self._process.exitcode
         if code is None:
-            raise TimeoutExpired(str(self._process), timeout, output=self._words.read_bytes())
-        return CompletedProcess([], code, self._out.read_text(), self._words.read_text())
+            raise TimeoutExpired(
+                str(self._process), timeout, output=self._words.read_bytes()
+            )
+        return CompletedProcess(
+            [], code, self._out.read_text(), self._words.read_text()
+        )
 
     @property
     def pid(self) -> int:
@@ -78,7 +103,9 @@ class Warm:
         os.kill(self._process.pid, number)
 
     def kill(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # it has ended, with all its children
+        with suppress(
+            ProcessLookupError, PermissionError
+        ):  # it has ended, with all its children
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
@@ -106,9 +133,13 @@ def code(text: str, *arguments: str) -> None:
 
 
 def _live(
-    work: Callable[..., object], arguments: Sequence[object], cwd: str, out: str, words: str,
+    work: Callable[..., object],
+    arguments: Sequence[object],
+    cwd: str,
+    out: str,
+    words: str,
     environment: dict[str, str],
-) -> None:  # fmt: skip
+) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, path in ((1, out), (2, words)):

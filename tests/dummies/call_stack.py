@@ -13,7 +13,11 @@ def remember() -> None:
     frame = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        if name.startswith("keyhole.") and name not in modules and name != "keyhole.cli.app":
+        if (
+            name.startswith("keyhole.")
+            and name not in modules
+            and name != "keyhole.cli.app"
+        ):
             modules.append(name)
         frame = frame.f_back
     SEEN[:] = modules[::-1]

@@ -19,5 +19,7 @@ class LastWord:
 
     def __call__(self, model, batch, labels=None, *, ids=()):
         remember()
-        outcomes = tuple(Outcome(name, True, False, (0,), (0,), 1.0, 1.0) for name in ids)
+        outcomes = tuple(
+            Outcome(name, True, False, (0,), (0,), 1.0, 1.0) for name in ids
+        )
         return Disruption(described(self), outcomes, Control(0.0, 0.0, 0), 0.0)

@@ -55,7 +55,15 @@ def test_given_away_wins_and_unchecked_is_never_clean():
 
 def finding(status, **more):
     return Finding(
-        called("full scores"), "SingleHead", status, "why", "remedy", None, 1, 0.0, **more
+        called("full scores"),
+        "SingleHead",
+        status,
+        "why",
+        "remedy",
+        None,
+        1,
+        0.0,
+        **more,
     )
 
 
@@ -104,7 +112,11 @@ def test_every_command_ends_with_the_code_of_its_status(
     module = importlib.import_module(f"keyhole.{command}.run")
     monkeypatch.setattr(module, name, ended)
     done = inside(
-        *command.split(), *arguments, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
+        *command.split(),
+        *arguments,
+        cwd=tmp_path,
+        monkeypatch=monkeypatch,
+        capsys=capsys,
     )
     interrupted = command == "invert" and status is Status.INTERRUPTED
     assert done.returncode == (130 if interrupted else CODES[status]), done.stderr
@@ -114,7 +126,8 @@ def test_every_command_ends_with_the_code_of_its_status(
 def test_the_page_says_what_the_exit_code_says(status):
     audit = audit_of(status)
     assert audit.exit_code == CODES[status]
-    severity, sentence = assess(audit).severity, assess(audit).verdict
+    severity = assess(audit).severity
+    sentence = assess(audit).verdict
     assert severity in HEADLINES[CODES[status]]
     assert ("Nothing was given away" in sentence) == (CODES[status] == 0)
     assert ("Could not check" in sentence) == (CODES[status] == 3)
@@ -129,10 +142,15 @@ def test_what_could_not_be_checked_keeps_the_rest_from_being_clean():
     assert "1 of 2 checks had no result" in assess(mixed).verdict
     assert "not a clean bill" in assess(mixed).verdict
     skipped = Audit(
-        "t", "i", (finding(Status.UNSOLVED),), (Skip(called("signs"), "a", "r", unchecked=True),)
+        "t",
+        "i",
+        (finding(Status.UNSOLVED),),
+        (Skip(called("signs"), "a", "r", unchecked=True),),
     )
     assert skipped.exit_code == 3
-    other_kind = Audit("t", "i", (finding(Status.UNSOLVED),), (Skip(called("signs"), "a", "r"),))
+    other_kind = Audit(
+        "t", "i", (finding(Status.UNSOLVED),), (Skip(called("signs"), "a", "r"),)
+    )
     assert other_kind.exit_code == 0
 
 
@@ -152,7 +170,11 @@ def flip(right, flipped, masked):
     ("outcomes", "status", "obstacle"),
     [
         ([], Status.NOT_APPLICABLE, "no example has an outcome"),
-        ([flip(False, False, 0)], Status.NOT_APPLICABLE, "the model gets none of 1 right"),
+        (
+            [flip(False, False, 0)],
+            Status.NOT_APPLICABLE,
+            "the model gets none of 1 right",
+        ),
         ([flip(True, False, 0)], Status.NOT_APPLICABLE, "the texts are too short"),
         ([flip(True, False, 3)], Status.UNSOLVED, ""),
         ([flip(True, True, 3), flip(True, False, 3)], Status.INEXACT, ""),

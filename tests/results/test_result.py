@@ -62,7 +62,10 @@ def test_tensors_lie_next_to_it_and_move_with_it(tmp_path):
     W = torch.arange(6.0, dtype=torch.float64).view(2, 3)
     (tmp_path / "here").mkdir()
     Weighed(0.5, W).save(tmp_path / "here" / "r.json")
-    assert json.loads((tmp_path / "here" / "r.json").read_text())["weights"] == "r.safetensors"
+    assert (
+        json.loads((tmp_path / "here" / "r.json").read_text())["weights"]
+        == "r.safetensors"
+    )
     (tmp_path / "here").rename(tmp_path / "there")
     assert torch.equal(Weighed.load(tmp_path / "there" / "r.json").W, W)
     (tmp_path / "there" / "r.safetensors").unlink()
@@ -77,12 +80,27 @@ def test_tensors_lie_next_to_it_and_move_with_it(tmp_path):
     ("data", "words"),
     [
         ({}, "this Keyhole reads format 1, not None"),
-        ({"format": 99, "kind": "weighing", "error": 1}, "this Keyhole reads format 1, not 99"),
+        (
+            {"format": 99, "kind": "weighing", "error": 1},
+            "this Keyhole reads format 1, not 99",
+        ),
         ({"format": 1, "error": 1}, "expected a saved weighing, got None"),
-        ({"format": 1, "kind": "audit", "error": 1}, "expected a saved weighing, got audit"),
-        ({"format": 1, "kind": "weighing"}, r"the saved weighing is damaged: KeyError\('error'\)"),
-        ({"format": 1, "kind": "weighing", "error": "x"}, "the saved weighing is damaged: TypeErr"),
-        ({"format": 1, "kind": "weighing", "error": -1}, "an error must be 0 or more, not -1"),
+        (
+            {"format": 1, "kind": "audit", "error": 1},
+            "expected a saved weighing, got audit",
+        ),
+        (
+            {"format": 1, "kind": "weighing"},
+            r"the saved weighing is damaged: KeyError\('error'\)",
+        ),
+        (
+            {"format": 1, "kind": "weighing", "error": "x"},
+            "the saved weighing is damaged: TypeErr",
+        ),
+        (
+            {"format": 1, "kind": "weighing", "error": -1},
+            "an error must be 0 or more, not -1",
+        ),
     ],
 )
 def test_anything_else_is_one_line(tmp_path, data, words):

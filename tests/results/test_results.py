@@ -18,7 +18,9 @@ from keyhole.extract.extraction import Extraction
 
 @pytest.mark.parametrize("budget", [None, 3, 20])
 def test_an_extraction_reads_back_equal(tmp_path, budget):
-    result = extract.SingleHead()(oracle.Counted(oracle.plant(dim=4, seed=1), budget=budget))
+    result = extract.SingleHead()(
+        oracle.Counted(oracle.plant(dim=4, seed=1), budget=budget)
+    )
     result.save(tmp_path / "r.json")
     again = Extraction.load(tmp_path / "r.json")
     assert again.to_dict() == result.to_dict()
@@ -39,9 +41,21 @@ def test_every_status_has_advice():
 
 
 def test_findings_read_back_equal():
-    exposure = called("scores rounded to 3 decimals, inputs of norm 10 at most", "a head")
+    exposure = called(
+        "scores rounded to 3 decimals, inputs of norm 10 at most", "a head"
+    )
     finding = Finding(
-        exposure, "Tolerant", Status.INEXACT, "why", "stop it", 1e-3, 7, 0.1, 6, 0.5, ((1, 0.5),)
+        exposure,
+        "Tolerant",
+        Status.INEXACT,
+        "why",
+        "stop it",
+        1e-3,
+        7,
+        0.1,
+        6,
+        0.5,
+        ((1, 0.5),),
     )
     data = json.loads(json.dumps(asdict(finding)))
     assert Finding.from_dict(data) == finding
@@ -68,7 +82,9 @@ def test_files_that_are_no_result(tmp_path, text, message):
 
 
 def test_missing_files(tmp_path):
-    with pytest.raises(InputError, match=r"cannot read .* as a JSON file: there is no such file"):
+    with pytest.raises(
+        InputError, match=r"cannot read .* as a JSON file: there is no such file"
+    ):
         read(tmp_path / "no.json")
     with pytest.raises(InputError, match="cannot write"):
         write_text(tmp_path / "no" / "r.json", "")
@@ -78,7 +94,8 @@ def test_missing_weights(tmp_path):
     extract.SingleHead()(oracle.plant(dim=2)).save(tmp_path / "r.json")
     (tmp_path / "r.safetensors").unlink()
     with pytest.raises(
-        InputError, match=r"^cannot read .* as the weights next to .*r\.json: there is no"
+        InputError,
+        match=r"^cannot read .* as the weights next to .*r\.json: there is no",
     ):
         Extraction.load(tmp_path / "r.json")
 
