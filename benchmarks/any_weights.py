@@ -3,13 +3,13 @@
 `--parts` selects:
 
     causal      a Llama and a GPT-2 of width 64 and 2 to 30 layers, weights of standard deviation
-                0.02 to 0.5: hidden states of the first, middle and last layer, KV caches of the
-                second and last; every text must be read exactly
+                0.02 to 0.5: hidden states of the first, middle and last layer, KV
+                caches of the second and last; every text must be read exactly
     vocabulary  the same with four layers and a vocabulary of 30,522 tokens
     half        the same as `causal`, with weights in bfloat16 and float16
 
-`--texts` random texts of 16 tokens are read from each. A leak must never be called that of another
-model (*mismatch*).
+`--texts` random texts of 16 tokens are read from each. A leak must never be called that
+of another model (*mismatch*).
 """
 
 from __future__ import annotations
@@ -35,15 +35,30 @@ FAMILIES = ("llama", "gpt2")
 def run(
     quick: bool, device: str = subjects.DEVICE, texts: int = 4, parts: list[str] = PARTS
 ) -> Iterator[Row]:
-    scales, layers, width, words, length = [0.02, 0.1, 0.5], [2, 4, 12, 30], 64, 2000, 16
+    scales = [0.02, 0.1, 0.5]
+    layers = [2, 4, 12, 30]
+    width = 64
+    words = 2000
+    length = 16
     if quick:
-        scales, layers, width, words, texts, length = [0.1, 0.5], [2], 32, 600, 1, 4
+        scales = [0.1, 0.5]
+        layers = [2]
+        width = 32
+        words = 600
+        texts = 1
+        length = 4
     everything: list[dict[str, Any]] = []
-    for what, family, scale, depth, vocabulary, dtype in plan(scales, layers, words, parts, quick):
+    for what, family, scale, depth, vocabulary, dtype in plan(
+        scales, layers, words, parts, quick
+    ):
         loaded = subjects.tiny(
-            family, vocabulary, scale=scale, num_hidden_layers=depth, hidden_size=width,
+            family,
+            vocabulary,
+            scale=scale,
+            num_hidden_layers=depth,
+            hidden_size=width,
             intermediate_size=2 * width,
-        )  # fmt: skip
+        )
         loaded = replace(loaded, model=loaded.model.to(device, dtype))
         ids = subjects.tiny_texts(texts, length, False, vocabulary)
         items: list[dict[str, Any]] = []
@@ -53,7 +68,8 @@ def run(
         everything += items
         yield row(f"{what}, scale {scale}, {depth} layers", items)
     mismatched = sum(item["status"] == Status.MISMATCH for item in everything)
-    false, of = subjects.claims(everything)[1], f"of {len(everything)} texts"
+    false = subjects.claims(everything)[1]
+    of = f"of {len(everything)} texts"
     yield show.exactly("true leaks called mismatch", mismatched, 0, of)
     yield show.exactly("texts verified falsely", false, 0, of)
 
@@ -81,13 +97,17 @@ def exposures(loaded: Loaded) -> list[Exposure]:
     parts = anatomy(loaded.model)
     hidden = sorted({1, parts.layers // 2, parts.layers})
     caches = sorted({1, parts.layers - 1}) if parts.causal else []
-    return [*(Exposure("hidden", layer) for layer in hidden),
-            *(Exposure("kv", layer) for layer in caches)]  # fmt: skip
+    return [
+        *(Exposure("hidden", layer) for layer in hidden),
+        *(Exposure("kv", layer) for layer in caches),
+    ]
 
 
 def row(what: str, items: list[dict[str, Any]]) -> Row:
     statuses = Counter(item["status"] for item in items)
-    tested = sum(item["tested"] for item in items) / sum(item["tokens"] for item in items)
+    tested = sum(item["tested"] for item in items) / sum(
+        item["tokens"] for item in items
+    )
     seconds = sum(item["seconds"] for item in items)
     details = ", ".join(f"{count} {status}" for status, count in statuses.most_common())
     details += f"; {tested:,.0f} tokens tested per position; {seconds:.1f} s"

@@ -1,12 +1,13 @@
 """HackAttend's ablations: rankings, orders, half scale, spared tokens, and flips by share.
 
-Each row is the released schedule with one thing changed, or our attack on each head or on the whole
-model, on SST-2's dev set. `--models` takes folders, such as several seeds of one model; each figure
-is then a mean with its range. The default is the classifier that ships. With `--task next-token`
-the models generate text (.gguf files work too), and the attack flips the next token. Rows are
-measured at `--share`, the curve at `--shares`; `--only` selects rows by a part of their names, and
-`--texts` the first sentences. `--join FILE…` makes one table of several `--json` files, so that
-seeds can run one by one. `make pictures` draws the curve. `--quick` takes two reviews that ship.
+Each row is the released schedule with one thing changed, or our attack on each head or
+on the whole model, on SST-2's dev set. `--models` takes folders, such as several seeds
+of one model; each figure is then a mean with its range. The default is the classifier
+that ships. With `--task next-token` the models generate text (.gguf files work too),
+and the attack flips the next token. Rows are measured at `--share`, the curve at
+`--shares`; `--only` selects rows by a part of their names, and `--texts` the first
+sentences. `--join FILE…` makes one table of several `--json` files, so that seeds can
+run one by one. `make pictures` draws the curve. `--quick` takes two reviews that ship.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from keyhole.models.demo import EXAMPLES, FOLDER
 from show import Row
 
 SHARES = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05]
-RELEASED, MAGNITUDE = "as released (ranked by −gradient)", "ranked by gradient magnitude"
+RELEASED = "as released (ranked by −gradient)"
+MAGNITUDE = "ranked by gradient magnitude"
 ABLATIONS: dict[str, dict[str, Any]] = {
     RELEASED: {},
     MAGNITUDE: {"ranking": "magnitude"},
@@ -46,8 +48,11 @@ ABLATIONS: dict[str, dict[str, Any]] = {
     "special tokens spared": {"spare": "special"},
 }
 STRONGER = "stronger (ours, special tokens spared)"
-SPARING = {STRONGER: "special", "stronger, special keys spared": "special keys",
-           "stronger, padding spared": "padding"}  # fmt: skip
+SPARING = {
+    STRONGER: "special",
+    "stronger, special keys spared": "special keys",
+    "stronger, padding spared": "padding",
+}
 OURS: dict[str, dict[str, Any]] = {
     **{name: {"spare": spare} for name, spare in SPARING.items()},
     **{
@@ -90,9 +95,12 @@ def run(
     device: str = subjects.DEVICE,
 ) -> Iterator[Row]:
     points = read(join)
-    examples = EXAMPLES[:2] if quick else [] if join else read_examples(
-        data / "sst2/dev.tsv", limit=texts
-    )  # fmt: skip
+    if quick:
+        examples = EXAMPLES[:2]
+    elif join:
+        examples = []
+    else:
+        examples = read_examples(data / "sst2/dev.tsv", limit=texts)
     for folder in () if join else models:
         head = "classification" if task == "sst2" else "causal"
         loaded = load_model(folder, task=head, device=device)
@@ -100,23 +108,33 @@ def run(
             if only in name:
                 method = attack(name, part, batch)
                 if quick and isinstance(method.schedule, Rerank):
-                    method = replace(method, schedule=Rerank(rounds=2, prefixes=2, refine=1))
+                    method = replace(
+                        method, schedule=Rerank(rounds=2, prefixes=2, refine=1)
+                    )
                 points.append(measure(loaded, examples, name, part, method))
                 known = replace(row(points[-1:], name, part), run=asdict(points[-1]))
                 prefix = f"{folder.name}: " if len(models) > 1 else ""
                 yield replace(known, what=f"{prefix}{known.what}")
     if join or len(models) > 1:
-        for name, part in dict.fromkeys((point.attack, point.share) for point in points):
+        for name, part in dict.fromkeys(
+            (point.attack, point.share) for point in points
+        ):
             yield row(points, name, part)
     change = max(point.control for point in points)
-    yield Row("largest change by masks that cut nothing", f"{change:g}", "0", change == 0)
+    yield Row(
+        "largest change by masks that cut nothing", f"{change:g}", "0", change == 0
+    )
     yield Row("models", str(len({point.model for point in points})))
 
 
 def read(files: Sequence[Path]) -> list[Measured]:
-    known = {each.name for each in fields(Measured)}  # runs also have a commit and a machine
+    known = {
+        each.name for each in fields(Measured)
+    }  # runs also have a commit and a machine
     runs = trained.joined(files)
-    return [Measured(**{name: run[name] for name in known & run.keys()}) for run in runs]
+    return [
+        Measured(**{name: run[name] for name in known & run.keys()}) for run in runs
+    ]
 
 
 def attack(name: str, share: float, batch: int) -> HackAttend:
@@ -132,19 +150,33 @@ def planned(share: float, shares: Sequence[float]) -> Iterator[tuple[str, float]
 
 
 def measure(
-    loaded: Loaded, examples: Sequence[Example], name: str, share: float, method: HackAttend
+    loaded: Loaded,
+    examples: Sequence[Example],
+    name: str,
+    share: float,
+    method: HackAttend,
 ) -> Measured:
     batches = Batches(loaded.model, loaded.tokenizer, examples, batch_size=16)
     found, seconds = show.timed(lambda: batches.attack(method))
     worst = max((outcome.worst_head for outcome in found.attacked), default=0.0)
     return Measured(
-        Path(loaded.name).name, name, share, len(found.attacked), found.flips, found.share, worst,
-        found.queries, seconds, found.control.change,
+        Path(loaded.name).name,
+        name,
+        share,
+        len(found.attacked),
+        found.flips,
+        found.share,
+        worst,
+        found.queries,
+        seconds,
+        found.control.change,
         {outcome.id: outcome.masked * outcome.flipped for outcome in found.attacked},
-    )  # fmt: skip
+    )
 
 
-def of(points: Sequence[Measured], name: str, share: float) -> tuple[list[Measured], list[float]]:
+def of(
+    points: Sequence[Measured], name: str, share: float
+) -> tuple[list[Measured], list[float]]:
     """Return the points of one attack, and the share of right answers that each flipped."""
     chosen = [point for point in points if (point.attack, point.share) == (name, share)]
     return chosen, [point.flips / max(1, point.right) for point in chosen]

@@ -1,9 +1,10 @@
 """Texts from pooled sentence embeddings: how much is read, by encoder and length.
 
-Sentences of SST-2's dev set (none of them a line of the corpus) are searched for from their vectors
-of MiniLM (or another `--encoder`) alone, without knowing their length: `--texts` for each length of
-`--tokens`, special tokens not counted. Exact means identical tokens; BLEU, ROUGE-L and F1 are as in
-other papers. A different text with the same vector (within 1e-6) is wrong. `--rows` selects:
+Sentences of SST-2's dev set (none of them a line of the corpus) are searched for from
+their vectors of MiniLM (or another `--encoder`) alone, without knowing their length:
+`--texts` for each length of `--tokens`, special tokens not counted. Exact means
+identical tokens; BLEU, ROUGE-L and F1 are as in other papers. A different text with the
+same vector (within 1e-6) is wrong. `--rows` selects:
 
     1  a corpus of the same domain: SST-2's training set, on a GPU also HellaSwag and DREAM
     3  the corpus that ships
@@ -17,8 +18,8 @@ other papers. A different text with the same vector (within 1e-6) is wrong. `--r
     8  one round of sums: for how many of `--texts` texts with four wrong tokens and eight
        candidates at each position is the right set among those that are run?
 
-On a GPU all vectors are searched together, on a CPU one by one. `--quick` takes a model with random
-weights.
+On a GPU all vectors are searched together, on a CPU one by one. `--quick` takes a model
+with random weights.
 """
 
 from __future__ import annotations
@@ -49,16 +50,23 @@ from keyhole.recover.embeddings.sum_search import Reading, SumSearch
 from keyhole.recover.embeddings.sums import Effects, Sets
 from show import Row
 
-PERCENT = {  # targets on a GPU, by the width of the vector: MiniLM's, MPNet's and Nomic's …
+# targets on a GPU, by the width of the vector: MiniLM's, MPNet's and Nomic's …
+PERCENT = {
     384: {(4, 9): 98, (10, 16): 95, (17, 24): 80, (25, 32): 60},
     768: {(10, 16): 90, (17, 24): 75, (25, 32): 55},
 }
 LONG = {(64, 64): 25, (128, 128): 10}
 ON_CPU = {(4, 9): 80}  # … and on two cores
-SECRETS = ("The secret code is 12345.", "Reset password for admin: Tr0ub4dor&3")  # of OWASP's lab
+SECRETS = (
+    "The secret code is 12345.",
+    "Reset password for admin: Tr0ub4dor&3",
+)  # of OWASP's lab
 Lengths = tuple[int, int]
 _TIMED = 6_000  # passes for each vector in row 7
-_WRONG, _CANDIDATES, _WHITENED = 4, 8, 1_000  # of row 8: tokens, tokens, lines
+# of row 8: tokens, tokens, lines
+_WRONG = 4
+_CANDIDATES = 8
+_WHITENED = 1_000
 
 
 @dataclass(frozen=True)
@@ -90,20 +98,26 @@ def run(
         search = SumSearch(passes=400)
         yield from searched(loaded, cases, lines[:4], [(1, 3)], search, texts)
         return
-    loaded, on_gpu = subjects.minilm(encoder, device), device.startswith("cuda")
-    reviews, secrets = (read_texts(data / "sst2" / f"{part}.tsv") for part in ("train", "dev"))
+    loaded = subjects.minilm(encoder, device)
+    on_gpu = device.startswith("cuda")
+    reviews, secrets = (
+        read_texts(data / "sst2" / f"{part}.tsv") for part in ("train", "dev")
+    )
     search = SumSearch(passes=passes)
     percent = PERCENT.get(loaded.model.config.hidden_size)
     others = [*subjects.hellaswag(data), *subjects.turns(data)]
     more = [*others, *(read_texts(drawn) if drawn else ())]
     long = [*subjects.dialogues(data, 200), *subjects.hellaswag(data, "dev")]
     cases = {
-        1: Case("same domain", [*reviews, *others] if on_gpu else reviews,
-                percent if on_gpu else ON_CPU),
+        1: Case(
+            "same domain",
+            [*reviews, *others] if on_gpu else reviews,
+            percent if on_gpu else ON_CPU,
+        ),
         3: Case("the corpus that ships", read_texts(SHIPPED)),
         5: Case("another domain and texts drawn", more, percent),
         6: Case("passages", more, LONG, long),
-    }  # fmt: skip
+    }
     for row in rows:
         if row == 4:
             yield from labelled(loaded, search)
@@ -119,57 +133,81 @@ def run(
 def labelled(loaded: Loaded, search: SumSearch) -> Iterator[Row]:
     """Yield a row for each secret of OWASP's lab, from the leak to the judge."""
     for text in SECRETS:
-        leak = cast("Pooled", leak_of(loaded.model, loaded.tokenizer, text, Exposure("pooled")))
-        reader, clock = CountedReader(search=search), _Clock()
+        leak = cast(
+            "Pooled", leak_of(loaded.model, loaded.tokenizer, text, Exposure("pooled"))
+        )
+        reader = CountedReader(search=search)
+        clock = _Clock()
         (made,) = recover_texts(
             loaded.model, loaded.tokenizer, [replace(leak, tokens=None)], method=reader
         )
         exact = made.ids == loaded.tokenizer(text)["input_ids"]
         words = f"{'exact' if exact else 'not read'}, {'' if made.verified else 'not '}verified"
         yield Row(
-            f"{Path(loaded.name).name}: {text}", words, "exact, verified",
-            exact and made.verified, f"{made.passes:,} passes, {clock.words()}",
-        )  # fmt: skip
+            f"{Path(loaded.name).name}: {text}",
+            words,
+            "exact, verified",
+            exact and made.verified,
+            f"{made.passes:,} passes, {clock.words()}",
+        )
 
 
 def summed(loaded: Loaded, corpus: Sequence[str], texts: int) -> Row:
     """Count the texts whose right set of changes is among those that a round of the search runs.
 
-    The overlap, by which joint changes exceed or miss the sum of single ones, is the median over
-    the right sets of all texts.
+    The overlap, by which joint changes exceed or miss the sum of single ones, is the
+    median over the right sets of all texts.
     """
-    stream, ids = random.Random(0), token_lists(loaded, corpus)
+    stream = random.Random(0)
+    ids = token_lists(loaded, corpus)
     words = [token for line in ids for token in line]
-    lines = stream.sample([line for line in ids if 9 <= len(line) <= 12], texts + _WHITENED)
-    encoder, search = Encoder(Target.of(loaded.model, loaded.tokenizer)), SumSearch()
+    lines = stream.sample(
+        [line for line in ids if 9 <= len(line) <= 12], texts + _WHITENED
+    )
+    encoder = Encoder(Target.of(loaded.model, loaded.tokenizer))
+    search = SumSearch()
     encoder.whiten(Texts.of(lines[texts:], 12, encoder.device))
     rounds: list[tuple[Effects, Tensor, Tensor]] = []
     for text in lines[:texts]:
-        places, wrong = sorted(stream.sample(range(len(text)), _WRONG)), list(text)
+        places = sorted(stream.sample(range(len(text)), _WRONG))
+        wrong = list(text)
         tokens = [stream.choices(words, k=_CANDIDATES) for _ in text]
         for place in places:
-            wrong[place], tokens[place][0] = stream.choice(words), text[place]
+            wrong[place] = stream.choice(words)
+            tokens[place][0] = text[place]
         single = [
-            [*wrong[:p], token, *wrong[p + 1 :]] for p, some in enumerate(tokens) for token in some
+            [*wrong[:p], token, *wrong[p + 1 :]]
+            for p, some in enumerate(tokens)
+            for token in some
         ]
         vectors = encoder.vectors(Texts.of([text, wrong, *single], 12, encoder.device))
         moves = (vectors[2:] - vectors[1])[None]
-        slots = torch.arange(len(text), device=moves.device).repeat_interleave(_CANDIDATES)
+        slots = torch.arange(len(text), device=moves.device).repeat_interleave(
+            _CANDIDATES
+        )
         effects = Effects(moves, moves.square().sum(-1), slots, len(text))
         right = _CANDIDATES * torch.tensor(places, device=moves.device)
         rounds.append((effects, vectors[:1] - vectors[1], right))
     ran = torch.ones(1, 1, dtype=torch.bool, device=encoder.device)
     overlaps = [
-        effects.overlap(right[None, None], off[None], ran) for effects, off, right in rounds
+        effects.overlap(right[None, None], off[None], ran)
+        for effects, off, right in rounds
     ]
     overlap = torch.stack(overlaps).median(0).values
     items = [{"overlap": float(each)} for each in overlaps]
     for name, rho in (("plain sums", 0 * overlap), ("overlapping", overlap)):
         for item, (effects, off, right) in zip(items, rounds, strict=True):
-            sets = effects.grown(Sets.none(off), search.width, search.depth, search.tried, rho)
-            found = [sorted(change for change in one if change >= 0) for one in sets[0].tolist()]
+            sets = effects.grown(
+                Sets.none(off), search.width, search.depth, search.tried, rho
+            )
+            found = [
+                sorted(change for change in one if change >= 0)
+                for one in sets[0].tolist()
+            ]
             item[name] = right.tolist() in found
-    plain_sums, ours = (sum(item[name] for item in items) for name in ("plain sums", "overlapping"))
+    plain_sums, ours = (
+        sum(item[name] for item in items) for name in ("plain sums", "overlapping")
+    )
     return Row(
         f"{Path(loaded.name).name}, sums: the right set of {_WRONG} among {search.tried}",
         f"{ours} of {texts}, {plain_sums} without overlap",
@@ -179,10 +217,14 @@ def summed(loaded: Loaded, corpus: Sequence[str], texts: int) -> Row:
 
 
 def timed(
-    loaded: Loaded, corpus: Sequence[str], secrets: Sequence[str], lengths: Sequence[Lengths]
+    loaded: Loaded,
+    corpus: Sequence[str],
+    secrets: Sequence[str],
+    lengths: Sequence[Lengths],
 ) -> Iterator[Row]:
     """Compare passes per second of the search with those of the encoder alone."""
-    target, lines = Target.of(loaded.model, loaded.tokenizer), token_lists(loaded, corpus)
+    target = Target.of(loaded.model, loaded.tokenizer)
+    lines = token_lists(loaded, corpus)
     longest = lengths[-1][1] + 2
     encoder = Encoder(target)
     counted = Counted.of(encoder, lines, longest)
@@ -192,7 +234,8 @@ def timed(
         rates: list[float] = []
         for once in (
             lambda texts=texts: sum(
-                r.passes for r in search(encoder, encoder.vectors(texts), counted, longest)
+                r.passes
+                for r in search(encoder, encoder.vectors(texts), counted, longest)
             ),
             lambda texts=texts: plain(loaded, *encoder.framed(texts)),
         ):
@@ -201,10 +244,11 @@ def timed(
             rates.append(once() / clock.seconds())
         yield Row(
             f"{Path(loaded.name).name}, speed, {length[0]}–{length[1]} tokens",
-            f"{rates[0] / rates[1]:.2f} of plain encoding", ">= 0.8 of it",
+            f"{rates[0] / rates[1]:.2f} of plain encoding",
+            ">= 0.8 of it",
             rates[0] >= 0.8 * rates[1],
             f"{rates[0]:,.0f} passes per second, plain encoding {rates[1]:,.0f}",
-        )  # fmt: skip
+        )
 
 
 @torch.no_grad()
@@ -216,19 +260,27 @@ def plain(loaded: Loaded, ids: Tensor, mask: Tensor) -> int:
     for some in rows[lengths[rows].argsort()].split(8192):
         width = int(lengths[some].max())
         seen = mask[some, :width]
-        states = model(input_ids=ids[some, :width], attention_mask=seen).last_hidden_state
+        states = model(
+            input_ids=ids[some, :width], attention_mask=seen
+        ).last_hidden_state
         normalize((states * seen[..., None]).sum(1), dim=-1)
     return len(rows)
 
 
 def of_lengths(
-    loaded: Loaded, case: Case, secrets: Sequence[str], corpus: Sequence[list[int]],
-    lengths: Sequence[Lengths], texts: int,
-) -> Iterator[tuple[Lengths, list[list[int]]]]:  # fmt: skip
+    loaded: Loaded,
+    case: Case,
+    secrets: Sequence[str],
+    corpus: Sequence[list[int]],
+    lengths: Sequence[Lengths],
+    texts: int,
+) -> Iterator[tuple[Lengths, list[list[int]]]]:
     """Yield token lists of each range of lengths that are not lines of the corpus."""
     known = set(map(tuple, corpus))
     fresh = [
-        ids for ids in token_lists(loaded, case.passages or secrets) if tuple(ids) not in known
+        ids
+        for ids in token_lists(loaded, case.passages or secrets)
+        if tuple(ids) not in known
     ]
     for least, most in lengths:
         cut = [ids[:most] for ids in fresh] if case.passages else fresh
@@ -243,14 +295,19 @@ def token_lists(loaded: Loaded, lines: Sequence[str]) -> list[list[int]]:
 
 
 def searched(
-    loaded: Loaded, cases: Sequence[Case], secrets: Sequence[str], lengths: Sequence[Lengths],
-    search: SumSearch, texts: int,
-) -> Iterator[Row]:  # fmt: skip
+    loaded: Loaded,
+    cases: Sequence[Case],
+    secrets: Sequence[str],
+    lengths: Sequence[Lengths],
+    search: SumSearch,
+    texts: int,
+) -> Iterator[Row]:
     target = Target.of(loaded.model, loaded.tokenizer)
     name = Path(loaded.name).name
     for case in cases:
         lines = token_lists(loaded, case.corpus)
-        encoder, clock = Encoder(target, half=matrix_half()), _Clock()
+        encoder = Encoder(target, half=matrix_half())
+        clock = _Clock()
         longest = max(most for _, most in lengths) + 2
         counted = Counted.of(encoder, lines, longest)
         words = f"{len(lines):,} lines, counted in {clock.words()}"
@@ -262,10 +319,15 @@ def searched(
 
 
 def measure(
-    what: str, counted: Counted, secrets: list[list[int]], search: SumSearch, max_length: int,
+    what: str,
+    counted: Counted,
+    secrets: list[list[int]],
+    search: SumSearch,
+    max_length: int,
     percent: int | None,
-) -> Row:  # fmt: skip
-    encoder, clock = counted.encoder, _Clock()
+) -> Row:
+    encoder = counted.encoder
+    clock = _Clock()
     goals = encoder.vectors(Texts.of(secrets, max_length, encoder.device))
     groups = [goals] if goals.is_cuda else goals.split(1)
     readings: list[Reading] = []
@@ -274,11 +336,16 @@ def measure(
     took = clock.words(len(secrets))
     decode = encoder.target.tokenizer.decode
     items = [
-        {"tokens": len(ids), "exact": reading.tokens == ids, "cosine": reading.cosine,
-         "f1": subjects.f1(reading.tokens, ids), "passes": reading.passes,
-         **subjects.scores(decode(reading.tokens), decode(ids))}
+        {
+            "tokens": len(ids),
+            "exact": reading.tokens == ids,
+            "cosine": reading.cosine,
+            "f1": subjects.f1(reading.tokens, ids),
+            "passes": reading.passes,
+            **subjects.scores(decode(reading.tokens), decode(ids)),
+        }
         for reading, ids in zip(readings, secrets, strict=True)
-    ]  # fmt: skip
+    ]
     exact = sum(item["exact"] for item in items)
     arrived = sum(reading.cosine > 1 - search.arrived for reading in readings)
     mean = {name: statistics.mean(item[name] for item in items) for name in items[0]}
@@ -306,7 +373,8 @@ class _Clock:
         return time.perf_counter() - self.began
 
     def words(self, of: int = 1) -> str:
-        wall, cpu = self.seconds(), time.process_time() - self.cpu
+        wall = self.seconds()
+        cpu = time.process_time() - self.cpu
         return f"{wall / of:.2f} s ({cpu / of:.2f} s of the CPU)"
 
 

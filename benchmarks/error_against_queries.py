@@ -28,7 +28,9 @@ def table(quick: bool) -> dict[str, Extraction]:
         f"LowRank, r={r}": extract.LowRank()(low),
         f"NuclearNorm, r={r}": extract.NuclearNorm(rank=r)(low),
         "Tolerant, 6 decimals": extract.Tolerant(5e-7)(oracle.Rounded(head, 6)),
-        "Tolerant, 6 decimals, norms <= 10": extract.Tolerant(5e-7, max_norm=10.0)(bounded),
+        "Tolerant, 6 decimals, norms <= 10": extract.Tolerant(5e-7, max_norm=10.0)(
+            bounded
+        ),
         "SignOnly, 1e-6": extract.SignOnly(accuracy=1e-6)(oracle.SignOnly(head)),
         f"MultiHead, {heads} heads": extract.MultiHead()(many),
         f"OneLayerTransformer, width {d}": extract.OneLayerTransformer()(layer),
@@ -41,7 +43,9 @@ def run(quick: bool) -> Iterator[Row]:
     for name, result in table(quick).items():
         yield Row(
             name,
-            f"{result.queries:,} queries, error {result.check.worst:.1e}" if result.check else "–",
+            f"{result.queries:,} queries, error {result.check.worst:.1e}"
+            if result.check
+            else "–",
             details=f"{result.status}; lower bound {result.lower_bound:,}; "
             + " ".join(f"{queries}:{error:.0e}" for queries, error in result.trace),
         )

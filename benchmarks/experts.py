@@ -1,15 +1,17 @@
 """Texts from the experts that a mixture-of-experts model chose for each token.
 
-The attacker has the weights and sees which `k` of `e` experts each layer chose, for each position;
-`src/keyhole/lab/experts.py` reads the text left to right. `--texts` texts of `--length` tokens are
-DREAM's turns, in a vocabulary of `--words` tokens that is trained on other turns. `--parts`:
+The attacker has the weights and sees which `k` of `e` experts each layer chose, for
+each position; `src/keyhole/lab/experts.py` reads the text left to right. `--texts`
+texts of `--length` tokens are DREAM's turns, in a vocabulary of `--words` tokens that
+is trained on other turns. `--parts`:
 
     random   Mixtral's architecture with random weights, for several numbers of layers and experts
     trained  the same after training on DREAM for `--steps` steps of `--batch` texts
 
-Each text is read from the choices alone, then from the choices and the routers' probabilities to
-four digits. The published decoder (arXiv 2602.04105), trained on 100 million tokens, recovers 91.2%
-of the tokens of texts of 32 tokens, for another model and other texts.
+Each text is read from the choices alone, then from the choices and the routers'
+probabilities to four digits. The published decoder (arXiv 2602.04105), trained on 100
+million tokens, recovers 91.2% of the tokens of texts of 32 tokens, for another model
+and other texts.
 """
 
 from __future__ import annotations
@@ -27,8 +29,17 @@ from keyhole.lab.experts import choices_of, read_choices, router_logits
 from show import Row
 
 PARTS = ["random", "trained"]
-SIZES = [(2, 8, 2), (4, 8, 2), (8, 8, 2), (1, 8, 2), (8, 8, 1), (8, 32, 4)]  # layers, experts, k
-WIDTH, HEADS, INNER = 128, 4, 128
+SIZES = [
+    (2, 8, 2),
+    (4, 8, 2),
+    (8, 8, 2),
+    (1, 8, 2),
+    (8, 8, 1),
+    (8, 32, 4),
+]  # layers, experts, k
+WIDTH = 128
+HEADS = 4
+INNER = 128
 
 
 def run(
@@ -82,10 +93,17 @@ def mixture(words: int, layers: int, experts: int, chosen: int, device: str) -> 
 
     torch.manual_seed(0)
     config = MixtralConfig(
-        vocab_size=words, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=layers,
-        num_attention_heads=HEADS, num_key_value_heads=HEADS, num_local_experts=experts,
-        num_experts_per_tok=chosen, max_position_embeddings=512, router_aux_loss_coef=0.02,
-    )  # fmt: skip
+        vocab_size=words,
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        num_local_experts=experts,
+        num_experts_per_tok=chosen,
+        max_position_embeddings=512,
+        router_aux_loss_coef=0.02,
+    )
     return MixtralForCausalLM(config).to(device).eval()
 
 
@@ -97,7 +115,9 @@ def train(model: Any, texts: Tensor, steps: int, batch: int) -> float:
     model.train()
     for _ in range(steps):
         chosen = torch.randint(len(texts), (batch,), generator=draw).to(texts.device)
-        out = model(input_ids=texts[chosen], labels=texts[chosen], output_router_logits=True)
+        out = model(
+            input_ids=texts[chosen], labels=texts[chosen], output_router_logits=True
+        )
         out.loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
@@ -118,26 +138,38 @@ def rows(name: str, model: Any, ids: Tensor, chosen: int, most: int) -> Iterator
             shares = logits[0].softmax(-1).mul(1e4).round() / 1e4 if more else None
             read, seconds = show.timed(
                 lambda logits=logits, shares=shares: read_choices(
-                    model, choices_of(logits, chosen)[0], probabilities=shares, most=most
+                    model,
+                    choices_of(logits, chosen)[0],
+                    probabilities=shares,
+                    most=most,
                 )
             )
             secret = text.tolist()
-            items.append({
-                "tokens": len(secret), "exact": read.ids == secret, "verified": read.verified,
-                "right": sum(map(int.__eq__, read.ids, secret)),
-                "certain": read.certain, "left": read.left, "seconds": round(seconds, 2),
-            })  # fmt: skip
-        tokens, right = (sum(item[each] for item in items) for each in ("tokens", "right"))
+            items.append(
+                {
+                    "tokens": len(secret),
+                    "exact": read.ids == secret,
+                    "verified": read.verified,
+                    "right": sum(map(int.__eq__, read.ids, secret)),
+                    "certain": read.certain,
+                    "left": read.left,
+                    "seconds": round(seconds, 2),
+                }
+            )
+        tokens, right = (
+            sum(item[each] for item in items) for each in ("tokens", "right")
+        )
         true, false = subjects.claims(items)
         yield Row(
             f"{what}, choices{more}",
             f"{right / tokens:.1%} of {tokens} tokens, {true + false} of {len(items)} texts "
             f"verified, {false} falsely",
-            "0 falsely", not false,
+            "0 falsely",
+            not false,
             f"{sum(item['certain'] for item in items)} tokens certain; "
             f"{sum(item['seconds'] for item in items) / len(items):.1f} s per text",
             items=items,
-        )  # fmt: skip
+        )
 
 
 if __name__ == "__main__":

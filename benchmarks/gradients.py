@@ -1,9 +1,10 @@
 """Texts from the gradient of a batch: how many are read exactly and verified, and their ROUGE.
 
-Sentences of SST-2 (`--split`) in `--batches` batches of each of `--sizes`, for all-MiniLM-L6-v2
-(`--encoder FOLDER`; it gets a random classification head if it has none) and SmolLM2-135M
-(`--model`) with its next-token loss. `--parts rules,decoder-rules` measures other protocols.
-peers/dager.py reads the same batches with DAGER's own program.
+Sentences of SST-2 (`--split`) in `--batches` batches of each of `--sizes`, for
+all-MiniLM-L6-v2 (`--encoder FOLDER`; it gets a random classification head if it has
+none) and SmolLM2-135M (`--model`) with its next-token loss. `--parts
+rules,decoder-rules` measures other protocols. peers/dager.py reads the same batches
+with DAGER's own program.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from keyhole.core.errors import InputError
 from keyhole.data import Example, read_examples
 from keyhole.models import Loaded
 from keyhole.models.anatomy import anatomy
-from keyhole.recover.gradients import Batch, Protocol, batch_of, recover_batch, update_of
+from keyhole.recover.gradients import (
+    Batch,
+    Protocol,
+    batch_of,
+    recover_batch,
+    update_of,
+)
 from keyhole.recover.gradients.update import epsilon_of
 from show import Row
 
@@ -38,7 +45,8 @@ NOISES = (1e-6, 1e-5, 1e-4, 1e-3)
 class Rules:
     """How an update is made, and its name in the table.
 
-    A batch has `texts` texts, or so many that they have `widths` tokens per unit of model width.
+    A batch has `texts` texts, or so many that they have `widths` tokens per unit of
+    model width.
     """
 
     name: str
@@ -51,16 +59,22 @@ class Rules:
 
 def _noisy(noise: float) -> Rules:
     protocol = Protocol(clip=0.1, noise=noise)
-    return Rules(f"clipped to 0.1, noise of {noise:g}: ε = {epsilon_of(noise):.1e}", protocol)
+    return Rules(
+        f"clipped to 0.1, noise of {noise:g}: ε = {epsilon_of(noise):.1e}", protocol
+    )
 
 
-# Hidden (or frozen) embeddings have no gradient in the update, as in the comparison with DAGER.
+# Hidden (or frozen) embeddings have no gradient in the update, as in the comparison
+# with DAGER.
 RULES = (
     Rules("embeddings hidden", hide=("embeddings",)),
     Rules("bfloat16", precision="bfloat16"),
     Rules("bfloat16", precision="bfloat16", texts=4),
     Rules("each text clipped to 0.1: ε = ∞", Protocol(clip=0.1)),
-    *(Rules(f"clipped to 0.1, ε = {e}", Protocol(clip=0.1, epsilon=e)) for e in EPSILONS),
+    *(
+        Rules(f"clipped to 0.1, ε = {e}", Protocol(clip=0.1, epsilon=e))
+        for e in EPSILONS
+    ),
     *(Rules(f"tokens of {times:g} widths", widths=times) for times in (0.5, 1, 2, 4)),
     *(Rules(f"LoRA of rank {rank}", Protocol(lora=rank)) for rank in (8, 16, 64)),
     *(
@@ -82,11 +96,15 @@ def batches_of(
 ) -> Iterator[tuple[Sequence[Example], Batch]]:
     """Yield batches of consecutive examples."""
     parts = anatomy(loaded.model)
-    max_length, first = min(128, parts.max_length), 0
+    max_length = min(128, parts.max_length)
+    first = 0
     for _ in range(count):
         texts = rules.texts
         if rules.widths is not None:
-            lengths = [len(loaded.tokenizer(each.text)["input_ids"]) for each in examples[first:]]
+            lengths = [
+                len(loaded.tokenizer(each.text)["input_ids"])
+                for each in examples[first:]
+            ]
             total = list(accumulate(lengths))
             texts = 1 + sum(each < rules.widths * parts.width for each in total)
         chosen = examples[first : first + texts]
@@ -109,16 +127,21 @@ def run(
         for family, head in (("bert", "SequenceClassification"), ("llama", "CausalLM")):
             loaded = subjects.tiny(family, head=f"AutoModelFor{head}")
             lines = subjects.random_lines(loaded, 8, 6, 6)
-            examples = [Example("", number % 2, line) for number, line in enumerate(lines)]
+            examples = [
+                Example("", number % 2, line) for number, line in enumerate(lines)
+            ]
             yield from by_rules(loaded, examples, 2, of_sizes([1, 2]))
             yield from by_rules(loaded, examples, 1, RULES[:20:4])
         return
     examples = read_examples(data / "sst2" / f"{split}.tsv")
     random.Random(0).shuffle(examples)
-    models = {"": lambda: classifier(encoder, device),
-              "decoder-": lambda: subjects.smollm2(model, device, task="causal")}  # fmt: skip
+    models = {
+        "": lambda: classifier(encoder, device),
+        "decoder-": lambda: subjects.smollm2(model, device, task="causal"),
+    }
     for prefix, load in models.items():
-        whole, rules = prefix.removesuffix("-") or "encoder", f"{prefix}rules"
+        whole = prefix.removesuffix("-") or "encoder"
+        rules = f"{prefix}rules"
         if whole in parts or rules in parts:
             loaded = load()
             chosen = of_sizes(sizes) if whole in parts else []
@@ -153,24 +176,34 @@ def measure(
     started = time.perf_counter()
     for number, (_, batch) in enumerate(batches_of(loaded, examples, rules, count)):
         update = update_of(
-            loaded.model, batch, rules.protocol, hide=rules.hide, precision=rules.precision
+            loaded.model,
+            batch,
+            rules.protocol,
+            hide=rules.hide,
+            precision=rules.precision,
         )
         recovery = recover_batch(loaded.model, loaded.tokenizer, update)
         read = [tuple(text.ids) for text in recovery.texts]
         verified = [tuple(text.ids) for text in recovery.texts if text.verified]
         ids = {id_ for text in batch.texts for id_ in text}
-        items.append({
-            "batch": number, "texts": len(batch.texts), "tokens": sum(map(len, batch.texts)),
-            "exact": sum(text in read for text in batch.texts), "verified": recovery.verified,
-            "false": sum(text not in batch.texts for text in verified),
-            "rouge": rouges(loaded, batch.texts, read),
-            "known": len(ids & set(recovery.tokens)) / len(ids),
-        })  # fmt: skip
+        items.append(
+            {
+                "batch": number,
+                "texts": len(batch.texts),
+                "tokens": sum(map(len, batch.texts)),
+                "exact": sum(text in read for text in batch.texts),
+                "verified": recovery.verified,
+                "false": sum(text not in batch.texts for text in verified),
+                "rouge": rouges(loaded, batch.texts, read),
+                "known": len(ids & set(recovery.tokens)) / len(ids),
+            }
+        )
     seconds = (time.perf_counter() - started) / count
     scores = [score for item in items for score in item["rouge"]]
     first, second = (mean(score) for score in zip(*scores, strict=True))
     total, exact, verified, false = (
-        sum(item[name] for item in items) for name in ("texts", "exact", "verified", "false")
+        sum(item[name] for item in items)
+        for name in ("texts", "exact", "verified", "false")
     )
     tokens = [item["tokens"] for item in items]
     return Row(
@@ -190,10 +223,15 @@ def rouges(
 ) -> list[tuple[float, float]]:
     """Return ROUGE-1 and ROUGE-2 of each text with the best read one, without special tokens."""
     special = set(loaded.tokenizer.all_special_ids)
-    texts, read = ([[id_ for id_ in text if id_ not in special] for text in each]
-                   for each in (texts, read))  # fmt: skip
+    texts, read = (
+        [[id_ for id_ in text if id_ not in special] for text in each]
+        for each in (texts, read)
+    )
     pairs = [
-        [(subjects.rouge(text, other, 1), subjects.rouge(text, other, 2)) for other in read]
+        [
+            (subjects.rouge(text, other, 1), subjects.rouge(text, other, 2))
+            for other in read
+        ]
         for text in texts
     ]
     return [max(each, default=(0.0, 0.0)) for each in pairs]

@@ -30,14 +30,18 @@ def run(quick: bool) -> Iterator[Row]:
 def plant(size: int, seed: int = 0) -> tuple[invert.Problem, Tensor]:
     """Return a problem (n = d) and its input; scores are small, as the paper's R requires."""
     draw = normals(seed)
-    W, V, X = draw(size, size), draw(size, size), draw(size, size)
+    W = draw(size, size)
+    V = draw(size, size)
+    X = draw(size, size)
     W = 0.3 * W / math.sqrt(size)
     return invert.Problem(W=W, V=V, B=attention.output(X, W, V)), X
 
 
 def the_theorem(size: int, seeds: range) -> Iterator[Row]:
     """Measure Theorem 1.3: the error's ratio per step, and iterations against log(1/ε)."""
-    ratios, slopes, residuals = [], [], []
+    ratios = []
+    slopes = []
+    residuals = []
     exponents = torch.arange(2, 13)
     logs = math.log(10) * exponents.double()
     design = torch.stack([logs, torch.ones_like(logs)], 1)
@@ -46,9 +50,16 @@ def the_theorem(size: int, seeds: range) -> Iterator[Row]:
         method = invert.RegularizedNewton(slack=SLACK)
         distances = distances_to_the_optimum(method, problem, X, 10)
         ratios += [b / a for a, b in itertools.pairwise(distances[1:])]
-        results = [replace(method, accuracy=10.0**-e)(problem, start=X) for e in exponents.tolist()]
+        results = [
+            replace(method, accuracy=10.0**-e)(problem, start=X)
+            for e in exponents.tolist()
+        ]
         residuals += [result.residual or 0.0 for result in results]
-        counts = torch.tensor([result.iterations for result in results]).double().unsqueeze(-1)
+        counts = (
+            torch.tensor([result.iterations for result in results])
+            .double()
+            .unsqueeze(-1)
+        )
         slopes.append(float(torch.linalg.lstsq(design, counts).solution[0]))
     rate = SLACK / (1 + SLACK)
     expected = 1 / math.log(1 / rate)
@@ -64,7 +75,10 @@ def the_theorem(size: int, seeds: range) -> Iterator[Row]:
         f"{expected:.3f} +- 10%",
         all(abs(slope / expected - 1) <= 0.1 for slope in slopes),
     )
-    yield Row("  relative residual there: the optimum is not the input", f"{min(residuals):.2f}")
+    yield Row(
+        "  relative residual there: the optimum is not the input",
+        f"{min(residuals):.2f}",
+    )
 
 
 def distances_to_the_optimum(
@@ -91,14 +105,18 @@ def the_assumption(draws: int) -> Iterator[Row]:
     violated = dict.fromkeys([stated, "with ‖X‖ left out", "with ‖X‖ <= R", proved], 0)
     for seed in range(draws):
         problem, X = plant(4, seed)
-        W, V = (each / torch.linalg.matrix_norm(each, 2) for each in (problem.W, problem.V))
+        W, V = (
+            each / torch.linalg.matrix_norm(each, 2) for each in (problem.W, problem.V)
+        )
         X = (1 + seed % 4) * X
         problem = replace(problem, W=W, V=V, B=problem.B / 4)
         bounds = invert.bounds(problem, X, neighbours=1)
         limits = (
-            bounds.lowest_bound_without_input, -X.numel() * radius(problem) ** 8,
-            bounds.lowest_bound, bounds.lowest_proved,
-        )  # fmt: skip
+            bounds.lowest_bound_without_input,
+            -X.numel() * radius(problem) ** 8,
+            bounds.lowest_bound,
+            bounds.lowest_proved,
+        )
         for case, limit in zip(violated, limits, strict=True):
             violated[case] += bounds.lowest < limit
     for case, count in violated.items():
@@ -111,19 +129,28 @@ def the_assumption(draws: int) -> Iterator[Row]:
         )
 
 
-SHAPES = tuple(itertools.product((2, 3, 4), (1, 2, 3)))  # n, d; with n = 1 the Hessian is constant
+SHAPES = tuple(
+    itertools.product((2, 3, 4), (1, 2, 3))
+)  # n, d; with n = 1 the Hessian is constant
 RADII = (1.0, 1.5, 2.0, 3.0)
 
 
 def the_worst(draws: int, steps: int) -> Iterator[Row]:
     """Test Lemma 4.4 at its boundary: ‖W‖ = ‖V‖ = ‖X‖ = R, |b_ij| ≤ R, in equal shares by shape.
 
-    From each draw, gradient ascent maximises |d³L(X + tE)/dt³|, whose maximum over E is the
-    Lipschitz constant there: over E alone in half of the draws, over W, V, X and B too in the rest.
+    From each draw, gradient ascent maximises |d³L(X + tE)/dt³|, whose maximum over E is
+    the Lipschitz constant there: over E alone in half of the draws, over W, V, X and B
+    too in the rest.
     """
-    shares, cases, errors = {"1": list[float](), "proved": list[float]()}, [], []
+    shares = {"1": list[float](), "proved": list[float]()}
+    cases = []
+    errors = []
     for number, (n, d) in enumerate(SHAPES):
-        R = torch.tensor(RADII).double().repeat(draws)[: len(range(number, draws, len(SHAPES)))]
+        R = (
+            torch.tensor(RADII)
+            .double()
+            .repeat(draws)[: len(range(number, draws, len(SHAPES)))]
+        )
         climb = Climb(n, d, R, normals(number))
         seen = torch.stack([climb.step() for _ in range(steps)]).amax(0)
         problem, X, E = climb.last
@@ -131,14 +158,17 @@ def the_worst(draws: int, steps: int) -> Iterator[Row]:
         powers = (R / max(RADII)) ** 10
         shares["1"] += (seen / bounds.lipschitz_bound / powers).tolist()
         shares["proved"] += (seen / bounds.lipschitz_proved / powers).tolist()
-        ahead, behind = (invert.hessian(problem, X + step * E) for step in (1e-5, -1e-5))
+        ahead, behind = (
+            invert.hessian(problem, X + step * E) for step in (1e-5, -1e-5)
+        )
         slope = abs(float(E.flatten() @ (ahead - behind) @ E.flatten())) / 2e-5
         errors.append(abs(slope / float(climb.values[-1]) - 1))
         values = " ".join(f"{value:.3g}" for value in seen.tolist())
         radii = " ".join(f"{radius:g}" for radius in R.tolist())
         cases.append({"n": n, "d": d, "seed": number, "R": radii, "lipschitz": values})
     for constant, found in shares.items():
-        exceeded, proved = sum(not share <= 1 for share in found), constant == "proved"
+        exceeded = sum(not share <= 1 for share in found)
+        proved = constant == "proved"
         yield Row(
             "Lemma 4.4, n = 2 … 4, d = 1 … 3, R = 1 … 3: exceeded with "
             f"{'the proved constant' if proved else 'the constant 1'}",
@@ -148,7 +178,9 @@ def the_worst(draws: int, steps: int) -> Iterator[Row]:
             f"at most {max(found):.2g} of it",
             run={"cases": cases} if proved else None,
         )
-    yield show.at_most("  its third derivatives against differences of Hessians", max(errors), 1e-5)
+    yield show.at_most(
+        "  its third derivatives against differences of Hessians", max(errors), 1e-5
+    )
 
 
 class Climb:
@@ -162,7 +194,9 @@ class Climb:
         self.ascent = torch.optim.Adam(self.free, lr=0.05, maximize=True)
 
     def step(self) -> Tensor:
-        matrices = [A / torch.linalg.matrix_norm(A, 2, keepdim=True) for A in self.free[:3]]
+        matrices = [
+            A / torch.linalg.matrix_norm(A, 2, keepdim=True) for A in self.free[:3]
+        ]
         W, V, X, B = (self.R * A for A in (*matrices, torch.sin(3 * self.free[3])))
         E = self.free[4] / torch.linalg.matrix_norm(self.free[4], keepdim=True)
         values = third(W, V, X, B, E).abs()
@@ -170,7 +204,9 @@ class Climb:
         (values + 1e-300).log().sum().backward()
         for each in self.free:
             if each.grad is not None:
-                each.grad.nan_to_num_().mul_(1.0 if each is self.free[4] else self.moves)
+                each.grad.nan_to_num_().mul_(
+                    1.0 if each is self.free[4] else self.moves
+                )
         self.ascent.step()
         self.values = values.detach()
         W, V, X, B, E = (each[-1].detach() for each in (W, V, X, B, E))

@@ -1,8 +1,9 @@
 """Stacks of layers, inverted layer by layer: what is found, how exactly, at what cost.
 
-W is asymmetric with entries of variance 0.09/d; X is Gaussian. V has variance 1/(dL), the usual
-initialisation that keeps the size of a residual stream. 6 tokens of 4 numbers. It takes minutes on
-one core, most of them for bare attention, which often fails and stops at a time limit.
+W is asymmetric with entries of variance 0.09/d; X is Gaussian. V has variance 1/(dL),
+the usual initialisation that keeps the size of a residual stream. 6 tokens of 4
+numbers. It takes minutes on one core, most of them for bare attention, which often
+fails and stops at a time limit.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from keyhole import invert
 from keyhole.lab import stacks
 from show import Row, relative
 
-SAME = 1e-2  # an input this close (relative) is the planted one, others are 0.1 away and more
+# an input this close (relative) is the planted one, others are 0.1 away and more
+SAME = 1e-2
 
 
 def run(quick: bool) -> Iterator[Row]:
@@ -43,21 +45,29 @@ def planted_stack(n: int, d: int, depth: int, residual: bool, seed: int):
     return [*layers[:-1], replace(layers[-1], B=stacks.inputs_of(layers, X)[-1])], X
 
 
-def stack_row(n: int, d: int, depth: int, residual: bool, seeds: range, seconds: float) -> Row:
+def stack_row(
+    n: int, d: int, depth: int, residual: bool, seeds: range, seconds: float
+) -> Row:
     # Without a residual connection most runs fail, and end at the time limit.
     limit = None if residual else seconds
     starts = 16 if residual else 128
-    layer = invert.LevenbergMarquardt(starts=starts, steps=200, solutions=4, seconds=limit)
+    layer = invert.LevenbergMarquardt(
+        starts=starts, steps=200, solutions=4, seconds=limit
+    )
     items: list[dict[str, Any]] = []
     for seed in seeds:
         stack, X = planted_stack(n, d, depth, residual, seed)
         result = stacks.Peel(layer, branches=4)(stack)
         errors = [relative(solution, X) for solution in result.solutions]
-        items.append({
-            "solutions": len(errors), "nearest": min(errors, default=torch.inf),
-            "least norm": errors != [] and relative(result.X, X) <= SAME,
-            "condition": result.condition, "seconds": result.seconds,
-        })  # fmt: skip
+        items.append(
+            {
+                "solutions": len(errors),
+                "nearest": min(errors, default=torch.inf),
+                "least norm": errors != [] and relative(result.X, X) <= SAME,
+                "condition": result.condition,
+                "seconds": result.seconds,
+            }
+        )
     solved, first = (
         sum(bool(item[name]) for item in items) for name in ("solutions", "least norm")
     )

@@ -1,9 +1,10 @@
 """Where inversion works and where it breaks: the open question of *Unmasking Transformers*.
 
-Success, iterations and conditioning as functions of the number of tokens n, the dimension d, the
-scale and symmetry of W, the rank of V, and noise in B. One quantity varies at a time around n = 6,
-d = 6, scale 0.3, V of full rank, no noise; X and V are standard Gaussian. Each problem gets 32
-starts. `make pictures` draws docs/inversion-sensitivity.png from it.
+Success, iterations and conditioning as functions of the number of tokens n, the
+dimension d, the scale and symmetry of W, the rank of V, and noise in B. One quantity
+varies at a time around n = 6, d = 6, scale 0.3, V of full rank, no noise; X and V are
+standard Gaussian. Each problem gets 32 starts. `make pictures` draws
+docs/inversion-sensitivity.png from it.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ def quantities(quick: bool) -> dict[str, dict[float, Callable[[int], Pair]]]:
     return {
         "tokens n": {n: scaled(n) for n in (2, 3, 4, 6, 8, 12, 16)},
         "dimension d": {d: scaled(6, d) for d in (2, 3, 4, 6, 8, 12, 16)},
-        "scale of an asymmetric W": {s: scaled(scale=s) for s in (0.03, 0.1, 0.3, 0.6, 1.0, 2.0)},
+        "scale of an asymmetric W": {
+            s: scaled(scale=s) for s in (0.03, 0.1, 0.3, 0.6, 1.0, 2.0)
+        },
         "scale of a symmetric W": {
             s: scaled(scale=s, symmetric=True) for s in (0.03, 0.1, 0.3, 0.6, 1.0, 2.0)
         },

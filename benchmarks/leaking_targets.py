@@ -1,13 +1,13 @@
 """200 targets whose answers are rounded and pass through a link function: does `auto` read them?
 
-Eight kinds of target, five links and five precisions, each combination once. The seed of a target
-is its number, and `auto` knows nothing but the answers. `--blurred` measures another table: one to
-four heads whose answers have noise or are labels.
+Eight kinds of target, five links and five precisions, each combination once. The seed
+of a target is its number, and `auto` knows nothing but the answers. `--blurred`
+measures another table: one to four heads whose answers have noise or are labels.
 
-A target is *read* if the judge says so and the copy is as exact as the answers allow: on fresh
-sequences it differs from the function before rounding by at most four times the answers' own error,
-or by 1e-6 of the largest answer; from labels, by 1e-4 after the best scaling. A copy that the judge
-accepts and that is further off is *read wrongly*.
+A target is *read* if the judge says so and the copy is as exact as the answers allow:
+on fresh sequences it differs from the function before rounding by at most four times
+the answers' own error, or by 1e-6 of the largest answer; from labels, by 1e-4 after the
+best scaling. A copy that the judge accepts and that is further off is *read wrongly*.
 """
 
 from __future__ import annotations
@@ -77,8 +77,12 @@ BLURRED: dict[str, Callable[[int], oracle.Planted]] = {
     "four heads": lambda seed: oracle.plant("multi-head", dim=4, heads=4, seed=seed),
 }
 READ, UNCHECKED, MISMATCH, CLEAN, WRONG = SHOWN = (
-    "read", "not checked", "called a mismatch", "called clean", "read wrongly",
-)  # fmt: skip
+    "read",
+    "not checked",
+    "called a mismatch",
+    "called clean",
+    "read wrongly",
+)
 ADMITTED = 4.0  # times the largest error of the answers themselves
 LABELLED = 1e-4  # of the largest answer, where there are none
 
@@ -95,7 +99,8 @@ class Answering:
     """A target as its server answers it; `exactly` is the function before rounding."""
 
     def __init__(self, inner: Oracle, case: Case) -> None:
-        self.inner, self.dim = inner, inner.dim
+        self.inner = inner
+        self.dim = inner.dim
         self.link, self.rounded = LINKS[case.link], PRECISIONS.get(case.precision)
         self.blurred = inner if self.rounded else BLURS[case.precision](inner)
         self.labels = case.precision == LABELS
@@ -136,11 +141,13 @@ def run(quick: bool, processes: int = 1, blurred: bool = False) -> Iterator[Row]
 def attacked(case: Case) -> dict[str, Any]:
     """Extract a target without knowing its kind, and compare the copy with the truth.
 
-    `error` is that of the copy, `own` that of the answers, relative to the largest answer.
+    `error` is that of the copy, `own` that of the answers, relative to the largest
+    answer.
     """
     target = Answering({**KINDS, **BLURRED}[case.kind](case.seed), case)
     result, seconds = show.timed(lambda: extract.Auto(seed=case.seed)(target))
-    status, outcome = result.status, OUTCOMES[result.status]
+    status = result.status
+    outcome = OUTCOMES[result.status]
     error = own = None
     shown = CLEAN if outcome is Outcome.KEPT else UNCHECKED
     if status is extract.Status.MISMATCH:
@@ -150,17 +157,25 @@ def attacked(case: Case) -> dict[str, Any]:
         if outcome is Outcome.GIVEN_AWAY:
             shown = READ if error <= max(1e-6, ADMITTED * own) else WRONG
     return {
-        **vars(case), "outcome": shown, "status": str(status), "reason": result.reason,
-        "error": error, "own": own, "queries": result.queries, "seconds": seconds,
-    }  # fmt: skip
+        **vars(case),
+        "outcome": shown,
+        "status": str(status),
+        "reason": result.reason,
+        "error": error,
+        "own": own,
+        "queries": result.queries,
+        "seconds": seconds,
+    }
 
 
 def errors(target: Answering, model: Oracle) -> tuple[float, float]:
     """Return the errors of a copy and of the answers, relative to the largest answer."""
-    draw, lengths = normals(987_654_321), (1, 2, 3, 5)
+    draw = normals(987_654_321)
+    lengths = (1, 2, 3, 5)
     asked = [draw(64, length, target.dim) / math.sqrt(target.dim) for length in lengths]
-    exact, given, answers = (torch.cat([each(X) for X in asked]) for each in
-                             (target.exactly, model, target))  # fmt: skip
+    exact, given, answers = (
+        torch.cat([each(X) for X in asked]) for each in (target.exactly, model, target)
+    )
     largest = float(exact.abs().max())
     if target.labels:
         given = given * (given @ exact) / (given @ given)
@@ -176,10 +191,14 @@ def _row(what: str, items: list[dict[str, Any]]) -> tuple[Row, Counter[str]]:
         for item in items
         if item["outcome"] != READ
     ]
-    queries, seconds = (max(item[name] for item in items) for name in ("queries", "seconds"))
+    queries, seconds = (
+        max(item[name] for item in items) for name in ("queries", "seconds")
+    )
     measured = ", ".join(f"{counts[each]} {each}" for each in SHOWN if counts[each])
     details = f"{queries:,} queries and {seconds:.1f} s at most"
-    return Row(what, measured, details="; ".join([details, *failed]), items=items), counts
+    return Row(
+        what, measured, details="; ".join([details, *failed]), items=items
+    ), counts
 
 
 if __name__ == "__main__":

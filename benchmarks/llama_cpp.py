@@ -1,12 +1,14 @@
 """llama.cpp's states of a quantised model compared with ours, and its last layer from its answers.
 
-xllamacpp serves each of `--models FILE.gguf` on this machine. Turns of DREAM's dialogues of 8 to 40
-tokens are sent as token ids; the server returns the last states (pooling none) and a saved slot,
-which holds the keys and values of all layers. `--parts` selects:
+xllamacpp serves each of `--models FILE.gguf` on this machine. Turns of DREAM's
+dialogues of 8 to 40 tokens are sent as token ids; the server returns the last states
+(pooling none) and a saved slot, which holds the keys and values of all layers.
+`--parts` selects:
 
     apart       how far its last states and the values of every layer are from ours in float32, from
-                ours with the inputs of every matrix rounded as ggml does it, and from its own
-                without flash attention (the effect of another order of rounding)
+                ours with the inputs of every matrix rounded as ggml does it, and from
+                its own without flash attention (the effect of another order of
+                rounding)
     last-layer  the width of the model and rows of its output matrix, from the best `--top`
                 log-probabilities with a bias, and the queries that this takes
 """
@@ -78,40 +80,57 @@ def last_layer(path: Path, top: int) -> Row:
     result = compared(found, path)
     checked = 0 if result.check is None else result.check.queries
     item = {
-        "top": top, "width": result.width, "queries": result.queries, "judge": checked,
-        "status": str(result.status), "seconds": seconds,
+        "top": top,
+        "width": result.width,
+        "queries": result.queries,
+        "judge": checked,
+        "status": str(result.status),
+        "seconds": seconds,
         "layer": result.layer and vars(result.layer),
-    }  # fmt: skip
+    }
     return Row(
         f"{path.stem}, last layer from the best {top} with a bias",
-        f"width {result.width}, {result.queries + checked:,} queries", f"width {truth}",
+        f"width {result.width}, {result.queries + checked:,} queries",
+        f"width {truth}",
         result.width == truth,
         f"{result.reason}; {seconds:.0f} s",
         items=[item],
-    )  # fmt: skip
+    )
 
 
-def answers(path: Path, loaded: Loaded, ids: list[list[int]], *settings: str) -> list[Given]:
+def answers(
+    path: Path, loaded: Loaded, ids: list[list[int]], *settings: str
+) -> list[Given]:
     """Return the states and caches of llama.cpp's server for texts."""
-    parts, caches, states = anatomy(loaded.model), list[Any](), list[Tensor]()
+    parts = anatomy(loaded.model)
+    caches = list[Any]()
+    states = list[Tensor]()
     with (
         tempfile.TemporaryDirectory() as folder,
         served(path, f"slots={folder}/", *settings) as url,
         httpx.Client(base_url=url, timeout=600) as client,
     ):
         for text in ids:
-            request = {"prompt": text, "n_predict": 1, "temperature": 0, "cache_prompt": False}
+            request = {
+                "prompt": text,
+                "n_predict": 1,
+                "temperature": 0,
+                "cache_prompt": False,
+            }
             client.post("/completion", json=request).raise_for_status()
             saved = client.post("/slots/0?action=save", json={"filename": "slot.bin"})
             saved.raise_for_status()
             slot = read_slot(Path(folder) / "slot.bin")
             (sections,) = readings_of(arrays_of_slot(slot), parts, None)[0]
-            caches.append({
-                section.layer: {
-                    name: rows[0, :, : len(text)].float() for name, rows in section.tensors.items()
+            caches.append(
+                {
+                    section.layer: {
+                        name: rows[0, :, : len(text)].float()
+                        for name, rows in section.tensors.items()
+                    }
+                    for section in sections
                 }
-                for section in sections
-            })  # fmt: skip
+            )
     with (
         served(path, "pooling=NONE", *settings) as url,
         httpx.Client(base_url=url, timeout=600) as client,
@@ -138,15 +157,18 @@ def row_of(what: str, given: list[Given], others: list[Given]) -> Row:
     pairs = list(zip(given, others, strict=True))
     states = mean(off(a.states, b.states) for a, b in pairs)
     layers = {
-        layer: mean(off(a.caches[layer]["values"], b.caches[layer]["values"]) for a, b in pairs)
+        layer: mean(
+            off(a.caches[layer]["values"], b.caches[layer]["values"]) for a, b in pairs
+        )
         for layer in sorted(given[0].caches)
     }
     shown = ", ".join(f"{layer}: {layers[layer]:.1e}" for layer in list(layers)[:4])
     return Row(
-        what, f"last states {states:.1e} apart, values {max(layers.values()):.1e} at most",
+        what,
+        f"last states {states:.1e} apart, values {max(layers.values()):.1e} at most",
         details=f"values of layers {shown}; relative, mean of {len(given)} texts",
         items=[{"states": states, "values": list(layers.values())}],
-    )  # fmt: skip
+    )
 
 
 @torch.no_grad()

@@ -26,14 +26,25 @@ def run(quick: bool) -> Iterator[Row]:
     seeds = 3 if quick else 10
     for sizes in [[2, 2], [1, 2, 3]] if quick else [[8] * 4, [1, 2, 4, 9], [16] * 4]:
         count = sum(k * k + k for k in sizes)
-        what, target = f"known bases {_name(sizes)}", f"{count} queries, 1e-10"
+        what = f"known bases {_name(sizes)}"
+        target = f"{count} queries, 1e-10"
         entry = row(what, target, 1e-10, seeds, attempt(sizes, known=True))
         exact = f" {count}..{count} queries" in entry.measured
         yield replace(entry, met=bool(entry.met) and exact)
     unknown = [[4, 4], [1, 1, 1], [1, 2, 3]]
     if not quick:
-        unknown = [[8, 8], [4] * 4, [8] * 4, [16, 16], [1] * 8, [1] * 16, [2] * 8, [1, 2, 3, 4, 6],
-                   [1, 15], [8] * 8]  # fmt: skip
+        unknown = [
+            [8, 8],
+            [4] * 4,
+            [8] * 4,
+            [16, 16],
+            [1] * 8,
+            [1] * 16,
+            [2] * 8,
+            [1, 2, 3, 4, 6],
+            [1, 15],
+            [8] * 8,
+        ]
     for sizes in unknown:
         for levels in (1, 2):
             what = f"unknown bases {_name(sizes)}, levels={levels}"
@@ -55,12 +66,18 @@ def limits(sizes: list[int], seeds: int) -> Iterator[Row]:
         noisy = attempt(sizes, blur=error, precision=error, tolerance=1e-3)
         yield report(what, 1e-2, noisy, 1e-2)
     for weak in (1e-2, 1e-4, 1e-6):
-        yield report(f"{_name(sizes)}, one W weaker by {weak:.0e}", 1e-4, attempt(sizes, weak=weak))
+        yield report(
+            f"{_name(sizes)}, one W weaker by {weak:.0e}",
+            1e-4,
+            attempt(sizes, weak=weak),
+        )
     for few in ([1] * 4, [1] * 16, [3] * 4):
         what = f"{_name(few)}, equal weights in every subspace"
         yield report(what, 1e-6, attempt(few, alike=True))
     for few in ([1] * 4, [2] * 4, [4] * 4):
-        yield report(f"{_name(few)}, Hessian at a single x", 1e-6, attempt(few, points=1))
+        yield report(
+            f"{_name(few)}, Hessian at a single x", 1e-6, attempt(few, points=1)
+        )
 
 
 def plant(
@@ -90,7 +107,9 @@ class Blurred:
     """Answers with a relative error, like those of a server with fewer digits."""
 
     def __init__(self, inner: MultiHead, error: float, seed: int) -> None:
-        self.inner, self.dim, self.error = inner, inner.dim, error
+        self.inner = inner
+        self.dim = inner.dim
+        self.error = error
         self.stream = torch.Generator().manual_seed(seed)
 
     def __call__(self, sequences: Tensor) -> Tensor:
@@ -129,14 +148,15 @@ def row(
 ) -> Row:
     """Count the seeds whose model is within `accuracy` of the planted one.
 
-    With `wanted` None the count is only reported. A model that is called recovered must be within
-    `honest` of the answers to fresh queries.
+    With `wanted` None the count is only reported. A model that is called recovered must
+    be within `honest` of the answers to fresh queries.
     """
     runs = [made(seed) for seed in range(seeds)]
     queries = [result.queries for result, _ in runs]
     errors = [worst_error(result.model, truth) for result, truth in runs]
     wrong = sum(
-        result.status is Status.RECOVERED and fresh_error(truth, result.model, [5], 20) > honest
+        result.status is Status.RECOVERED
+        and fresh_error(truth, result.model, [5], 20) > honest
         for result, truth in runs
     )
     right = [error for error in errors if error <= accuracy]

@@ -30,7 +30,8 @@ def normals(seed: int) -> Callable[..., Tensor]:
 def worst_error(found: object, truth: Head | MultiHead | Attention) -> float:
     """Return the largest error of any W or v, relative to its largest entry.
 
-    Heads may be in any order and are matched by W. If their number is wrong, the error is infinite.
+    Heads may be in any order and are matched by W. If their number is wrong, the error
+    is infinite.
     """
     if not isinstance(found, type(truth)) or len(found.W) != len(truth.W):
         return math.inf
@@ -49,21 +50,37 @@ def worst_error(found: object, truth: Head | MultiHead | Attention) -> float:
         relative(W[p], t) if t.any() else float(W[p].abs().max() / largest)
         for p, t in zip(partner, truths, strict=True)
     ]
-    return max(*errors, *(relative(v[p], t) for p, t in zip(partner, values, strict=True)))
+    return max(
+        *errors, *(relative(v[p], t) for p, t in zip(partner, values, strict=True))
+    )
 
 
-def compared(target: Any, result: Extraction, seed: int, numbers: int) -> dict[str, Any]:
+def compared(
+    target: Any, result: Extraction, seed: int, numbers: int
+) -> dict[str, Any]:
     """Compare an extraction with its target, whose answers have `numbers` numbers each."""
-    error = None if result.model is None else judge(target, result.model, seed + 100).worst
-    return {"seed": seed, "status": result.status, "reason": result.reason, "error": error,
-            "queries": result.queries, "seconds": result.seconds,
-            "bound": -(-target.unknowns // numbers)}  # fmt: skip
+    if result.model is None:
+        error = None
+    else:
+        error = judge(target, result.model, seed + 100).worst
+    return {
+        "seed": seed,
+        "status": result.status,
+        "reason": result.reason,
+        "error": error,
+        "queries": result.queries,
+        "seconds": result.seconds,
+        "bound": -(-target.unknowns // numbers),
+    }
 
 
 def by_kind(
-    measured: Callable[[tuple[str, int]], dict[str, Any]], known: Collection[str], kinds: str,
-    seeds: int, workers: int,
-) -> Iterator[tuple[str, list[dict[str, Any]]]]:  # fmt: skip
+    measured: Callable[[tuple[str, int]], dict[str, Any]],
+    known: Collection[str],
+    kinds: str,
+    seeds: int,
+    workers: int,
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yield each kind with the results of its seeds.
 
     `kinds` are names or parts of names, separated by semicolons.
@@ -71,9 +88,10 @@ def by_kind(
     parts = kinds.split(";")
     whole = [part for part in parts if part in known]
     chosen = [
-        name for name in known
+        name
+        for name in known
         if name in whole or any(part in name for part in parts if part not in whole)
-    ]  # fmt: skip
+    ]
     cases = [(name, seed) for name in chosen for seed in range(seeds)]
     found = show.spread_out(measured, cases, workers)
     for name in chosen:
@@ -81,12 +99,17 @@ def by_kind(
 
 
 def taken(
-    name: str, items: list[dict[str, Any]], allowed: float, least: int, wrong: float | None = None
+    name: str,
+    items: list[dict[str, Any]],
+    allowed: float,
+    least: int,
+    wrong: float | None = None,
 ) -> Row:
     """Count how many of a kind were recovered within `allowed`; beyond `wrong` one is false."""
     called = [item for item in items if item["status"] == Status.RECOVERED]
     right = [item for item in called if item["error"] <= allowed]
-    false, details = sum(item["error"] > (wrong or allowed) for item in called), ""
+    false = sum(item["error"] > (wrong or allowed) for item in called)
+    details = ""
     if right:
         queries, seconds, bound = (
             sorted(item[each] for item in right)[len(right) // 2]
@@ -99,19 +122,27 @@ def taken(
         if "parts" in right[0]:
             details = f"largest of weights {max(item['parts'] for item in right):.1e}; {details}"
     return Row(
-        name, f"{len(right)} of {len(items)} recovered, {false} false",
-        f">= {least} with error <= {allowed:.0e}, 0 false", len(right) >= least and not false,
-        details, items=items,
-    )  # fmt: skip
+        name,
+        f"{len(right)} of {len(items)} recovered, {false} false",
+        f">= {least} with error <= {allowed:.0e}, 0 false",
+        len(right) >= least and not false,
+        details,
+        items=items,
+    )
 
 
 def fresh_error(
-    target: Oracle, model: Oracle | None, lengths: Sequence[int], count: int = 100, size: float = 1
+    target: Oracle,
+    model: Oracle | None,
+    lengths: Sequence[int],
+    count: int = 100,
+    size: float = 1,
 ) -> float:
     """Return the worst error on fresh sequences, relative to the largest answer of each length."""
     if model is None:
         return math.inf
-    draw, worst = normals(987_654_321), 0.0
+    draw = normals(987_654_321)
+    worst = 0.0
     for length in lengths:
         sequences = size * draw(count, length, target.dim)
         answers = target(sequences)

@@ -1,9 +1,9 @@
 """What protects stored vectors: texts read and retrieval lost, for each defence and strength.
 
-Sentences of SST-2's dev set (`--tokens` long, none of them a line of the corpus) are stored with a
-defence. The attacker has the store, the encoder, SST-2's training set and the defence, all but its
-secret. The cost of the defence is recall@10 among `--docs` sentences, for other sentences as
-queries. `--parts` selects:
+Sentences of SST-2's dev set (`--tokens` long, none of them a line of the corpus) are
+stored with a defence. The attacker has the store, the encoder, SST-2's training set and
+the defence, all but its secret. The cost of the defence is recall@10 among `--docs`
+sentences, for other sentences as queries. `--parts` selects:
 
     defences  every defence; `--only rounding,truncation` selects some
     near      texts close to the true one, given to the judge: none may be verified
@@ -12,8 +12,8 @@ queries. `--parts` selects:
               install --target FOLDER --no-deps turboquant-vectors ironcore-alloy` for
               `--packages FOLDER`
 
-No text may be verified wrongly. On a GPU all vectors of an encoder are searched together. `--quick`
-takes a model with random weights.
+No text may be verified wrongly. On a GPU all vectors of an encoder are searched
+together. `--quick` takes a model with random weights.
 """
 
 from __future__ import annotations
@@ -114,7 +114,9 @@ def run(
         loaded = subjects.tiny("bert", words=96)
         words = subjects.random_lines(loaded, 160, 2, 4)
         setting = prepared(loaded, words[:2], words[2:], 60, SumSearch(passes=300), 5)
-        yield from defended(setting, [no_defence(), rounding("int4"), projection(16, 32)])
+        yield from defended(
+            setting, [no_defence(), rounding("int4"), projection(16, 32)]
+        )
         yield from near_rows(setting, 2)
         drawn = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
         yield nobody_row(setting, "random directions", drawn, SumSearch(passes=60))
@@ -127,29 +129,43 @@ def run(
     search = SumSearch(passes=passes)
     setting = prepared(loaded, fresh[:texts], corpus, docs, search, most + 3)
     if "defences" in parts:
-        named = [each for each in own_defences(setting.docs) if not only or each.name in only]
+        named = [
+            each for each in own_defences(setting.docs) if not only or each.name in only
+        ]
         yield from defended(setting, named)
     if "near" in parts:
         yield from near_rows(setting, texts)
     if "nobody" in parts:
-        yield from nobody_rows(setting, another, device, nobody, replace(search, passes=1_000))
+        yield from nobody_rows(
+            setting, another, device, nobody, replace(search, passes=1_000)
+        )
     if "packages" in parts:
         for package in (turboquant, ironcore):
             yield from packaged(setting, package)
 
 
 def prepared(
-    loaded: Loaded, secrets: Sequence[str], corpus: Sequence[str], docs: int, search: SumSearch,
+    loaded: Loaded,
+    secrets: Sequence[str],
+    corpus: Sequence[str],
+    docs: int,
+    search: SumSearch,
     max_length: int,
-) -> Setting:  # fmt: skip
+) -> Setting:
     target = Target.of(loaded.model, loaded.tokenizer)
     reader = CountedReader(corpus, max_length, search).ready(target, WAY)
     ids = [loaded.tokenizer(text)["input_ids"] for text in secrets]
     half = len(corpus) // 2
     return Setting(
-        loaded, ids, reader, embedded(target, secrets), embedded(target, corpus[-1_000:]),
-        embedded(target, corpus[:docs]), embedded(target, corpus[half : half + 200]), corpus,
-    )  # fmt: skip
+        loaded,
+        ids,
+        reader,
+        embedded(target, secrets),
+        embedded(target, corpus[-1_000:]),
+        embedded(target, corpus[:docs]),
+        embedded(target, corpus[half : half + 200]),
+        corpus,
+    )
 
 
 def embedded(target: Target, lines: Sequence[str]) -> Tensor:
@@ -175,36 +191,54 @@ def own_defences(docs: Tensor) -> list[Defence]:
 
 
 def defended(setting: Setting, defences: Sequence[Defence]) -> Iterator[Row]:
-    read = reading(setting.loaded, defences, setting.vectors, setting.reader, setting.known, WAY)
+    read = reading(
+        setting.loaded, defences, setting.vectors, setting.reader, setting.known, WAY
+    )
     for defence, recoveries in read:
         yield row_of(setting, defence, recoveries)
 
 
-def row_of(setting: Setting, defence: Defence, recoveries: Sequence[TextRecovery]) -> Row:
+def row_of(
+    setting: Setting, defence: Defence, recoveries: Sequence[TextRecovery]
+) -> Row:
     special = set(setting.loaded.tokenizer.all_special_ids)
     pairs = list(zip(recoveries, setting.secrets, strict=True))
     exact = sum(made.ids == ids for made, ids in pairs)
     verified = sum(made.verified for made, _ in pairs)
     wrong = sum(made.verified and made.ids != ids for made, ids in pairs)
     f1 = statistics.mean(
-        subjects.f1(*([id_ for id_ in ids if id_ not in special] for ids in (made.ids, secret)))
+        subjects.f1(
+            *([id_ for id_ in ids if id_ not in special] for ids in (made.ids, secret))
+        )
         for made, secret in pairs
     )
     found = retrieval(defence, setting.docs, setting.queries)
     what = f"{setting.name}, {defence.name}, {defence.strength}"
     passes = statistics.mean(made.passes for made, _ in pairs)
-    kept = {"row": what, "encoder": setting.name, "defence": defence.name,
-            "strength": defence.strength, "exact": exact, "texts": len(pairs), "f1": f1,
-            "verified": verified, "wrong": wrong, "recall": found}  # fmt: skip
+    kept = {
+        "row": what,
+        "encoder": setting.name,
+        "defence": defence.name,
+        "strength": defence.strength,
+        "exact": exact,
+        "texts": len(pairs),
+        "f1": f1,
+        "verified": verified,
+        "wrong": wrong,
+        "recall": found,
+    }
     return Row(
-        what, f"{exact} of {len(pairs)} exact, recall@10 {found:.3f}", "0 verified wrongly",
+        what,
+        f"{exact} of {len(pairs)} exact, recall@10 {found:.3f}",
+        "0 verified wrongly",
         wrong == 0,
-        f"token F1 {f1:.3f}; {verified} verified, {wrong} wrongly; {passes:,.0f} passes", run=kept,
-    )  # fmt: skip
+        f"token F1 {f1:.3f}; {verified} verified, {wrong} wrongly; {passes:,.0f} passes",
+        run=kept,
+    )
 
 
-# The defences of vectors f (d numbers, length one), besides the noise and the rounding that an
-# audit tries (recover/protection.py):
+# The defences of vectors f (d numbers, length one), besides the noise and the rounding
+# that an audit tries (recover/protection.py):
 #
 #     private noise     f + σ g, (ε, δ)-private for σ = Δ·noise(ε), Δ = 2 the largest distance
 #                       (Balle and Wang, arXiv 1805.06530)
@@ -215,10 +249,10 @@ def row_of(setting: Setting, defence: Defence, recoveries: Sequence[TextRecovery
 #     product quant.    one of 256 centroids in each block (Jégou et al., 2011)
 #     secret rotation   f R; m known texts with their vectors give m numbers of f (secrets.py)
 #
-# The attacker adapts. Noise is stated to the judge, and a stored form is judged in its own
-# precision (embeddings/judge.py). If k numbers f P of a vector are known, the attacker uses the
-# encoder with its last states multiplied by P (`mapped`): pooling by the mean commutes with a
-# linear map.
+# The attacker adapts. Noise is stated to the judge, and a stored form is judged in its
+# own precision (embeddings/judge.py). If k numbers f P of a vector are known, the
+# attacker uses the encoder with its last states multiplied by P (`mapped`): pooling by
+# the mean commutes with a linear map.
 
 _ROUNDS = 15  # of Lloyd's algorithm
 _CODES = 256
@@ -229,8 +263,8 @@ _MIN_NUMBERS = 3  # of a vector that must be known for its direction to say anyt
 class Adapted(Defence):
     """A defence that also changes queries (`ask`), and what an attacker does about it.
 
-    `map` (d, k) is a public linear map that `keep` applies. `undo` finds a secret from the plain
-    and the stored vectors of `pairs` known texts.
+    `map` (d, k) is a public linear map that `keep` applies. `undo` finds a secret from
+    the plain and the stored vectors of `pairs` known texts.
     """
 
     ask: Change = lambda queries: queries
@@ -245,12 +279,15 @@ def no_defence() -> Defence:
 
 def private_noise(epsilon: float, seed: int = 0) -> Defence:
     """Noise that is (ε, 1e-5)-private."""
-    return noisy_by(DISTANCE * noise_for(epsilon), f"ε = {epsilon:g}, δ = {DELTA:g}", seed)
+    return noisy_by(
+        DISTANCE * noise_for(epsilon), f"ε = {epsilon:g}, δ = {DELTA:g}", seed
+    )
 
 
 def metric_noise(share: float, d: int, seed: int = 0) -> Defence:
     """Metric privacy with noise of average length `share` of a vector's: ε = d / share."""
-    epsilon, stream = d / share, torch.Generator().manual_seed(seed)
+    epsilon = d / share
+    stream = torch.Generator().manual_seed(seed)
 
     def keep(vectors: Tensor) -> Tensor:
         # The sum of d exponential numbers is Gamma(d, 1).
@@ -270,7 +307,9 @@ def projection(width: int, d: int, seed: int = 0) -> Defence:
     def keep(vectors: Tensor) -> Tensor:
         return normalize(vectors @ drawn.to(vectors), dim=-1)
 
-    return Adapted("random projection", f"{width} of {d} numbers", keep, ask=keep, map=drawn)
+    return Adapted(
+        "random projection", f"{width} of {d} numbers", keep, ask=keep, map=drawn
+    )
 
 
 def truncation(width: int, d: int) -> Defence:
@@ -287,10 +326,14 @@ def product_quantisation(blocks: int, vectors: Tensor) -> Defence:
     book = points[:, :_CODES].clone()
     for _ in range(_ROUNDS):
         nearest = torch.cdist(points, book).argmin(-1)
-        sums = torch.zeros_like(book).scatter_add_(1, nearest[..., None].expand_as(points), points)
+        sums = torch.zeros_like(book).scatter_add_(
+            1, nearest[..., None].expand_as(points), points
+        )
         counts = torch.zeros_like(book[..., 0])
         counts.scatter_add_(1, nearest, torch.ones_like(nearest, dtype=book.dtype))
-        book = torch.where(counts[..., None] > 0, sums / counts.clamp(min=1)[..., None], book)
+        book = torch.where(
+            counts[..., None] > 0, sums / counts.clamp(min=1)[..., None], book
+        )
 
     def keep(given: Tensor) -> Tensor:
         parts = given.unflatten(1, (blocks, -1)).transpose(0, 1)
@@ -320,18 +363,26 @@ def retrieval(defence: Defence, docs: Tensor, queries: Tensor) -> float:
 
 
 def reading(
-    loaded: Loaded, defences: Sequence[Defence], vectors: Tensor, reader: CountedReader,
-    known: Tensor, way: Exposure,
-) -> Iterator[tuple[Defence, list[TextRecovery]]]:  # fmt: skip
+    loaded: Loaded,
+    defences: Sequence[Defence],
+    vectors: Tensor,
+    reader: CountedReader,
+    known: Tensor,
+    way: Exposure,
+) -> Iterator[tuple[Defence, list[TextRecovery]]]:
     """Yield each defence with what is read of vectors (b, d) that it protects.
 
-    The attacker knows the plain vectors `known` (m, d) of some texts; `way` is how the encoder
-    pools. Defences that keep all numbers are attacked in one batch, and come first.
+    The attacker knows the plain vectors `known` (m, d) of some texts; `way` is how the
+    encoder pools. Defences that keep all numbers are attacked in one batch, and come
+    first.
     """
     made: list[tuple[Defence, list[Pooled], Tensor | None]] = []
     for defence in defences:
         stored, map_ = _known_numbers(defence, vectors, known)
-        stated = {"width": map_.shape[1], "unit": True} if map_ is not None else defence.stated
+        if map_ is not None:
+            stated = {"width": map_.shape[1], "unit": True}
+        else:
+            stated = defence.stated
         about = (way.pooling, way.normalised)
         leaks = [Pooled(row, *about, **stated) for row in stored.float().cpu()]
         made.append((defence, leaks, map_))
@@ -342,7 +393,8 @@ def reading(
     for defence, leaks, map_ in made:
         if leaks[0].exposure != way:
             with nullcontext() if map_ is None else mapped(loaded.model, map_):
-                # What was counted of the corpus is about whole vectors: it is counted anew.
+                # What was counted of the corpus is about whole vectors: it is counted
+                # anew.
                 recoveries = _read(loaded, leaks, replace(reader, counted=None))
             yield defence, recoveries
 
@@ -358,13 +410,16 @@ def _known_numbers(
         return stored, defence.map
     pairs = known[: defence.pairs]
     found = defence.undo(pairs.cpu(), defence.keep(pairs).cpu())
-    rank, stored = found.own.shape[1], stored.cpu()
+    rank = found.own.shape[1]
+    stored = stored.cpu()
     if _MIN_NUMBERS <= rank < vectors.shape[1]:
         return normalize(found.numbers(stored), dim=-1), found.own
     return found.undo(stored), None
 
 
-def _read(loaded: Loaded, leaks: Sequence[Pooled], reader: CountedReader) -> list[TextRecovery]:
+def _read(
+    loaded: Loaded, leaks: Sequence[Pooled], reader: CountedReader
+) -> list[TextRecovery]:
     if leaks and reader.counted is None:
         target = Target.of(loaded.model, loaded.tokenizer)
         reader = reader.ready(target, leaks[0].exposure)
@@ -387,7 +442,9 @@ def mapped(model: nn.Module, map_: Tensor) -> Generator[None]:
 # Packages that promise to protect vectors, by their own code.
 
 
-def packaged(setting: Setting, package: Callable[[Setting], list[Defence]]) -> Iterator[Row]:
+def packaged(
+    setting: Setting, package: Callable[[Setting], list[Defence]]
+) -> Iterator[Row]:
     try:
         defences = package(setting)
     except ImportError as error:
@@ -399,8 +456,10 @@ def packaged(setting: Setting, package: Callable[[Setting], list[Defence]]) -> I
 def turboquant(setting: Setting) -> list[Defence]:
     """turboquant-vectors: `PrivateEncoder` (a secret rotation), and compression to 4 bits."""
     module: Any = importlib.import_module("turboquant_vectors")
-    docs, d = setting.docs, setting.docs.shape[1]
-    secret, store = module.PrivateEncoder.generate(d), module.TurboQuantVectors(d)
+    docs = setting.docs
+    d = setting.docs.shape[1]
+    secret = module.PrivateEncoder.generate(d)
+    store = module.TurboQuantVectors(d)
 
     def rotated(vectors: Tensor) -> Tensor:
         return torch.from_numpy(secret.rotate(vectors.cpu().numpy())).to(vectors)
@@ -409,44 +468,62 @@ def turboquant(setting: Setting) -> list[Defence]:
         given = store.decompress(store.compress(vectors.cpu().numpy()))
         return torch.from_numpy(given).to(vectors)
 
-    name, off = "turboquant-vectors", compressed(docs) - docs
+    name = "turboquant-vectors"
+    off = compressed(docs) - docs
     return [
         *(
-            Adapted(name, f"PrivateEncoder, {pairs} known", rotated, ask=rotated, pairs=pairs,
-                    undo=undo_rotation if pairs else None)
+            Adapted(
+                name,
+                f"PrivateEncoder, {pairs} known",
+                rotated,
+                ask=rotated,
+                pairs=pairs,
+                undo=undo_rotation if pairs else None,
+            )
             for pairs in (*PAIRS, d)
         ),
         Defence(name, "compressed, 4 bits", compressed, {"noise": float(off.std())}),
-    ]  # fmt: skip
+    ]
 
 
 def ironcore(setting: Setting) -> list[Defence]:
     """ironcore-alloy (Cloaked AI): noise, and a secret permutation of the numbers.
 
-    The noise is uniform in a ball of radius factor / 4 (Fuchsbauer et al., 2021). Without a known
-    text the permutation follows from statistics of all stored vectors (`reordered`).
+    The noise is uniform in a ball of radius factor / 4 (Fuchsbauer et al., 2021).
+    Without a known text the permutation follows from statistics of all stored vectors
+    (`reordered`).
     """
     module: Any = importlib.import_module("ironcore_alloy")
-    d, made = setting.docs.shape[1], list[Defence]()
+    d = setting.docs.shape[1]
+    made = list[Defence]()
     for factor in (1.0, 2.0, 4.0):
         secret = module.StandaloneSecret(1, module.Secret(bytes(range(64))))
         vector = module.VectorSecret(factor, module.RotatableSecret(secret, None))
         standard = module.StandardSecrets(1, [secret])
-        sdk = module.Standalone(module.StandaloneConfiguration(standard, {}, {"": vector}))
+        sdk = module.Standalone(
+            module.StandaloneConfiguration(standard, {}, {"": vector})
+        )
         keep = cache(partial(_encrypted, module, sdk))
         stated = {"noise": factor / 4 * (d + 2) ** -0.5}
         statistics_alone = partial(_by_statistics, setting, keep)
         made += [
             Adapted(
-                "ironcore-alloy", f"factor {factor:g}, {pairs} known", keep, stated, ask=keep,
-                pairs=pairs, undo=in_order if pairs else statistics_alone,
+                "ironcore-alloy",
+                f"factor {factor:g}, {pairs} known",
+                keep,
+                stated,
+                ask=keep,
+                pairs=pairs,
+                undo=in_order if pairs else statistics_alone,
             )
             for pairs in PAIRS
-        ]  # fmt: skip
+        ]
     return made
 
 
-def _by_statistics(setting: Setting, keep: Change, _known: Tensor, _stored: Tensor) -> Alignment:
+def _by_statistics(
+    setting: Setting, keep: Change, _known: Tensor, _stored: Tensor
+) -> Alignment:
     return reordered(setting.known, keep(setting.docs))
 
 
@@ -459,7 +536,9 @@ def _encrypted(module: Any, sdk: Any, vectors: Tensor) -> Tensor:
     }
 
     async def encrypt() -> Any:
-        return await sdk.vector().encrypt_batch(rows, module.AlloyMetadata.new_simple("tenant"))
+        return await sdk.vector().encrypt_batch(
+            rows, module.AlloyMetadata.new_simple("tenant")
+        )
 
     made = asyncio.run(encrypt()).successes
     return torch.tensor([made[number].encrypted_vector for number in rows]).to(vectors)
@@ -475,11 +554,15 @@ def in_order(known: Tensor, stored: Tensor) -> Alignment:
 def reordered(own: Tensor, stored: Tensor, rounds: int = 30) -> Alignment:
     """Find it from statistics of vectors (n, d) of the attacker's own texts and of the stored ones.
 
-    Numbers are matched first by mean and standard deviation, then repeatedly by their covariances
-    with all others in the order so far. Noise changes none of these but each number's variance.
+    Numbers are matched first by mean and standard deviation, then repeatedly by their
+    covariances with all others in the order so far. Noise changes none of these but
+    each number's variance.
     """
-    own, stored = own.double().cpu(), stored.double().cpu()
-    found = in_order(*(torch.stack([each.mean(0), each.std(0)]) for each in (own, stored)))
+    own = own.double().cpu()
+    stored = stored.double().cpu()
+    found = in_order(
+        *(torch.stack([each.mean(0), each.std(0)]) for each in (own, stored))
+    )
     ours, theirs = (torch.cov(each.T).fill_diagonal_(0) for each in (own, stored))
     for _ in range(rounds):
         found = in_order(ours, (theirs @ found.stored).T)
@@ -493,17 +576,21 @@ FORMS = ("float32", "float16", "int8", "int4", "binary")
 
 def near_rows(setting: Setting, texts: int) -> Iterator[Row]:
     """Give texts close to the true one to the judge of its vector, in each stored form."""
-    target, stream = setting.target, random.Random(0)
+    target = setting.target
+    stream = random.Random(0)
     kinds: dict[str, list[int]] = {}
     written = same = 0
-    for ids, vector in zip(setting.secrets[:texts], setting.vectors.cpu(), strict=False):
+    for ids, vector in zip(
+        setting.secrets[:texts], setting.vectors.cpu(), strict=False
+    ):
         vectors = Vectors(target, WAY, ids)
         frame = (vectors.before, vectors.after)
         misses = near_misses(setting, vectors, vectors.inside(ids), stream)
         text = target.decode(vectors.inside(ids))
         for other in (text.upper(), text.title(), text.replace(" ", "  "), f" {text} "):
             again = setting.loaded.tokenizer(other)["input_ids"]
-            written, same = written + 1, same + (again == ids)
+            written = written + 1
+            same = same + (again == ids)
             if again != ids:
                 misses.append(("case or spaces, other tokens", vectors.inside(again)))
         for form in FORMS:
@@ -517,8 +604,12 @@ def near_rows(setting: Setting, texts: int) -> Iterator[Row]:
                     count[place] += more
     for kind, (tried, fit, wrong) in kinds.items():
         what = f"{setting.name}, near misses: {kind}"
-        yield show.exactly(what, f"{wrong} of {tried} verified", f"0 of {tried} verified",
-                           f"{fit} fit the vector")  # fmt: skip
+        yield show.exactly(
+            what,
+            f"{wrong} of {tried} verified",
+            f"0 of {tried} verified",
+            f"{fit} fit the vector",
+        )
     what = f"{setting.name}, texts that differ only in case or spaces"
     yield Row(what, f"{same} of {written} have the same tokens, and so the same vector")
 
@@ -534,18 +625,24 @@ def near_misses(
     for _ in range(5):
         place = stream.randrange(len(text))
         token = stream.choice(setting.secrets[stream.randrange(len(setting.secrets))])
-        misses.append(("one token replaced", (*text[:place], token, *text[place + 1 :])))
+        misses.append(
+            ("one token replaced", (*text[:place], token, *text[place + 1 :]))
+        )
     for place in range(len(text) - 1):
         pair = (text[place + 1], text[place])
-        misses.append(("neighbours swapped", (*text[:place], *pair, *text[place + 2 :])))
+        misses.append(
+            ("neighbours swapped", (*text[:place], *pair, *text[place + 2 :]))
+        )
     return [(kind, miss) for kind, miss in misses if miss != text]
 
 
 def nobody_rows(
     setting: Setting, another: Path | None, device: str, count: int, search: SumSearch
 ) -> Iterator[Row]:
-    each, stream = count // 4, torch.Generator().manual_seed(0)
-    docs, d = setting.docs.cpu(), setting.docs.shape[1]
+    each = count // 4
+    stream = torch.Generator().manual_seed(0)
+    docs = setting.docs.cpu()
+    d = setting.docs.shape[1]
     noise = torch.randn(each, d, generator=stream) * d**-0.5
     kinds = {
         "random directions": torch.randn(each, d, generator=stream),
@@ -565,17 +662,27 @@ def nobody_rows(
 
 
 def nobody_row(
-    setting: Setting, kind: str, vectors: Tensor, search: SumSearch, right: Sequence[str] = ()
+    setting: Setting,
+    kind: str,
+    vectors: Tensor,
+    search: SumSearch,
+    right: Sequence[str] = (),
 ) -> Row:
     """Read vectors of no text; `right` are texts so close to them that reading those is right."""
-    vectors, target = normalize(vectors, dim=-1), setting.target
+    vectors = normalize(vectors, dim=-1)
+    target = setting.target
     reader = replace(setting.reader, search=search)
     leaks = [Pooled(vector) for vector in vectors]
-    read = recover_texts(setting.loaded.model, setting.loaded.tokenizer, leaks, method=reader)
-    truths = [setting.loaded.tokenizer(text)["input_ids"] for text in right] or [[]] * len(read)
+    read = recover_texts(
+        setting.loaded.model, setting.loaded.tokenizer, leaks, method=reader
+    )
+    truths = [setting.loaded.tokenizer(text)["input_ids"] for text in right] or [
+        []
+    ] * len(read)
     wrong = true = 0
     for made, vector, truth in zip(read, vectors, truths, strict=True):
-        verdicts, run = [made.verified], Vectors(target, WAY, made.ids)
+        verdicts = [made.verified]
+        run = Vectors(target, WAY, made.ids)
         for form in ("int8", "binary"):
             leak = Pooled(ROUNDINGS[form](vector))
             fits = may_be(target, leak, made.ids, run)
@@ -584,10 +691,12 @@ def nobody_row(
         true += sum(verdicts) * (made.ids == truth)
     cosine = statistics.median(made.similarity or 0.0 for made in read)
     return show.exactly(
-        f"{setting.name}, {len(vectors)} {kind}", f"{wrong} verified wrongly", "0 verified wrongly",
+        f"{setting.name}, {len(vectors)} {kind}",
+        f"{wrong} verified wrongly",
+        "0 verified wrongly",
         f"as float32, 8 bits and signs; {true} verified with the text that the noise was added to; "
         f"cosine of what was found {cosine:.3f}, median",
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

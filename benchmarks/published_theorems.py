@@ -1,9 +1,10 @@
 """Theorems 5.1, 6.1 and B.1 as published, compared with ours: stated, guaranteed and measured.
 
-*Stated* is the accuracy that the theorem promises beforehand (‖Ŵ − W‖_F and ‖v̂ − v‖), *guaranteed*
-what the answers prove of every entry, *measured* the error against the planted truth. In Theorem
-6.1 every answer is wrong by exactly ±τ with the theorem's own τ; bound and margin are those of the
-target. A draw without a guarantee counts as a violation.
+*Stated* is the accuracy that the theorem promises beforehand (‖Ŵ − W‖_F and ‖v̂ − v‖),
+*guaranteed* what the answers prove of every entry, *measured* the error against the
+planted truth. In Theorem 6.1 every answer is wrong by exactly ±τ with the theorem's own
+τ; bound and margin are those of the target. A draw without a guarantee counts as a
+violation.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def run(quick: bool) -> Iterator[Row]:
     sizes = ((4, 0.5), (4, 0.1), (8, 0.1), (16, 0.1), (8, 1e-4))
     for dim, accuracy in sizes[1:2] if quick else sizes:
         yield from within_tolerance(dim, accuracy, draws)
-    for dim, margin, accuracy in ((2, 0.5, 0.9),) if quick else ((2, 0.5, 0.2), (3, 0.3, 0.5)):
+    for dim, margin, accuracy in (
+        ((2, 0.5, 0.9),) if quick else ((2, 0.5, 0.2), (3, 0.3, 0.5))
+    ):
         yield from from_signs(dim, margin, accuracy, draws)
     for dim, rank in ((8, 1),) if quick else ((8, 1), (12, 1), (12, 2), (16, 2)):
         yield gaussian_measurements(dim, rank, range(2 if quick else 20))
@@ -39,7 +42,9 @@ class Extreme:
     """Answers wrong by exactly ±τ, fixed for each query: the worst that Theorem 6.1 allows."""
 
     def __init__(self, head: oracle.Head, tau: float, seed: int) -> None:
-        self.inner, self.dim, self._tau = head, head.dim, tau
+        self.inner = head
+        self.dim = head.dim
+        self._tau = tau
         self._noisy = oracle.Noisy(head, 1.0, seed=seed)
 
     def __call__(self, sequences: Tensor) -> Tensor:
@@ -61,7 +66,8 @@ class Outcome(NamedTuple):
         entry = _entry(result, target)
         norm = float(torch.linalg.matrix_norm(result.model.W - target.W))
         norm_v = float(torch.linalg.vector_norm(result.model.v - target.v))
-        guaranteed, stated = result.guarantee or math.nan, result.stated.accuracy
+        guaranteed = result.guarantee or math.nan
+        stated = result.stated.accuracy
         kept = (
             max(norm, norm_v) <= stated
             and entry <= guaranteed <= stated / target.dim * (1 + 1e-6)
@@ -76,11 +82,19 @@ def _entry(result: Extraction, target: oracle.Head) -> float:
 
 
 def _violations(what: str, count: int, draws: int, details: str) -> Row:
-    return Row(what, f"{count} violations in {draws} draws", "0", count == 0, f"{details}; medians")
+    return Row(
+        what,
+        f"{count} violations in {draws} draws",
+        "0",
+        count == 0,
+        f"{details}; medians",
+    )
 
 
 def _row(what: str, outcomes: list[Outcome], dim: int, counts: str) -> Row:
-    stated, guaranteed, entry, norm, _ = (median(column) for column in zip(*outcomes, strict=True))
+    stated, guaranteed, entry, norm, _ = (
+        median(column) for column in zip(*outcomes, strict=True)
+    )
     largest_norm = max(each.norm / each.stated for each in outcomes)
     largest_entry = max(each.entry / each.guaranteed for each in outcomes)
     return _violations(
@@ -94,7 +108,11 @@ def _row(what: str, outcomes: list[Outcome], dim: int, counts: str) -> Row:
 
 
 def within_tolerance(dim: int, accuracy: float, draws: range) -> Iterator[Row]:
-    outcomes, errors, proved, taus, queries = [], [], [], [], set[int]()
+    outcomes = []
+    errors = []
+    proved = []
+    taus = []
+    queries = set[int]()
     for seed in draws:
         target, bound = _planted(dim, seed, zeros=seed % 3)
         margin = float(target.v[target.v != 0].abs().min())
@@ -119,7 +137,11 @@ def within_tolerance(dim: int, accuracy: float, draws: range) -> Iterator[Row]:
 
 
 def from_signs(dim: int, margin: float, accuracy: float, draws: range) -> Iterator[Row]:
-    outcomes, asked, stated, queries, errors = [], [], [], [], []
+    outcomes = []
+    asked = []
+    stated = []
+    queries = []
+    errors = []
     for seed in draws:
         target, bound = _planted(dim, seed, margin=margin)
         signs = oracle.SignOnly(target)
@@ -159,7 +181,8 @@ def _planted(
 ) -> tuple[oracle.Head, float]:
     """Return a head with ‖v‖ = 1, zeros in v or every |v_i| beyond a margin, and its ‖W‖."""
     head = oracle.plant(dim=dim, seed=seed, scale=0.5)
-    draw, v = normals(seed), head.v.clone()
+    draw = normals(seed)
+    v = head.v.clone()
     v[:zeros] = 0.0
     while margin is not None and float((v / v.norm()).abs().min()) < margin:
         v = draw(dim)

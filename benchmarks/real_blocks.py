@@ -6,10 +6,10 @@
     smollm2  SmolLM2-135M, block 0: RMS norms in front, rotary positions, 9 heads that share keys
              and values in threes, gated units
 
-Everything but attention is extracted first, then the heads one by one, then all heads are fitted at
-once. Each matrix is compared with the truth in canonical form. The lower bound is the number of
-parameters, less the symmetries, divided by the numbers in an answer. subjects.py says where the
-models come from; `--quick` takes planted blocks.
+Everything but attention is extracted first, then the heads one by one, then all heads
+are fitted at once. Each matrix is compared with the truth in canonical form. The lower
+bound is the number of parameters, less the symmetries, divided by the numbers in an
+answer. subjects.py says where the models come from; `--quick` takes planted blocks.
 """
 
 from __future__ import annotations
@@ -42,44 +42,67 @@ from planted import plant_block
 from show import Row
 
 TOLERANCE = 1e-6
-SUBJECTS = {"minilm": ("MiniLM-L6", 3), "mpnet": ("all-mpnet-base-v2", 3),
-            "smollm2": ("SmolLM2-135M", 0)}  # fmt: skip
+SUBJECTS = {
+    "minilm": ("MiniLM-L6", 3),
+    "mpnet": ("all-mpnet-base-v2", 3),
+    "smollm2": ("SmolLM2-135M", 0),
+}
 
 
 def run(
-    quick: bool, subject: Literal["minilm", "mpnet", "smollm2"] = "minilm",
+    quick: bool,
+    subject: Literal["minilm", "mpnet", "smollm2"] = "minilm",
     encoder: Path | None = None,
-    model: Path | None = None, device: str = subjects.DEVICE, layer: int | None = None,
+    model: Path | None = None,
+    device: str = subjects.DEVICE,
+    layer: int | None = None,
     seed: int = 0,
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[Row]:
     if quick:
-        planted = plant_block(12, norm="behind", heads=2, head_dim=3, width=10, epsilon=1e-12)
+        planted = plant_block(
+            12, norm="behind", heads=2, head_dim=3, width=10, epsilon=1e-12
+        )
         yield from measure("planted, norms behind, d = 12", planted, "cpu", seed)
         planted = plant_block(12, norm="behind", heads=3, head_dim=3, width=8, places=6)
         yield from measure("planted, a bias of positions, d = 12", planted, "cpu", seed)
-        planted = plant_block(10, heads=2, head_dim=4, groups=1, width=5, activation="silu",
-                              gated=True, rotary=True, biases=False)  # fmt: skip
+        planted = plant_block(
+            10,
+            heads=2,
+            head_dim=4,
+            groups=1,
+            width=5,
+            activation="silu",
+            gated=True,
+            rotary=True,
+            biases=False,
+        )
         yield from measure("planted, norms in front, d = 10", planted, "cpu", seed)
         return
     name, usual = SUBJECTS[subject]
     layer = usual if layer is None else layer
-    opened, where = {"smollm2": (subjects.smollm2, model)}.get(subject, (subjects.minilm, encoder))
+    opened, where = {"smollm2": (subjects.smollm2, model)}.get(
+        subject, (subjects.minilm, encoder)
+    )
     target = block(opened(where, "cpu").model, layer)
     yield from measure(f"{name}, block {layer}", target, device, seed)
 
 
 def measure(label: str, target: Block, device: str, seed: int) -> Iterator[Row]:
     """Extract everything but attention, then the heads one by one, then fit all of them at once."""
-    behind, stream = target.norm == "behind", torch.Generator().manual_seed(seed)
+    behind = target.norm == "behind"
+    stream = torch.Generator().manual_seed(seed)
     counted = Counted(Computed.on(device, target) if behind else target)
-    what, started = f"{label}, all but attention", time.perf_counter()
+    what = f"{label}, all but attention"
+    started = time.perf_counter()
 
     def took() -> str:
         return f"{time.perf_counter() - started:.0f} s"
 
     try:
         if behind:
-            found = post_norm.read(partial(last, counted), target.dim, torch.device(device), stream)
+            found = post_norm.read(
+                partial(last, counted), target.dim, torch.device(device), stream
+            )
             errors, units = off_behind(found, canonical_block(target))
         else:
             view = View.open(counted, stream)
@@ -90,7 +113,9 @@ def measure(label: str, target: Block, device: str, seed: int) -> Iterator[Row]:
         what = f"{label}, the whole block"
         attention = heads_of(found, REACHES.get(target.norm, (1.0,) * 3), stream)
         errors = compared(target, found.block(attention))
-        rough = row(f"{label}, heads one by one", errors, counted.queries, target, took())
+        rough = row(
+            f"{label}, heads one by one", errors, counted.queries, target, took()
+        )
         yield replace(rough, target="", met=None)
         made = found.block(found.polished(attention, stream))
         about = f"fresh error {judge(target, made, seed + 100).worst:.1e}, {took()}"
@@ -111,40 +136,58 @@ def heads_of(found: Any, reaches: Sequence[float], stream: torch.Generator) -> S
     raise end
 
 
-def off_behind(found: post_norm.PeeledPostNorm, true: Block) -> tuple[dict[str, float], int]:
+def off_behind(
+    found: post_norm.PeeledPostNorm, true: Block
+) -> tuple[dict[str, float], int]:
     """Return the error of each part but attention, and the number of units found."""
-    units, lift = found.layer.units, found.axes
+    units = found.layer.units
+    lift = found.axes
     total = torch.einsum("hdk,hkm->dm", true.V, true.O)
     rows = (units.A @ lift.mT, units.a, (lift @ units.C).mT)
     near = torch.cdist(true.A, rows[0]).argmin(1)
     A, a, C = (part[near] for part in rows)
     errors = {
-        "E": off(found.second.E, true.E), "e": off(found.second.e, true.e),
-        "sum of VO": off(found.first.total, total), "b": off(found.first.b, true.b),
-        "D": off(found.D, true.D), "A": off(A, true.A), "a": off(a, true.a),
-        "C": off(C, true.C.mT), "c": off(lift @ found.layer.c, true.c),
-    }  # fmt: skip
+        "E": off(found.second.E, true.E),
+        "e": off(found.second.e, true.e),
+        "sum of VO": off(found.first.total, total),
+        "b": off(found.first.b, true.b),
+        "D": off(found.D, true.D),
+        "A": off(A, true.A),
+        "a": off(a, true.a),
+        "C": off(C, true.C.mT),
+        "c": off(lift @ found.layer.c, true.c),
+    }
     return errors, len(near.unique())
 
 
-def off_in_front(view: View, undone: Any, target: Block) -> tuple[dict[str, float], int]:
+def off_in_front(
+    view: View, undone: Any, target: Block
+) -> tuple[dict[str, float], int]:
     """Return the same for a block with norms in front."""
-    # The heads are not known yet: the true ones stand in, so that the rest can be compared.
-    found, true = canonical_block(undone.block(target.sub_layer)), canonical_block(target)
+    # The heads are not known yet: the true ones stand in, so that the rest can be
+    # compared.
+    found = canonical_block(undone.block(target.sub_layer))
+    true = canonical_block(target)
     near = torch.cdist(true.A, found.A).argmin(1)
-    total = torch.einsum("hdk,hkm->dm", true.V.repeat_interleave(
-        len(true.O) // len(true.V), 0), true.O)  # fmt: skip
+    total = torch.einsum(
+        "hdk,hkm->dm", true.V.repeat_interleave(len(true.O) // len(true.V), 0), true.O
+    )
     pairs = {
         "sum of VO": (view.axes @ undone.M, total, total),
-        "b": (undone.b, true.b, total), "C": (found.C[:, near], true.C, true.C),
-        "c": (found.c, true.c, true.C), "A": (found.A[near], true.A, true.A),
+        "b": (undone.b, true.b, total),
+        "C": (found.C[:, near], true.C, true.C),
+        "c": (found.c, true.c, true.C),
+        "A": (found.A[near], true.A, true.A),
         "a": (found.a[near], true.a, true.A),
-    }  # fmt: skip
+    }
     if len(true.G):
         pairs["G"] = found.G[near], true.G, true.G
         pairs["g"] = found.g[near], true.g, true.G
     errors = {name: off(*pair) for name, pair in pairs.items()}
-    epsilons = ((undone.epsilon, target.epsilon), (undone.network.epsilon, target.epsilon_behind))
+    epsilons = (
+        (undone.epsilon, target.epsilon),
+        (undone.network.epsilon, target.epsilon_behind),
+    )
     for name, (ours, theirs) in zip(("ε", "second ε"), epsilons, strict=True):
         errors[name] = abs(ours / theirs - 1)
     return errors, len(near.unique())
@@ -172,19 +215,26 @@ class Computed:
 
 def off(found: Tensor, true: Tensor, scale: Tensor | None = None) -> float:
     """Return the error relative to the largest number of `scale`, for biases their matrix."""
-    return float((found - true).abs().max() / (true if scale is None else scale).abs().max())
+    return float(
+        (found - true).abs().max() / (true if scale is None else scale).abs().max()
+    )
 
 
-def row(label: str, errors: dict[str, float], queries: int, target: Block, about: str) -> Row:
-    largest, bound = max(errors.values()), -(-target.unknowns // target.dim)
+def row(
+    label: str, errors: dict[str, float], queries: int, target: Block, about: str
+) -> Row:
+    largest = max(errors.values())
+    bound = -(-target.unknowns // target.dim)
     item = {"errors": errors, "queries": queries, "bound": bound, "about": about}
     return Row(
-        label, f"largest relative error of a matrix {largest:.1e}", f"<= {TOLERANCE:.0e}",
+        label,
+        f"largest relative error of a matrix {largest:.1e}",
+        f"<= {TOLERANCE:.0e}",
         largest <= TOLERANCE,
         f"{queries:,} queries, lower bound {bound:,}, {queries / bound:.0f} times; {about}; "
         + ", ".join(f"{name} {error:.1e}" for name, error in errors.items()),
         items=[item],
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

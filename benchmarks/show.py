@@ -1,12 +1,14 @@
 """The command line of every benchmark: options, the table on stdout, the record in a JSON file.
 
-A benchmark is a module with a function `run(quick, option=default, …)` that yields rows, and ends
-with `show.main(run)`. The parameters of `run` are its options; if a default is a dataclass, so are
-its fields (several benchmarks share those). Both sides of a ratio are measured in the same run,
-because absolute times vary too much between machines and days.
+A benchmark is a module with a function `run(quick, option=default, …)` that yields
+rows, and ends with `show.main(run)`. The parameters of `run` are its options; if a
+default is a dataclass, so are its fields (several benchmarks share those). Both sides
+of a ratio are measured in the same run, because absolute times vary too much between
+machines and days.
 
-`--json` writes a record that documents can quote (docs/quoted.py) once it is copied into
-docs/figures/. It names its command, commit and machine, and docs/benchmarks.md links to it.
+`--json` writes a record that documents can quote (docs/quoted.py) once it is copied
+into docs/figures/. It names its command, commit and machine, and docs/benchmarks.md
+links to it.
 """
 
 from __future__ import annotations
@@ -41,11 +43,13 @@ T = TypeVar("T")
 class Row:
     """One line of the table; `met` is None if a figure is reported without a target.
 
-    Errors, counts and exactness are promises: they hold on every machine, and a test fails if one
-    is not met. Seconds and their ratios are not (`promise=False`), because machines vary.
+    Errors, counts and exactness are promises: they hold on every machine, and a test
+    fails if one is not met. Seconds and their ratios are not (`promise=False`), because
+    machines vary.
 
-    The record also keeps the raw measurements behind a row: `items`, one for each text, batch,
-    seed or query, or `run`, if there is more than a list to keep (`--join` reads those back).
+    The record also keeps the raw measurements behind a row: `items`, one for each text,
+    batch, seed or query, or `run`, if there is more than a list to keep (`--join` reads
+    those back).
     """
 
     what: str
@@ -60,17 +64,27 @@ class Row:
     @property
     def cells(self) -> dict[str, Any]:
         """The row without its raw measurements."""
-        return {name: each for name, each in vars(self).items() if name not in ("items", "run")}
+        return {
+            name: each
+            for name, each in vars(self).items()
+            if name not in ("items", "run")
+        }
 
     @property
     def raw(self) -> dict[str, Any] | None:
         """The raw measurements, as the record keeps them."""
-        return self.run if self.items is None else {"row": self.what, "items": list(self.items)}
+        if self.items is None:
+            return self.run
+        return {"row": self.what, "items": list(self.items)}
 
 
 def broken(rows: list[Row]) -> list[str]:
     """Return the promises that were not met."""
-    return [f"{row.what}: {row.measured}" for row in rows if row.promise and row.met is False]
+    return [
+        f"{row.what}: {row.measured}"
+        for row in rows
+        if row.promise and row.met is False
+    ]
 
 
 def at_most(what: str, value: float, bound: float, details: str = "") -> Row:
@@ -78,7 +92,9 @@ def at_most(what: str, value: float, bound: float, details: str = "") -> Row:
     return Row(what, f"{value:.1e}", f"<= {bound:.0e}", value <= bound, details)
 
 
-def exactly(what: str, value: object, wanted: object, details: str = "", **raw: Any) -> Row:
+def exactly(
+    what: str, value: object, wanted: object, details: str = "", **raw: Any
+) -> Row:
     """Return the row of a count or a word that must be `wanted`."""
     return Row(what, str(value), str(wanted), value == wanted, details, **raw)
 
@@ -95,12 +111,16 @@ def timed(function: Callable[[], T]) -> tuple[T, float]:
     return result, time.perf_counter() - started
 
 
-def spread_out(function: Callable[[Any], T], cases: Sequence[Any], workers: int) -> Iterator[T]:
+def spread_out(
+    function: Callable[[Any], T], cases: Sequence[Any], workers: int
+) -> Iterator[T]:
     """Yield the result for each case, in order, from worker processes of one thread each."""
     if workers < 2:
         yield from map(function, cases)
         return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
+    pool = ProcessPoolExecutor(
+        workers, get_context("spawn"), torch.set_num_threads, (1,)
+    )
     try:
         yield from pool.map(function, cases)
     finally:
@@ -115,16 +135,19 @@ def relative(found: Tensor, truth: Tensor) -> float:
 def main(run: Callable[..., Iterable[Row]], title: str = "") -> None:
     """Run a benchmark from the command line: its options are the parameters of `run`.
 
-    Each row is shown and written as soon as it is known, so that a failure, Ctrl-C or SIGTERM
-    loses no earlier row.
+    Each row is shown and written as soon as it is known, so that a failure, Ctrl-C or
+    SIGTERM loses no earlier row.
     """
     title = title or sys.modules["__main__"].__doc__ or ""
     parser = argparse.ArgumentParser(
         description=title, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="use small sizes: takes seconds")
+    parser.add_argument(
+        "--quick", action="store_true", help="use small sizes: takes seconds"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record")
-    hints, shared = get_type_hints(run), dict[str, Any]()
+    hints = get_type_hints(run)
+    shared = dict[str, Any]()
     for name, parameter in list(inspect.signature(run).parameters.items())[1:]:
         if not is_dataclass(parameter.default):
             _add_option(parser, name, hints[name], parameter.default)
@@ -134,15 +157,25 @@ def main(run: Callable[..., Iterable[Row]], title: str = "") -> None:
         for each, default in vars(parameter.default).items():
             _add_option(parser, each, kinds[each], default)
     given = vars(parser.parse_args())
-    quick, file = given.pop("quick"), given.pop("json")
+    quick = given.pop("quick")
+    file = given.pop("json")
     for name, options in shared.items():
         given[name] = type(options)(**{each: given.pop(each) for each in vars(options)})
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    started, rows, failure = time.perf_counter(), list[Row](), None
+    started = time.perf_counter()
+    rows = list[Row]()
+    failure = None
     try:
         for row in run(quick, **given):
             rows.append(row)
-            print(row.what, row.measured, row.details, sep=" | ", file=sys.stderr, flush=True)
+            print(
+                row.what,
+                row.measured,
+                row.details,
+                sep=" | ",
+                file=sys.stderr,
+                flush=True,
+            )
             if file:
                 _write(file, title, quick, time.perf_counter() - started, rows)
     except (Exception, KeyboardInterrupt) as error:
@@ -158,7 +191,9 @@ def main(run: Callable[..., Iterable[Row]], title: str = "") -> None:
         raise failure
 
 
-def _write(file: Path, title: str, quick: bool, seconds: float, rows: list[Row]) -> None:
+def _write(
+    file: Path, title: str, quick: bool, seconds: float, rows: list[Row]
+) -> None:
     """Write the record of the rows known so far: the machine may go away at any time."""
     versions = environment()
     raw = [json.dumps(row.raw, ensure_ascii=False) for row in rows if row.raw]
@@ -180,16 +215,25 @@ def _write(file: Path, title: str, quick: bool, seconds: float, rows: list[Row])
 def origin(title: str, command: str) -> dict[str, str]:
     """Return the first fields of a record: its title, command, commit and machine."""
     return {
-        "title": title, "command": command, "commit": commit(), "machine": machine(),
+        "title": title,
+        "command": command,
+        "commit": commit(),
+        "machine": machine(),
         "kept": "as the command wrote it",
-    }  # fmt: skip
+    }
 
 
-def _add_option(parser: argparse.ArgumentParser, name: str, kind: Any, default: Any) -> None:
+def _add_option(
+    parser: argparse.ArgumentParser, name: str, kind: Any, default: Any
+) -> None:
     """Add an option: a flag, one of several words, a list separated by commas, or a value."""
-    flag, args = f"--{name.replace('_', '-')}", get_args(kind)
+    flag = f"--{name.replace('_', '-')}"
+    args = get_args(kind)
     usual = ",".join(map(str, default)) if isinstance(default, list) else str(default)
-    about = f"default: {usual}" if default not in (None, "", []) and len(usual) < 99 else None
+    if default not in (None, "", []) and len(usual) < 99:
+        about = f"default: {usual}"
+    else:
+        about = None
     if kind is bool:
         parser.add_argument(flag, action="store_true")
     elif get_origin(kind) is Literal:
@@ -199,9 +243,12 @@ def _add_option(parser: argparse.ArgumentParser, name: str, kind: Any, default: 
     elif get_origin(kind) is list:
         convert = args[0]
         parser.add_argument(
-            flag, type=lambda text: [convert(part) for part in text.split(",")], default=default,
-            metavar=f"{name.upper().removesuffix('S')},…", help=about,
-        )  # fmt: skip
+            flag,
+            type=lambda text: [convert(part) for part in text.split(",")],
+            default=default,
+            metavar=f"{name.upper().removesuffix('S')},…",
+            help=about,
+        )
     else:
         plain = next((part for part in args if part is not NoneType), kind)
         parser.add_argument(flag, type=plain, default=default, help=about)
@@ -226,13 +273,20 @@ def command(words: list[str]) -> str:
 def _table(title: str, rows: list[Row]) -> str:
     cells = [("what", "measured", "target", "", "details")]
     marks = {True: "met", False: "NOT MET", None: ""}
-    cells += [(row.what, row.measured, row.target, marks[row.met], row.details) for row in rows]
+    cells += [
+        (row.what, row.measured, row.target, marks[row.met], row.details)
+        for row in rows
+    ]
     if not any(row.details for row in rows):
         cells = [line[:4] for line in cells]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    widths = [
+        max(len(line[column]) for line in cells) for column in range(len(cells[0]))
+    ]
     lines = [
         "| "
-        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        + " | ".join(
+            cell.ljust(width) for cell, width in zip(line, widths, strict=True)
+        )
         + " |"
         for line in cells
     ]
@@ -245,10 +299,16 @@ def machine() -> str:
     processor = platform.processor() or platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-        models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+        models = [
+            line.split(":")[1].strip()
+            for line in lines
+            if line.startswith("model name")
+        ]
         processor = models[0] if models else processor
     cores = f"{processor}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    return f"{cores}, {torch.cuda.get_device_name()}" if torch.cuda.is_available() else cores
+    if torch.cuda.is_available():
+        return f"{cores}, {torch.cuda.get_device_name()}"
+    return cores
 
 
 def commit() -> str:

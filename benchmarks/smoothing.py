@@ -1,16 +1,19 @@
 """Smoothing over masks: texts that provably no cut of k units flips, and those that attacks flip.
 
-For every ρ of `--keeps`, a classifier is trained on SST-2 with S-Attend at rate 1 − ρ (a query that
-keeps no key gets zero), starting from the classifier that ships or from MiniLM (`--model minilm`,
-`--encoder FOLDER`). It votes over masks (src/keyhole/harden/smoothing.py). Measured is the share of
-texts that are right and certified for k = 1, 2, 4, …: with random masks at 99.9% confidence on the
-first `--sampled` texts, and with a partition on the first `--texts`. The classifier reads the mean
-of all tokens, so that ρ = 0 (no attention) is a bag of words; ρ = 1 is the plain model.
+For every ρ of `--keeps`, a classifier is trained on SST-2 with S-Attend at rate 1 − ρ
+(a query that keeps no key gets zero), starting from the classifier that ships or from
+MiniLM (`--model minilm`, `--encoder FOLDER`). It votes over masks
+(src/keyhole/harden/smoothing.py). Measured is the share of texts that are right and
+certified for k = 1, 2, 4, …: with random masks at 99.9% confidence on the first
+`--sampled` texts, and with a partition on the first `--texts`. The classifier reads the
+mean of all tokens, so that ρ = 0 (no attention) is a bag of words; ρ = 1 is the plain
+model.
 
-The first `--attacked` right answers are then attacked through the mean probability over masks:
-`ours` ranks units by what their removal costs the vote, `as released` is HackAttend's search. Fresh
-masks decide whether the vote flipped. No certified text may flip. On a GPU products are in TF32.
-`--join FILE …` keeps the rows of earlier runs and measures only what is missing.
+The first `--attacked` right answers are then attacked through the mean probability over
+masks: `ours` ranks units by what their removal costs the vote, `as released` is
+HackAttend's search. Fresh masks decide whether the vote flipped. No certified text may
+flip. On a GPU products are in TF32. `--join FILE …` keeps the rows of earlier runs and
+measures only what is missing.
 """
 
 from __future__ import annotations
@@ -49,7 +52,8 @@ SHARE = 0.01  # the largest share of all units that is cut
 ALONE = 1e-6  # a unit is alone in its row if the others hold no more than this
 MAX_LENGTH = 128
 KINDS: tuple[Kind, ...] = ("partition", "random")
-SIZES = {  # epochs, batch, rate: of the demo classifier on two cores, of MiniLM on a GPU
+# epochs, batch, rate: of the demo classifier on two cores, of MiniLM on a GPU
+SIZES = {
     "demo": (1, 64, 5e-4),
     "minilm": (4, 256, 1.5e-4),
     "tiny": (2, 16, 3e-3),
@@ -61,7 +65,8 @@ class Mean(nn.Module):
 
     def __init__(self, encoder: Any) -> None:
         super().__init__()
-        self.pooler, encoder.pooler = encoder.pooler, self
+        self.pooler = encoder.pooler
+        encoder.pooler = self
         self.real: Tensor | None = None
         encoder.register_forward_pre_hook(self.note, with_kwargs=True)
 
@@ -71,7 +76,9 @@ class Mean(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         assert self.real is not None
         weights = self.real.to(states.dtype)[..., None]
-        return self.pooler((states * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True))
+        return self.pooler(
+            (states * weights).sum(1, keepdim=True) / weights.sum(1, keepdim=True)
+        )
 
 
 class Slopes(Kept):
@@ -113,7 +120,9 @@ class SmoothedQueries:
             len(indices), self.units.total, dtype=torch.bool, device=self.kept.device
         )
         for cut, site, head in zip(cuts, sites.tolist(), heads.tolist(), strict=True):
-            self.units.at(cut, self.units.places[site])[:, slice(None) if head < 0 else head] = True
+            self.units.at(cut, self.units.places[site])[
+                :, slice(None) if head < 0 else head
+            ] = True
         return self.votes(cuts)[:, None]
 
     @torch.no_grad()
@@ -128,7 +137,9 @@ class SmoothedQueries:
         return torch.cat(means).log()
 
     def _asked(self, count: int) -> Question:
-        return self.question.part(torch.zeros(count, dtype=torch.long, device=self.kept.device))
+        return self.question.part(
+            torch.zeros(count, dtype=torch.long, device=self.kept.device)
+        )
 
     def slopes(self, cut: Tensor, indices: Tensor, loss: str) -> tuple[Tensor, Tensor]:
         """Return mean attention and gradients (1, units) of −log of the label's probability."""
@@ -138,19 +149,30 @@ class SmoothedQueries:
 
     def differentiated(self, cut: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean a, ∂/∂a of −log of the label's mean probability, and the removal effects."""
-        total, columns = torch.zeros((), device=cut.device), list[Tensor]()
+        total = torch.zeros((), device=cut.device)
+        columns = list[Tensor]()
         for kept in self.kept.split(self.batch):
-            slopes, part = Slopes(self.units, kept & ~cut), self._asked(len(kept))
+            slopes = Slopes(self.units, kept & ~cut)
+            part = self._asked(len(kept))
             with torch.enable_grad(), rewriting(self.model, slopes):
                 chances = part.confidence(part.logits(self.model)).sum()
                 found = torch.autograd.grad(-chances, slopes.bumps)
             total += chances.detach()
             pairs = zip(slopes.weights, found, strict=True)
             each = [(a, g, removed(a, g)) for a, g in pairs]
-            columns.append(torch.stack([
-                torch.cat([site[number].reshape(len(kept), -1).sum(0) for site in each])
-                for number in range(3)
-            ]))  # fmt: skip
+            columns.append(
+                torch.stack(
+                    [
+                        torch.cat(
+                            [
+                                site[number].reshape(len(kept), -1).sum(0)
+                                for site in each
+                            ]
+                        )
+                        for number in range(3)
+                    ]
+                )
+            )
         a, g, effect = torch.stack(columns).sum(0)
         total = total.clamp(min=torch.finfo(total.dtype).tiny)
         return a[None] / len(self.kept), g[None] / total, effect / total
@@ -165,9 +187,12 @@ def removed(a: Tensor, g: Tensor) -> Tensor:
 
 def ours(queries: SmoothedQueries, most: int) -> list[Tensor]:
     """Return nested cuts of 1, 4, 16, … `most` units."""
-    cut, cuts = torch.zeros_like(queries.kept[0]), list[Tensor]()
+    cut = torch.zeros_like(queries.kept[0])
+    cuts = list[Tensor]()
     asked = [4**power for power in range(10) if 4**power < most] + [most]
-    for k in sorted({*asked, *(math.ceil(most * part / RANKINGS) for part in range(1, RANKINGS))}):
+    for k in sorted(
+        {*asked, *(math.ceil(most * part / RANKINGS) for part in range(1, RANKINGS))}
+    ):
         _, _, effect = queries.differentiated(cut)
         effect = effect.masked_fill(cut | ~queries.units.free[0], -torch.inf)
         cut = cut.clone()
@@ -200,11 +225,14 @@ class Attacked:
     def broken(self) -> bool:
         return any(
             hit and units <= self.certified
-            for each in self.flips.values() for units, hit in each.items()
-        )  # fmt: skip
+            for each in self.flips.values()
+            for units, hit in each.items()
+        )
 
 
-def attacked(loaded: Loaded, example: Example, ballot: Ballot, way: Smoothing) -> Attacked:
+def attacked(
+    loaded: Loaded, example: Example, ballot: Ballot, way: Smoothing
+) -> Attacked:
     batch, _ = encode(loaded.tokenizer, [example], max_length=MAX_LENGTH)
     question, units = way.asked(loaded.model, batch, ballot.answer)
     own = replace(way, seed=way.seed + 1)
@@ -251,15 +279,24 @@ class Options:
         return load_model(FOLDER, task="classification", device=self.device)
 
 
-def classifier(options: Options, keep: float, train: Sequence[Example]) -> tuple[Loaded, Training]:
+def classifier(
+    options: Options, keep: float, train: Sequence[Example]
+) -> tuple[Loaded, Training]:
     epochs, batch, rate = SIZES[options.model]
     loaded = options.fresh()
     Mean(loaded.model.base_model)
     training = trained.fit(
-        loaded, train, f"sattend:rate={1 - keep:.9g}:emptied=true",
-        options.device, epochs=epochs, batch=batch, rate=rate, seed=0, pool=32,
+        loaded,
+        train,
+        f"sattend:rate={1 - keep:.9g}:emptied=true",
+        options.device,
+        epochs=epochs,
+        batch=batch,
+        rate=rate,
+        seed=0,
+        pool=32,
         max_length=MAX_LENGTH,
-    )  # fmt: skip
+    )
     torch.backends.cuda.matmul.allow_tf32 = True  # trained.fit switches it off
     loaded.model.requires_grad_(False)
     return loaded, training
@@ -271,7 +308,9 @@ def voted(
     found = way.certify(loaded.model, loaded.tokenizer, dev, max_length=MAX_LENGTH)
     trained.log(f"{what}: {found.summary()}")
     pairs = zip(dev, found.ballots, strict=True)
-    right = [each for each in pairs if each[1].right and each[1].answer == each[1].label]
+    right = [
+        each for each in pairs if each[1].right and each[1].answer == each[1].label
+    ]
     results = [attacked(loaded, *each, way) for each in right[: options.attacked]]
     return summed_up(what, found, results)
 
@@ -283,20 +322,31 @@ def summed_up(what: str, found: Smoothed, results: Sequence[Attacked]) -> Row:
     flips = [
         f"at most {k} units {sum(result.flipped('ours', k) for result in results)} and "
         f"{sum(result.flipped('as released', k) for result in results)}"
-        for k in (4**power for power in range(10)) if k < 4 * most
-    ]  # fmt: skip
-    certified = ", ".join(f"{label} {share:.1%}" for label, share in found.curve().items())
-    details = "; ".join([
-        f"accuracy of the vote {found.accuracy:.1%} of {len(found.ballots)}",
-        f"certified {certified}", f"of {len(results)} right answers ours and as released flip by "
-        + ", ".join(flips or ["nothing"]), f"{broken} certified flipped", f"{found.seconds:.0f} s",
-    ])  # fmt: skip
+        for k in (4**power for power in range(10))
+        if k < 4 * most
+    ]
+    certified = ", ".join(
+        f"{label} {share:.1%}" for label, share in found.curve().items()
+    )
+    details = "; ".join(
+        [
+            f"accuracy of the vote {found.accuracy:.1%} of {len(found.ballots)}",
+            f"certified {certified}",
+            f"of {len(results)} right answers ours and as released flip by "
+            + ", ".join(flips or ["nothing"]),
+            f"{broken} certified flipped",
+            f"{found.seconds:.0f} s",
+        ]
+    )
     run = {
-        "row": what, "accuracy": found.accuracy, "certified": found.curve(),
-        "at_4": found.certified(4), "smoothing": asdict(found.smoothing),
+        "row": what,
+        "accuracy": found.accuracy,
+        "certified": found.curve(),
+        "at_4": found.certified(4),
+        "smoothing": asdict(found.smoothing),
         "ballots": [list(asdict(ballot).values()) for ballot in found.ballots],
         "tried": [asdict(result) for result in results],
-    }  # fmt: skip
+    }
     at = f"{found.certified(4):.1%} at 4 units"
     return Row(what, at, "0 certified flipped", broken == 0, details, run=run)
 
@@ -310,7 +360,13 @@ def run(
     if quick:
         keeps = [1.0, 0.1, 0.0]
         options = replace(
-            options, model="tiny", texts=4, sampled=4, attacked=1, samples=60, device="cpu"
+            options,
+            model="tiny",
+            texts=4,
+            sampled=4,
+            attacked=1,
+            samples=60,
+            device="cpu",
         )
     runs = trained.joined(join)
     yield from (Row(run=each, **each["line"]) for each in runs)
@@ -320,18 +376,24 @@ def run(
             Smoothing(keep, kind, options.samples, batch=MASKS_AT_ONCE)
             for kind in (KINDS if 0 < keep < 1 else KINDS[:1])
             if not any(each["row"] == f"{what}, {kind}" for each in runs)
-        ]  # fmt: skip
+        ]
         if not ways:
             continue
         train, dev = options.source.sst2()
-        order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
-        loaded, training = classifier(options, keep, [train[number] for number in order])
+        order = torch.randperm(
+            len(train), generator=torch.Generator().manual_seed(0)
+        ).tolist()
+        loaded, training = classifier(
+            options, keep, [train[number] for number in order]
+        )
         trained.log(f"{what}: {training.summary()}")
         for way in ways:
             count = options.texts if way.exact else options.sampled
             row = voted(f"{what}, {way.kind}", loaded, way, dev[:count], options)
             row = replace(row, details=f"{row.details}; {training.summary()}")
-            runs.append({**(row.run or {}), "training": training.to_dict(), "line": row.cells})
+            runs.append(
+                {**(row.run or {}), "training": training.to_dict(), "line": row.cells}
+            )
             yield replace(row, run=runs[-1])
     yield from () if quick else verdicts(runs)
 
@@ -348,9 +410,11 @@ def verdicts(runs: Sequence[Run]) -> Iterator[Row]:
             best = max(good or votes, key=lambda each: each["at_4"])
             yield Row(
                 f"{name}: certified at 4 units, where the vote is right on 80% or more",
-                f"{best['at_4']:.1%}", ">= 60%", bool(good) and best["at_4"] >= 0.6,
+                f"{best['at_4']:.1%}",
+                ">= 60%",
+                bool(good) and best["at_4"] >= 0.6,
                 f"{best['row']}: accuracy {best['accuracy']:.1%}",
-            )  # fmt: skip
+            )
         for plain in [each for each in whole if each["smoothing"]["keep"] == 1][:1]:
             yield from (against(each, plain) for each in votes)
 
@@ -365,16 +429,23 @@ def against(vote: Run, plain: Run) -> Row:
         for each in (plain, vote)
     ]
     same = [name for name in flips[0] if name in flips[1]]
-    counts = [[sum(found[name][attack] for name in same) for attack in (0, 1)] for found in flips]
-    worst = [sum(any(found[name]) for name in same) / max(1, len(same)) for found in flips]
+    counts = [
+        [sum(found[name][attack] for name in same) for attack in (0, 1)]
+        for found in flips
+    ]
+    worst = [
+        sum(any(found[name]) for name in same) / max(1, len(same)) for found in flips
+    ]
     met = bool(same) and worst[1] <= 0.15 and vote["accuracy"] >= plain["accuracy"]
     return Row(
-        f"{vote['row']}: flips by 1% of the units", f"{worst[0]:.1%} → {worst[1]:.1%}",
-        "<= 15%, accuracy no lower", met,
+        f"{vote['row']}: flips by 1% of the units",
+        f"{worst[0]:.1%} → {worst[1]:.1%}",
+        "<= 15%, accuracy no lower",
+        met,
         f"accuracy {plain['accuracy']:.1%} → {vote['accuracy']:.1%}; ours {counts[0][0]} → "
         f"{counts[1][0]}, as released {counts[0][1]} → {counts[1][1]} of {len(same)} right in both",
         promise=False,
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

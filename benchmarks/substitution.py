@@ -1,15 +1,16 @@
 """Word substitutions against hardened classifiers: does resisting cuts help against new words?
 
-MiniLM (`--encoder`) is trained on SST-2 with each method and seed (trained.py). The first `--right`
-right answers are attacked by greedy substitution; flips are counted at one word and at 10%, 20% and
-30% of the words.
+MiniLM (`--encoder`) is trained on SST-2 with each method and seed (trained.py). The
+first `--right` right answers are attacked by greedy substitution; flips are counted at
+one word and at 10%, 20% and 30% of the words.
 
-The attack is TextFooler (arXiv 1907.11932) without a thesaurus. A word that is one token may be
-replaced by the nearest words whose embeddings have a cosine of at least 0.4 with its own, or
-(`masked`) by the predictions of a masked language model (BERT-Attack, arXiv 2004.09984), which is
-trained here. Neighbours are not synonyms ("good" is near
-"bad"), so a flipped text may read differently to people. Words are replaced in the order of what
-their removal costs the margin, each by the word that leaves the smallest margin.
+The attack is TextFooler (arXiv 1907.11932) without a thesaurus. A word that is one
+token may be replaced by the nearest words whose embeddings have a cosine of at least
+0.4 with its own, or (`masked`) by the predictions of a masked language model
+(BERT-Attack, arXiv 2004.09984), which is trained here. Neighbours are not synonyms
+("good" is near "bad"), so a flipped text may read differently to people. Words are
+replaced in the order of what their removal costs the margin, each by the word that
+leaves the smallest margin.
 """
 
 from __future__ import annotations
@@ -74,16 +75,22 @@ def run(
             yield measured(known, attack, victim, right[: options.right])
 
 
-def measured(known: Run, attack: WordSubstitution, victim: Victim, right: list[Example]) -> Row:
+def measured(
+    known: Run, attack: WordSubstitution, victim: Victim, right: list[Example]
+) -> Row:
     def outcome(example: Example) -> dict[str, Any]:
         text, queries = attack(victim, example)
         return {**judged(victim, example, text), "queries": queries}
 
     outcomes, seconds = show.timed(lambda: list(map(outcome, right)))
     run: Run = {
-        **known, "ranking": attack.ranking, "nearest": attack.nearest, "cosine": attack.cosine,
-        "outcomes": outcomes, "seconds": seconds,
-    }  # fmt: skip
+        **known,
+        "ranking": attack.ranking,
+        "nearest": attack.nearest,
+        "cosine": attack.cosine,
+        "outcomes": outcomes,
+        "seconds": seconds,
+    }
     return replace(row([run]), run=run)
 
 
@@ -100,9 +107,12 @@ def flips(run: Run, share: float) -> float:
 def row(runs: list[Run]) -> Row:
     """Return the mean and range over runs that differ only by their seeds."""
     first = runs[0]
-    amounts = {"one word": 0.0} | {f"{share:.0%} of the words": share for share in SHARES}
+    amounts = {"one word": 0.0} | {
+        f"{share:.0%} of the words": share for share in SHARES
+    }
     shown = [
-        f"{name} {spread([flips(run, share) for run in runs])}" for name, share in amounts.items()
+        f"{name} {spread([flips(run, share) for run in runs])}"
+        for name, share in amounts.items()
     ]
     outcomes = [outcome for run in runs for outcome in run["outcomes"]]
     queries = mean(outcome["queries"] for outcome in outcomes) if outcomes else 0.0
@@ -112,7 +122,9 @@ def row(runs: list[Run]) -> Row:
         f"{first['nearest']} neighbours; seeds {', '.join(str(run['seed']) for run in runs)}; "
         f"{sum(run['seconds'] for run in runs):.0f} s"
     )
-    return Row(f"{first['method']}, ranked by {first['ranking']}", shown[-1], details=details)
+    return Row(
+        f"{first['method']}, ranked by {first['ranking']}", shown[-1], details=details
+    )
 
 
 def table(runs: list[Run]) -> Iterator[Row]:
@@ -149,19 +161,26 @@ class WordSubstitution:
         }
         margin = float(victim.margins([words], example.label)[0])
         order = list(options)
-        without = [[*words[:place], victim.unknown, *words[place + 1 :]] for place in order]
+        without = [
+            [*words[:place], victim.unknown, *words[place + 1 :]] for place in order
+        ]
         worth = victim.margins(without, example.label)
-        queries, changed = 1 + len(order), 0
+        queries = 1 + len(order)
+        changed = 0
         for number in worth.argsort(stable=True).tolist():
             if margin < 0 or changed == self.most(len(words)):
                 break
             place = order[number]
-            tried = [[*words[:place], other, *words[place + 1 :]] for other in options[place]]
+            tried = [
+                [*words[:place], other, *words[place + 1 :]] for other in options[place]
+            ]
             margins = victim.margins(tried, example.label)
             queries += len(tried)
             best = int(margins.argmin())
             if float(margins[best]) < margin:
-                words, margin, changed = tried[best], float(margins[best]), changed + 1
+                words = tried[best]
+                margin = float(margins[best])
+                changed = changed + 1
         return " ".join(words), queries
 
 
@@ -172,7 +191,9 @@ class MaskedModel:
     model: Any
 
     @classmethod
-    def trained(cls, loaded: Loaded, texts: Sequence[str], steps: int = 2_000) -> MaskedModel:
+    def trained(
+        cls, loaded: Loaded, texts: Sequence[str], steps: int = 2_000
+    ) -> MaskedModel:
         import transformers
 
         device = loaded.model.device
@@ -182,7 +203,8 @@ class MaskedModel:
         model.requires_grad_(True)
         optimizer = torch.optim.AdamW(model.parameters(), 2e-4)
         rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-4, steps)
-        stream, mask = torch.Generator().manual_seed(0), loaded.tokenizer.mask_token_id or 0
+        stream = torch.Generator().manual_seed(0)
+        mask = loaded.tokenizer.mask_token_id or 0
         for _ in range(steps):
             chosen = torch.randint(len(texts), (128,), generator=stream).tolist()
             few = [Example(str(number), 0, texts[number]) for number in chosen]
@@ -192,7 +214,9 @@ class MaskedModel:
             labels = torch.where(hidden, batch["input_ids"], -100)
             batch["input_ids"] = torch.where(hidden, mask, batch["input_ids"])
             given = {name: value.to(device) for name, value in batch.items()}
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            with torch.autocast(
+                device.type, torch.bfloat16, enabled=device.type == "cuda"
+            ):
                 loss = model(**given, labels=labels.to(device)).loss
             if bool(hidden.any()):
                 loss.backward()
@@ -201,7 +225,9 @@ class MaskedModel:
             optimizer.zero_grad()
         return cls(model.eval().requires_grad_(False))
 
-    def words(self, victim: Victim, words: Sequence[str], place: int, count: int) -> list[str]:
+    def words(
+        self, victim: Victim, words: Sequence[str], place: int, count: int
+    ) -> list[str]:
         """Return the likeliest other words at a position; none unless its word is one token."""
         own = victim.token(words[place])
         start = victim.starts(words)[place]
@@ -217,7 +243,9 @@ class Victim:
     """A classifier with its tokenizer, and the words that the attack may use."""
 
     def __init__(self, model: Any, tokenizer: Any, words: Collection[str]) -> None:
-        self.model, self.tokenizer, self.words = model, tokenizer, words
+        self.model = model
+        self.tokenizer = tokenizer
+        self.words = words
         self.unknown = str(tokenizer.unk_token)
 
     @cached_property
@@ -232,18 +260,24 @@ class Victim:
         special = set(self.tokenizer.all_special_ids)
         written = self.tokenizer.convert_ids_to_tokens(range(len(self.table)))
         return [
-            name if number not in special and name in self.words and name.isalpha() else ""
+            name
+            if number not in special and name in self.words and name.isalpha()
+            else ""
             for number, name in enumerate(written)
         ]
 
     @cached_property
     def usable(self) -> Tensor:
-        return torch.tensor([bool(name) for name in self.names], device=self.table.device)
+        return torch.tensor(
+            [bool(name) for name in self.names], device=self.table.device
+        )
 
     def token(self, word: str) -> int | None:
         """Return the token of a word of letters; None unless it is exactly one."""
         ids = self.tokenizer(word, add_special_tokens=False)["input_ids"]
-        return ids[0] if len(ids) == 1 and word.isalpha() and self.names[ids[0]] else None
+        if len(ids) == 1 and word.isalpha() and self.names[ids[0]]:
+            return ids[0]
+        return None
 
     def neighbours(self, word: str, nearest: int, cosine: float) -> list[str]:
         """Return the nearest words, nearest first; none unless the word is one token."""
@@ -260,7 +294,9 @@ class Victim:
         scores[own] = -torch.inf
         values, ids = scores.topk(min(count, len(scores)))
         known = zip(values.tolist(), ids.tolist(), strict=True)
-        others = [(self.names[number], number) for value, number in known if value >= least]
+        others = [
+            (self.names[number], number) for value, number in known if value >= least
+        ]
         # The tokenizer must turn the word back into the same token.
         return [
             other
@@ -274,7 +310,9 @@ class Victim:
         """Return the label's logit minus the best other's for each text."""
         if not texts:
             return torch.zeros(0)
-        examples = [Example(str(n), label, " ".join(words)) for n, words in enumerate(texts)]
+        examples = [
+            Example(str(n), label, " ".join(words)) for n, words in enumerate(texts)
+        ]
         with torch.no_grad():
             logits = self.model(**self.batch(examples)).logits.float().cpu()
         own = logits[:, label].clone()
@@ -284,7 +322,8 @@ class Victim:
     def starts(self, words: Sequence[str]) -> list[int]:
         """Return the position of each word's first token in the encoded text."""
         frame = self.tokenizer("", add_special_tokens=True)["input_ids"]
-        place, starts = min(1, len(frame)), list[int]()
+        place = min(1, len(frame))
+        starts = list[int]()
         for word in words:
             starts.append(place)
             place += len(self.tokenizer(word, add_special_tokens=False)["input_ids"])
@@ -298,7 +337,8 @@ class Victim:
 
 def judged(victim: Victim, example: Example, text: str) -> dict[str, int]:
     """Count the words that differ, and run the model on the text alone."""
-    before, after = example.text.split(), text.split()
+    before = example.text.split()
+    after = text.split()
     changed = sum(old != new for old, new in zip(before, after, strict=True))
     flipped = float(victim.margins([after], example.label)[0]) < 0
     return {"flipped": flipped, "changed": changed, "words": len(before)}

@@ -1,14 +1,16 @@
 """Attacks and defences by task: HellaSwag, DREAM, pairs and SST-2. It needs a GPU.
 
-MiniLM (`--encoder`) is trained on all of each task's data with each method and seed; then the first
-`--right` right answers are attacked (trained.py). `pairs` is made from HellaSwag: does this ending
-belong to this context? Each context occurs once with its own ending and once with that of another
-context of the same activity ("Preparing pasta: …"), so that neither alone predicts the label.
+MiniLM (`--encoder`) is trained on all of each task's data with each method and seed;
+then the first `--right` right answers are attacked (trained.py). `pairs` is made from
+HellaSwag: does this ending belong to this context? Each context occurs once with its
+own ending and once with that of another context of the same activity ("Preparing pasta:
+…"), so that neither alone predicts the label.
 
-`--parts factors` analyses the runs, its own or those of `--join FILE …`. For each attack that flips
-some answers and not others, it reports the share that flipped in each quarter of the answers by
-margin, number of tokens or entropy of attention, and how often a flipped answer has a larger value
-than one that did not flip (ties count half; at 50% the factor predicts nothing).
+`--parts factors` analyses the runs, its own or those of `--join FILE …`. For each
+attack that flips some answers and not others, it reports the share that flipped in each
+quarter of the answers by margin, number of tokens or entropy of attention, and how
+often a flipped answer has a larger value than one that did not flip (ties count half;
+at 50% the factor predicts nothing).
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def run(
     trained.expect_known("parts", parts, PARTS)
     trained.expect_known("attacks", options.attacks, trained.ATTACKS)
     if quick:
-        tasks, parts = ["hellaswag", "pairs"], list(PARTS)
+        tasks = ["hellaswag", "pairs"]
+        parts = list(PARTS)
         attacks = ["random", "strongest", "program-no-cut"]
         options = Tiny(epochs=2, batch=8, right=4, share=0.05, attacks=attacks)
     runs = trained.joined(options.join)
@@ -67,13 +70,16 @@ def of_task(name: str, quick: bool, options: Options) -> Iterator[Row]:
     folder, ending, head, epochs, batch, rate, length = TASKS[name]
     if quick:
         texts = [made_up(name, number) for number in range(64)]
-        train, dev = texts[:40], texts[40:]
+        train = texts[:40]
+        dev = texts[40:]
     else:
         train, dev = (
-            read_examples(options.data / folder / f"{part}.{ending}") for part in ("train", "dev")
+            read_examples(options.data / folder / f"{part}.{ending}")
+            for part in ("train", "dev")
         )
         if name == "pairs":
-            train, dev = paired(train), paired(dev)
+            train = paired(train)
+            dev = paired(dev)
     task = Task(name, train, dev, epochs, batch, rate, length).given(options)
     for method, seed in options.trainings:
         loaded = options.fresh(seed, head)
@@ -97,7 +103,9 @@ def paired(examples: Sequence[Example]) -> list[Example]:
                 ending = source.choices[source.label]
                 pairs.append(Example(f"{own.id}/{label}", label, own.text, ending))
     # Shuffled, so that the first examples are a sample of all groups.
-    order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0)).tolist()
+    order = torch.randperm(
+        len(pairs), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     return [pairs[number] for number in order]
 
 
@@ -105,7 +113,9 @@ def made_up(name: str, number: int) -> Example:
     """Return an example of random words for the quick mode."""
     stream = torch.Generator().manual_seed(number)
     lines = [
-        " ".join(map(subjects.word, torch.randint(150, (8,), generator=stream).tolist()))
+        " ".join(
+            map(subjects.word, torch.randint(150, (8,), generator=stream).tolist())
+        )
         for _ in range(5)
     ]
     if name == "pairs":
@@ -138,10 +148,14 @@ def answers(runs: Sequence[Run], outcome: str) -> tuple[Tensor, Tensor]:
 def described(name: str, values: Tensor, flipped: Tensor) -> Iterator[Row]:
     if flipped.min() == flipped.max():
         what = "all flip" if flipped[0] else "none flips"
-        yield Row(name, f"{what}: nothing to compare", details=f"{len(flipped)} answers")
+        yield Row(
+            name, f"{what}: nothing to compare", details=f"{len(flipped)} answers"
+        )
         return
     for number, factor in enumerate(FACTORS):
-        shares = ", ".join(f"{share:.0%}" for share in quarters(values[:, number], flipped))
+        shares = ", ".join(
+            f"{share:.0%}" for share in quarters(values[:, number], flipped)
+        )
         details = (
             f"larger where flipped: {larger(values[:, number], flipped):.0%}; median "
             f"{values[:, number].median():.3g}; {len(flipped)} answers"

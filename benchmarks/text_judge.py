@@ -1,9 +1,9 @@
 """Is a verified text always the input? Corrupted and mismatched leaks of MiniLM.
 
-`--leaks` leaks are corrupted, or come from another text, layer or model (subjects.py: `--encoder`,
-`--data`). Verifying a text that was not the input is false. (In keys of layer 1 each row depends on
-one token only: if they are spliced from two texts, the spliced text is the input.) `--quick` takes
-a model with random weights.
+`--leaks` leaks are corrupted, or come from another text, layer or model (subjects.py:
+`--encoder`, `--data`). Verifying a text that was not the input is false. (In keys of
+layer 1 each row depends on one token only: if they are spliced from two texts, the
+spliced text is the input.) `--quick` takes a model with random weights.
 """
 
 from __future__ import annotations
@@ -29,8 +29,16 @@ from show import Row
 from subjects import leak_of
 
 # How many of 20 leaks are of each exposure.
-SHARES = {"hidden:1": 3, "hidden:2": 2, "hidden:3": 4, "hidden:4": 2, "hidden:6": 4, "kv:1": 3,
-          "kv:3": 1, "maps:1": 1}  # fmt: skip
+SHARES = {
+    "hidden:1": 3,
+    "hidden:2": 2,
+    "hidden:3": 4,
+    "hidden:4": 2,
+    "hidden:6": 4,
+    "kv:1": 3,
+    "kv:3": 1,
+    "maps:1": 1,
+}
 
 
 def run(
@@ -41,20 +49,31 @@ def run(
     leaks: int = 1000,
 ) -> Iterator[Row]:
     if quick:
-        tiny, ids = subjects.tiny("bert"), subjects.tiny_texts(12, 8, framed=True)
+        tiny = subjects.tiny("bert")
+        ids = subjects.tiny_texts(12, 8, framed=True)
         few = [(Exposure("hidden", 1), range(9)), (Exposure("maps", 1), range(2))]
         yield from false_claims(Subject.of(tiny, ids), few)
         return
     loaded = subjects.minilm(encoder, device)
     ids = subjects.encoded(loaded, read_texts(data / "sst2" / "dev.tsv", limit=100))
     plan = [
-        (Exposure.parse(name), range(-(-leaks * share // 20))) for name, share in SHARES.items()
+        (Exposure.parse(name), range(-(-leaks * share // 20)))
+        for name, share in SHARES.items()
     ]
     yield from false_claims(Subject.of(loaded, ids), plan)
 
 
-ROWS = ("swap_row", "splice", "shuffle_rows", "shuffle_columns", "mix", "shift", "noise",
-        "other_layer", "other_model")  # fmt: skip
+ROWS = (
+    "swap_row",
+    "splice",
+    "shuffle_rows",
+    "shuffle_columns",
+    "mix",
+    "shift",
+    "noise",
+    "other_layer",
+    "other_model",
+)
 MAPS = ROWS[4:]  # attention maps have no row of numbers for each position
 
 
@@ -106,7 +125,8 @@ class Subject:
         first, second = self._pair(number, same=exposure.kind == "maps")
         a, b = (leak_of(self.loaded, ids, exposure) for ids in (first, second))
         if kind == "other_layer":
-            last, layer = anatomy(self.loaded.model).layers, exposure.layer
+            last = anatomy(self.loaded.model).layers
+            layer = exposure.layer
             other = replace(exposure, layer=layer + 1 if layer < last else layer - 1)
             b = leak_of(self.loaded, first, other)
         elif kind == "other_model":
@@ -115,13 +135,16 @@ class Subject:
         for name in a.tensors:
             rows = [_rows(leak.tensors[name]) for leak in (a, b)]
             n = min(map(len, rows))
-            stream = torch.Generator().manual_seed(number)  # keys and values change alike
+            stream = torch.Generator().manual_seed(
+                number
+            )  # keys and values change alike
             new = changed(kind, rows[0][:n], rows[1][:n], stream)
             values[name] = _back(new, a.tensors[name], exposure.kind == "maps")
         leak = replace(a, **values)
         truth = first[: leak.length]
         if str(exposure) == "kv:1" and kind in ("swap_row", "splice"):
-            # Each row depends on one token: this is exactly the leak of the spliced text.
+            # Each row depends on one token: this is exactly the leak of the spliced
+            # text.
             stream = torch.Generator().manual_seed(number)
             truth = changed(kind, truth, second[: leak.length], stream)
         return kind, leak, truth
@@ -159,7 +182,9 @@ def _attack(exposure: Exposure) -> Attack:
     return {
         "hidden": states,
         "kv": CachedKeys(encoder=states),
-        "maps": EncoderMaps(deeper=TokenSearch(rounds=1, passes=15, candidates=4, sweeps=1)),
+        "maps": EncoderMaps(
+            deeper=TokenSearch(rounds=1, passes=15, candidates=4, sweeps=1)
+        ),
     }[exposure.kind]
 
 
@@ -172,12 +197,16 @@ def false_claims(subject: Subject, plan: list[tuple[Exposure, range]]) -> Iterat
         read, seconds = subjects.read(subject.loaded, truths, leaks, _attack(exposure))
         items = [{"kind": kind, **item} for kind, item in zip(kinds, read, strict=True)]
         verified = Counter(item["kind"] for item in items if item["verified"])
-        named = ", ".join(f"{kind} {count}" for kind, count in verified.items()) or "none"
+        named = (
+            ", ".join(f"{kind} {count}" for kind, count in verified.items()) or "none"
+        )
         yield show.exactly(
             f"{exposure}, {len(items)} corrupted or mismatched leaks: falsely verified",
-            subjects.claims(items)[1], 0,
-            f"verified: {named}; {seconds / len(items):.2f} s per leak", items=items,
-        )  # fmt: skip
+            subjects.claims(items)[1],
+            0,
+            f"verified: {named}; {seconds / len(items):.2f} s per leak",
+            items=items,
+        )
         every += items
     right, false = subjects.claims(every)
     details = f"{right + false} verified, {right} of them the right text"

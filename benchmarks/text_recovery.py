@@ -1,7 +1,7 @@
 """Text from what a model exposes of one input: how much is read and verified, at what cost.
 
-all-MiniLM-L6-v2 on `--texts` sentences of SST-2 (subjects.py: `--encoder`, `--data`). `--parts`
-selects:
+all-MiniLM-L6-v2 on `--texts` sentences of SST-2 (subjects.py: `--encoder`, `--data`).
+`--parts` selects:
 
     exact      hidden states, layer by layer (`--layers`)
     precision  rounded or noisy hidden states of layers 3 and 6
@@ -56,7 +56,8 @@ def run(
 
 def small() -> Iterator[Row]:
     """Run the same code on models of a few thousand random parameters."""
-    loaded, ids = subjects.tiny("bert"), subjects.tiny_texts(12, 8, framed=True)
+    loaded = subjects.tiny("bert")
+    ids = subjects.tiny_texts(12, 8, framed=True)
     for layer in (1, 2):
         yield from exact(loaded, "random texts", ids, layer)
     yield from precisions(loaded, ids[:2], 2)
@@ -76,7 +77,9 @@ class Outcome:
     @property
     def tokens(self) -> float:
         """The share of tokens that are right."""
-        right, tokens = (sum(item[name] for item in self.items) for name in ("right", "tokens"))
+        right, tokens = (
+            sum(item[name] for item in self.items) for name in ("right", "tokens")
+        )
         return right / tokens
 
     @property
@@ -85,11 +88,15 @@ class Outcome:
         return subjects.claims(self.items)[0] / len(self.items)
 
     def median(self, count: str, without: str = "") -> float:
-        return statistics.median(item[count] - item.get(without, 0) for item in self.items)
+        return statistics.median(
+            item[count] - item.get(without, 0) for item in self.items
+        )
 
     @property
     def summary(self) -> str:
-        return f"{self.tokens:.2%} of tokens, {self.exact:.1%} of texts exact and verified"
+        return (
+            f"{self.tokens:.2%} of tokens, {self.exact:.1%} of texts exact and verified"
+        )
 
     @property
     def cost(self) -> str:
@@ -122,9 +129,11 @@ def precisions(loaded: Loaded, ids: list[Tensor], layer: int) -> Iterator[Row]:
     """Read rounded and noisy hidden states."""
     where = Exposure("hidden", layer)
     changes = {
-        "bfloat16": degraded("bfloat16"), "int8 per token": degraded("int8"),
-        "noise of 1%": degraded(noise=0.01), "noise of 10%": degraded(noise=0.1),
-    }  # fmt: skip
+        "bfloat16": degraded("bfloat16"),
+        "int8 per token": degraded("int8"),
+        "noise of 1%": degraded(noise=0.01),
+        "noise of 10%": degraded(noise=0.1),
+    }
     for name, change in changes.items():
         got = recover(loaded, ids, where, change)
         what = f"layer {layer}, {name}, {len(ids)} texts"
@@ -139,9 +148,13 @@ def whole(label: str, loaded: Loaded, name: str, ids: list[Tensor]) -> Iterator[
     got = recover(loaded, ids, Exposure.parse(name))
     positions = sum(len(text) for text in ids)
     what = f"{label}, {name}, {len(ids)} texts"
-    cost = f"{got.seconds * len(ids) / positions:.3f} s per token once fitted, which took "
+    cost = (
+        f"{got.seconds * len(ids) / positions:.3f} s per token once fitted, which took "
+    )
     cost += f"{fitting:.1f} s with the first text on {loaded.model.device}; {got.cost}"
-    yield Row(what, got.summary, "100%", got.tokens == got.exact == 1, cost, items=got.items)
+    yield Row(
+        what, got.summary, "100%", got.tokens == got.exact == 1, cost, items=got.items
+    )
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
 """Options, training, attacks and table of the benchmarks that train a model and attack it.
 
-A run is one model trained with one method and one seed. It records `what`, `method`, `seed`,
-`settings`, `curve` (accuracy on the dev set after each epoch), `training`, `attacks` (flips of
-right answers) and `answers`: for every right answer that was attacked its margin, its number of
-tokens, the entropy of attention, and the result of each attack. Runs can be made one by one;
-`--join FILE FILE …` makes one table of their `--json` files.
+A run is one model trained with one method and one seed. It records `what`, `method`,
+`seed`, `settings`, `curve` (accuracy on the dev set after each epoch), `training`,
+`attacks` (flips of right answers) and `answers`: for every right answer that was
+attacked its margin, its number of tokens, the entropy of attention, and the result of
+each attack. Runs can be made one by one; `--join FILE FILE …` makes one table of their
+`--json` files.
 
-Attacks (`--attacks`): `random`, `as-released` and `strongest` cut `--share` of each head.
-`strongest-tenth` cuts a tenth of that share, of all units of the model, and still shows differences
-where the others flip every answer. `program` is HackAttend's released program, mask for mask, and
-`program-no-cut` its control, the same masks with no unit cut; both need a model of BERT's kind.
-Methods of training (`--methods`, separated by commas):
+Attacks (`--attacks`): `random`, `as-released` and `strongest` cut `--share` of each
+head. `strongest-tenth` cuts a tenth of that share, of all units of the model, and still
+shows differences where the others flip every answer. `program` is HackAttend's released
+program, mask for mask, and `program-no-cut` its control, the same masks with no unit
+cut; both need a model of BERT's kind. Methods of training (`--methods`, separated by
+commas):
 
     plain  strongest  sattend:RATE  sattend-token:RATE
     freelb  smart  r3f  asa  creat  augmented  attack-masks, with settings: smart:radius=0.1:steps=2
@@ -49,9 +51,13 @@ ATTACKS: dict[str, Callable[..., Attacker]] = {
     "random": HackAttend.random,
     "as-released": HackAttend.as_released,
     "strongest": HackAttend.strongest,
-    "strongest-tenth": lambda share, batch: HackAttend.strongest(share / 10, "model", batch=batch),
+    "strongest-tenth": lambda share, batch: HackAttend.strongest(
+        share / 10, "model", batch=batch
+    ),
     "program": ReleasedProgram,
-    "program-no-cut": lambda share, batch: ReleasedProgram(share, units=False, batch=batch),
+    "program-no-cut": lambda share, batch: ReleasedProgram(
+        share, units=False, batch=batch
+    ),
 }
 
 
@@ -59,8 +65,8 @@ ATTACKS: dict[str, Callable[..., Attacker]] = {
 class Options:
     """The options of every benchmark that trains; None means all data, or the task's own setting.
 
-    `right` is how many right answers are attacked, `queries` how many masked sequences of 128
-    tokens the model runs in one pass.
+    `right` is how many right answers are attacked, `queries` how many masked sequences
+    of 128 tokens the model runs in one pass.
     """
 
     data: Path = subjects.DATA
@@ -115,7 +121,9 @@ class Tiny(Options):
 
 def expect_known(option: str, given: Sequence[str], known: Collection[str]) -> None:
     if unknown := [name for name in given if name not in known]:
-        raise SystemExit(f"--{option}: no {', '.join(unknown)}; choose from {', '.join(known)}")
+        raise SystemExit(
+            f"--{option}: no {', '.join(unknown)}; choose from {', '.join(known)}"
+        )
 
 
 def defence(name: str) -> Defence:
@@ -148,12 +156,17 @@ class Task:
 
     def given(self, options: Options) -> Task:
         return replace(
-            self, train=self.train[: options.examples], dev=self.dev[: options.dev],
-            epochs=options.epochs or self.epochs, batch=options.batch or self.batch,
+            self,
+            train=self.train[: options.examples],
+            dev=self.dev[: options.dev],
+            epochs=options.epochs or self.epochs,
+            batch=options.batch or self.batch,
             rate=options.rate or self.rate,
-        )  # fmt: skip
+        )
 
-    def batches(self, loaded: Loaded, options: Options, examples: Sequence[Example]) -> Batches:
+    def batches(
+        self, loaded: Loaded, options: Options, examples: Sequence[Example]
+    ) -> Batches:
         choices = max(1, len(examples[0].choices)) if examples else 1
         size = max(1, self.queries(options) // choices)
         return Batches(loaded.model, loaded.tokenizer, examples, size, self.max_length)
@@ -164,15 +177,24 @@ class Task:
 
 
 def fit(
-    loaded: Loaded, examples: Sequence[Example], method: str, device: str, **settings: Any
+    loaded: Loaded,
+    examples: Sequence[Example],
+    method: str,
+    device: str,
+    **settings: Any,
 ) -> Training:
     """Train in place, with matrix products in TF32, which the attacks do not use."""
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
         return harden.train(
-            loaded.model, loaded.tokenizer, examples, defence(method),
-            device=device, amp=device.startswith("cuda"), **settings,
-        )  # fmt: skip
+            loaded.model,
+            loaded.tokenizer,
+            examples,
+            defence(method),
+            device=device,
+            amp=device.startswith("cuda"),
+            **settings,
+        )
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
 
@@ -180,11 +202,23 @@ def fit(
 def train(loaded: Loaded, task: Task, method: str, seed: int, options: Options) -> Run:
     """Train a model, and return its run so far, with the accuracy after each epoch."""
     curve: list[float] = []
-    run: Run = {"what": task.name, "method": method, "seed": seed, "curve": curve, "attacks": {}}
-    settings = {"epochs": task.epochs, "rate": task.rate, "batch": task.batch,
-                "warmup": options.warmup, "max_length": task.max_length}  # fmt: skip
+    run: Run = {
+        "what": task.name,
+        "method": method,
+        "seed": seed,
+        "curve": curve,
+        "attacks": {},
+    }
+    settings = {
+        "epochs": task.epochs,
+        "rate": task.rate,
+        "batch": task.batch,
+        "warmup": options.warmup,
+        "max_length": task.max_length,
+    }
     run["settings"] = {"examples": len(task.train), **settings, "share": options.share}
-    batches, steps = task.batches(loaded, options, task.dev), -(-len(task.train) // task.batch)
+    batches = task.batches(loaded, options, task.dev)
+    steps = -(-len(task.train) // task.batch)
 
     def progress(done: int, total: int | None = None, note: str = "") -> None:
         if done % steps == 0:  # an epoch ends
@@ -194,9 +228,15 @@ def train(loaded: Loaded, task: Task, method: str, seed: int, options: Options) 
             log(f"{title(run)}: {curve[-1]:.1%} after {done} of {total}: {note}")
 
     done = fit(
-        loaded, task.train, method, options.device, **settings, seed=seed, pool=16,
+        loaded,
+        task.train,
+        method,
+        options.device,
+        **settings,
+        seed=seed,
+        pool=16,
         progress=progress,
-    )  # fmt: skip
+    )
     loaded.model.requires_grad_(False)  # attacks differentiate only by attention
     run["training"] = done.to_dict()
     return run
@@ -211,10 +251,14 @@ def attack(loaded: Loaded, task: Task, run: Run, options: Options) -> Row:
     run["answers"] = list(answers.values())
     for name in options.attacks:
         started = time.perf_counter()
-        found = batches.attack(ATTACKS[name](options.share, batch=task.queries(options)))
+        found = batches.attack(
+            ATTACKS[name](options.share, batch=task.queries(options))
+        )
         seconds = time.perf_counter() - started
         run["attacks"][name] = asdict(
-            Measured(len(found.attacked), found.flips, found.queries, seconds, found.share)
+            Measured(
+                len(found.attacked), found.flips, found.queries, seconds, found.share
+            )
         )
         for outcome in found.attacked:
             answers[outcome.id]["flipped"][name] = outcome.flipped
@@ -247,12 +291,22 @@ def described(batches: Batches) -> Iterator[dict[str, Any]]:
         ]
         lengths = question.inputs["attention_mask"].flatten(1).sum(1)
         each = zip(
-            part, margins.tolist(), lengths.tolist(), torch.stack(entropies).mean(0).tolist(),
+            part,
+            margins.tolist(),
+            lengths.tolist(),
+            torch.stack(entropies).mean(0).tolist(),
             strict=True,
-        )  # fmt: skip
+        )
         for example, margin, length, nats in each:
-            yield {"id": example.id, "margin": margin, "tokens": length, "entropy": nats,
-                   "flipped": {}, "cut": {}, "of_attacked_heads": {}}  # fmt: skip
+            yield {
+                "id": example.id,
+                "margin": margin,
+                "tokens": length,
+                "entropy": nats,
+                "flipped": {},
+                "cut": {},
+                "of_attacked_heads": {},
+            }
 
 
 def entropy(a: Tensor, exists: Tensor) -> Tensor:
@@ -269,7 +323,9 @@ def title(run: Run) -> str:
 def row(run: Run) -> Row:
     answers = run.get("answers", [])
     cut = {
-        name: mean(answer["of_attacked_heads"][name] for answer in answers) if answers else 0.0
+        name: mean(answer["of_attacked_heads"][name] for answer in answers)
+        if answers
+        else 0.0
         for name in run["attacks"]
     }
     flips = "; ".join(
@@ -291,7 +347,8 @@ def table(runs: Sequence[Run]) -> Iterator[Row]:
     yield from kept(runs)
 
     def kind(run: Run) -> str:
-        rate, epochs = run["settings"]["rate"], run["settings"]["epochs"]
+        rate = run["settings"]["rate"]
+        epochs = run["settings"]["epochs"]
         return f"{run['what']}, {run['method']}, rate {rate:g}, {epochs} epochs"
 
     def rates(own: list[Run], name: str) -> list[float]:
@@ -300,15 +357,21 @@ def table(runs: Sequence[Run]) -> Iterator[Row]:
 
     for name in dict.fromkeys(map(kind, runs)):
         own = [run for run in runs if kind(run) == name]
-        shown = [f"{attack} {spread(rates(own, attack))}" for attack in ATTACKS
-                 if rates(own, attack)]  # fmt: skip
+        shown = [
+            f"{attack} {spread(rates(own, attack))}"
+            for attack in ATTACKS
+            if rates(own, attack)
+        ]
         numbers = ", ".join(dict.fromkeys(str(run["seed"]) for run in own))
         attacked = sum(
-            max((found["examples"] for found in run["attacks"].values()), default=0) for run in own
+            max((found["examples"] for found in run["attacks"].values()), default=0)
+            for run in own
         )
         shown.append(f"{attacked} right answers; seeds {numbers}")
         shown.append(f"best epoch {spread([max(run['curve']) for run in own])}")
-        seconds, peak = (mean(run["training"][each] for run in own) for each in ("seconds", "peak"))
+        seconds, peak = (
+            mean(run["training"][each] for run in own) for each in ("seconds", "peak")
+        )
         shown.append(f"trained in {seconds:.0f} s, {peak / 2**20:.0f} MiB")
         clean = spread([run["curve"][-1] for run in own])
         yield Row(name, f"clean {clean}", details="; ".join([*shown, *settings(own)]))
@@ -317,14 +380,17 @@ def table(runs: Sequence[Run]) -> Iterator[Row]:
 def spread(found: Sequence[float]) -> str:
     if not found:
         return "not measured"
-    low, high = min(found), max(found)
+    low = min(found)
+    high = max(found)
     return f"{mean(found):.1%}" + (f" ({low:.1%}–{high:.1%})" if low < high else "")
 
 
 def settings(runs: Sequence[Run]) -> list[str]:
     """Return the settings of the runs, and whether they differ."""
     known = (run.get("settings", {}) for run in runs)
-    lines = [", ".join(f"{name} {value}" for name, value in given.items()) for given in known]
+    lines = [
+        ", ".join(f"{name} {value}" for name, value in given.items()) for given in known
+    ]
     ways = [line for line in dict.fromkeys(lines) if line]
     return ways if len(ways) < 2 else ["settings differ: " + " | ".join(ways)]
 
@@ -344,7 +410,9 @@ def kept(runs: Sequence[Run]) -> Iterator[Row]:
     """Yield a row for each joined run, so that the new record contains it."""
     for run in runs:
         if "commit" in run:
-            name = ", ".join(str(run[key]) for key in ("what", "method", "ranking") if key in run)
+            name = ", ".join(
+                str(run[key]) for key in ("what", "method", "ranking") if key in run
+            )
             yield Row(f"{name}, seed {run['seed']}", "joined", run=run)
 
 

@@ -1,10 +1,11 @@
 """The size of two checkouts of Keyhole, and whether both behave the same.
 
-`--before` is a checkout of an earlier commit. Counted in both are lines, files, modules with a
-single importer, commands, options, modules that `keyhole disrupt` can import, and the words of
-documents. `--same` audits the demo in both, counts the modules whose functions run, and compares
-every finding; then it runs a list of commands and compares statuses and exit codes. `--rows FOLDER
-FOLDER` compares the rows that quick modes of benchmarks wrote with `--json`, before and after.
+`--before` is a checkout of an earlier commit. Counted in both are lines, files, modules
+with a single importer, commands, options, modules that `keyhole disrupt` can import,
+and the words of documents. `--same` audits the demo in both, counts the modules whose
+functions run, and compares every finding; then it runs a list of commands and compares
+statuses and exit codes. `--rows FOLDER FOLDER` compares the rows that quick modes of
+benchmarks wrote with `--json`, before and after.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Checkout:
     """The source, documents and benchmarks of one commit."""
 
     def __init__(self, root: Path) -> None:
-        self.root, source = root, root / "src"
+        self.root = root
+        source = root / "src"
         self.modules = {
             ".".join(path.relative_to(source).with_suffix("").parts): path
             for path in source.rglob("*.py")
@@ -42,7 +44,10 @@ class Checkout:
     @cached_property
     def imports(self) -> dict[str, set[str]]:
         """The other modules that each module imports, anywhere in its code."""
-        return {name: set(self._imported(path)) - {name} for name, path in self.modules.items()}
+        return {
+            name: set(self._imported(path)) - {name}
+            for name, path in self.modules.items()
+        }
 
     def _imported(self, path: Path) -> Iterator[str]:
         tree = ast.parse(path.read_text("utf-8"))
@@ -54,7 +59,9 @@ class Checkout:
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
-                names = [name if self._known(name) else str(node.module) for name in names]
+                names = [
+                    name if self._known(name) else str(node.module) for name in names
+                ]
             else:
                 continue
             yield from filter(None, map(self._known, names))
@@ -85,7 +92,11 @@ class Checkout:
 
     def listed(self, pattern: str) -> set[str]:
         """Return the matches of a pattern in the command-line reference: commands or options."""
-        return set(re.findall(pattern, (self.root / "docs" / "cli.md").read_text("utf-8"), re.M))
+        return set(
+            re.findall(
+                pattern, (self.root / "docs" / "cli.md").read_text("utf-8"), re.M
+            )
+        )
 
     def lines(self, pattern: str) -> int:
         files = [path for path in self.root.glob(pattern) if ".venv" not in path.parts]
@@ -100,13 +111,17 @@ class Checkout:
         """Run Python with this checkout, and return its exit code and output."""
         environment = {**os.environ, "PYTHONPATH": str(self.root / "src")}
         command = [sys.executable, *words]
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True
+        )
         return done.returncode, done.stdout
 
     def findings(self) -> dict[str, object]:
         """Return the findings of the demo's audit, and how each attack ended."""
         with tempfile.TemporaryDirectory() as folder:
-            code, printed = self.call(folder, "-m", "keyhole", "audit", "demo", "--json")
+            code, printed = self.call(
+                folder, "-m", "keyhole", "audit", "demo", "--json"
+            )
         audit = json.loads(printed)
         assessed = audit["assessment"]
         found: dict[str, object] = {"exit code": code, "verdict": assessed["verdict"]}
@@ -114,8 +129,13 @@ class Checkout:
             what = f"{row['part']}: {row['exposure']}"
             keys = ("rule", "severity", "score", "share", "exact", "proved")
             found[what] = tuple(row[key] for key in keys)
-        ends = [(row["attack"], row["status"], row["queries"]) for row in audit["findings"]]
-        return {**found, **{f"end {number}": end for number, end in enumerate(sorted(ends))}}
+        ends = [
+            (row["attack"], row["status"], row["queries"]) for row in audit["findings"]
+        ]
+        return {
+            **found,
+            **{f"end {number}": end for number, end in enumerate(sorted(ends))},
+        }
 
     def entered(self) -> list[str]:
         """Return the package of each module in which the demo's audit runs a function."""
@@ -128,10 +148,17 @@ class Checkout:
         """Return the exit code of each of the commands below, and the status it prints."""
         found: dict[str, object] = {}
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "vllm.sh").write_text("vllm serve m --host 0.0.0.0\n", "utf-8")
+            (Path(folder) / "vllm.sh").write_text(
+                "vllm serve m --host 0.0.0.0\n", "utf-8"
+            )
             for command in COMMANDS:
-                code, printed = self.call(folder, "-m", "keyhole", *shlex.split(command))
-                found[command] = (code, *re.findall(r'"status": "([^"]+)"', printed)[:1])
+                code, printed = self.call(
+                    folder, "-m", "keyhole", *shlex.split(command)
+                )
+                found[command] = (
+                    code,
+                    *re.findall(r'"status": "([^"]+)"', printed)[:1],
+                )
         return found
 
 
@@ -174,23 +201,30 @@ COMMANDS = (
 
 
 def run(
-    quick: bool, before: Path = ROOT, same: bool = False,
+    quick: bool,
+    before: Path = ROOT,
+    same: bool = False,
     rows: list[Path] = [],  # noqa: B006 - read, never changed
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[Row]:
     del quick
-    was, now = Checkout(before), Checkout(ROOT)
+    was = Checkout(before)
+    now = Checkout(ROOT)
 
     def row(what: str, measure: Callable[[Checkout], int]) -> Row:
         return Row(what, f"{measure(was):,} → {measure(now):,}")
 
     for folder in ("src", "benchmarks", "tests"):
-        yield row(f"lines of {folder}", lambda each, folder=folder: each.lines(f"{folder}/**/*.py"))
+        yield row(
+            f"lines of {folder}",
+            lambda each, folder=folder: each.lines(f"{folder}/**/*.py"),
+        )
     yield row("files of src", lambda each: len(each.modules))
     yield row("modules with a single importer", lambda each: each.used_once)
     yield row("commands", lambda each: len(each.listed(COMMAND)))
     yield row("option names", lambda each: len(each.listed(OPTION)))
     yield row(
-        "modules in reach of keyhole disrupt", lambda each: each.reached("keyhole.cli.disrupt")
+        "modules in reach of keyhole disrupt",
+        lambda each: each.reached("keyhole.cli.disrupt"),
     )
     yield row("words of documents", lambda each: each.words)
     if same:
@@ -219,10 +253,14 @@ def _rows(folder: Path) -> dict[str, object]:
     }
 
 
-def compared(what: str, was: dict[str, object], now: dict[str, object]) -> Iterator[Row]:
+def compared(
+    what: str, was: dict[str, object], now: dict[str, object]
+) -> Iterator[Row]:
     same = sum(now.get(name) == value for name, value in was.items())
     whole = same == len(was) == len(now)
-    yield Row(f"{what}: the same", f"{same} of {len(was)}, {len(now)} now", "all", whole)
+    yield Row(
+        f"{what}: the same", f"{same} of {len(was)}, {len(now)} now", "all", whole
+    )
     for name in {**was, **now}:
         if was.get(name) != now.get(name):
             yield Row(f"{what}: {name}", f"{was.get(name)} → {now.get(name)}")

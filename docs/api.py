@@ -1,7 +1,7 @@
 """The Python reference, made from docstrings: a page for the `__all__` of each public package.
 
-Sources are parsed, not imported, so that the site can be built without torch and the extras. A name
-is followed through `from … import …` lines to its definition.
+Sources are parsed, not imported, so that the site can be built without torch and the
+extras. A name is followed through `from … import …` lines to its definition.
 """
 
 from __future__ import annotations
@@ -15,9 +15,23 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src"
 PACKAGES = (
-    "audit", "assess", "configs", "extract", "invert", "recover", "disrupt", "harden", "oracle",
-    "models", "stores", "report", "core", "testing", "data", "attention",
-)  # fmt: skip
+    "audit",
+    "assess",
+    "configs",
+    "extract",
+    "invert",
+    "recover",
+    "disrupt",
+    "harden",
+    "oracle",
+    "models",
+    "stores",
+    "report",
+    "core",
+    "testing",
+    "data",
+    "attention",
+)
 TAG = re.compile(r"(`[^`]*`)|<(?=[a-zA-Z/!])")  # code matches first, so that it stays
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -56,7 +70,9 @@ def exported(module: str) -> list[str]:
 
 
 def public_names(package: str) -> list[Name]:
-    return [_follow(f"keyhole.{package}", name) for name in exported(f"keyhole.{package}")]
+    return [
+        _follow(f"keyhole.{package}", name) for name in exported(f"keyhole.{package}")
+    ]
 
 
 def _follow(module: str, name: str) -> Name:
@@ -65,7 +81,9 @@ def _follow(module: str, name: str) -> Name:
             return Name(name, module, node)
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
-                if (alias.asname or alias.name) == name and node.module.startswith("keyhole"):
+                if (alias.asname or alias.name) == name and node.module.startswith(
+                    "keyhole"
+                ):
                     return _follow(node.module, alias.name)
     return Name(name, module, None)
 
@@ -99,7 +117,9 @@ def member(method: ast.FunctionDef) -> str:
     """Return a method's call, or a property with its type."""
     decorators = {ast.unparse(item) for item in method.decorator_list}
     if decorators & {"property", "cached_property"}:
-        return f"{method.name}: {ast.unparse(method.returns)}" if method.returns else method.name
+        if method.returns:
+            return f"{method.name}: {ast.unparse(method.returns)}"
+        return method.name
     parameters = [*_parameters(method.args)]
     if "staticmethod" not in decorators:
         del parameters[0]  # self
@@ -117,7 +137,8 @@ def signature(node: Definition) -> str:
         fields = [
             ast.unparse(item)
             for item in node.body
-            if isinstance(item, ast.AnnAssign) and not ast.unparse(item.target).startswith("_")
+            if isinstance(item, ast.AnnAssign)
+            and not ast.unparse(item.target).startswith("_")
         ]
         bases = ", ".join(map(ast.unparse, node.bases))
         head = f"class {node.name}({bases})" if bases else f"class {node.name}"
@@ -177,4 +198,6 @@ def index() -> str:
 
 def pages() -> dict[str, str]:
     """Return every page of the reference by its path in the site."""
-    return {"api/index.md": index()} | {f"api/{name}.md": page(name) for name in PACKAGES}
+    return {"api/index.md": index()} | {
+        f"api/{name}.md": page(name) for name in PACKAGES
+    }

@@ -49,14 +49,21 @@ def option_names() -> set[str]:
 
 def cli_reference() -> str:
     """Return the page: shared options once, then each command with its help and own options."""
-    described = [(title, command, _parameters(command, title)) for title, command in commands()]
+    described = [
+        (title, command, _parameters(command, title)) for title, command in commands()
+    ]
     uses = Counter(line for *_, lines in described for line in lines)
     most: dict[str, str] = {}  # the most frequent description of each option
     for line, count in uses.most_common():
         if count > 1:
             most.setdefault(_name(line), line)
     shared = {*most.values()}
-    parts = [_HEAD, "## What commands share\n", *(most[name] for name in sorted(most)), ""]
+    parts = [
+        _HEAD,
+        "## What commands share\n",
+        *(most[name] for name in sorted(most)),
+        "",
+    ]
     return "\n".join([*parts, *(_section(*each, shared) for each in described)])
 
 

@@ -1,7 +1,8 @@
 """The drawings of the documents, which docs/generate.py writes as SVG files into docs/drawings/.
 
-Colours follow the reader's system, light or dark. The drawings of threats show the same model, the
-part that leaks, and what the attacker gets; each family of methods has a drawing too.
+Colours follow the reader's system, light or dark. The drawings of threats show the same
+model, the part that leaks, and what the attacker gets; each family of methods has a
+drawing too.
 """
 
 from __future__ import annotations
@@ -39,11 +40,19 @@ class Sheet:
     """A drawing that grows shape by shape."""
 
     def __init__(self, title: str, width: int = 720, height: int = 230) -> None:
-        self.title, self.width, self.height = title, width, height
+        self.title = title
+        self.width = width
+        self.height = height
         self.shapes: list[str] = []
 
     def box(
-        self, x: float, y: float, w: float, h: float, lines: Sequence[str] = (), kind: str = "plain"
+        self,
+        x: float,
+        y: float,
+        w: float,
+        h: float,
+        lines: Sequence[str] = (),
+        kind: str = "plain",
     ) -> None:
         self.shapes.append(
             f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="5"/>'
@@ -52,7 +61,9 @@ class Sheet:
             middle = y + h / 2 + 4.5 + 16 * (number - (len(lines) - 1) / 2)
             self.text(x + w / 2, middle, line, "middle")
 
-    def text(self, x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> None:
+    def text(
+        self, x: float, y: float, words: str, kind: str = "", anchor: str = "start"
+    ) -> None:
         place = "" if anchor == "start" else f'text-anchor="{anchor}" '
         self.shapes.append(
             f'<text {place}class="{kind}" x="{x:g}" y="{y:g}">{escape(words)}</text>'
@@ -73,13 +84,21 @@ class Sheet:
 
 # The model of all threats: its parts from left to right.
 PARTS = {
-    "text": ("the text",), "embeddings": ("token", "embeddings"), "attention": ("attention",),
-    "states": ("hidden", "states"), "pooled": ("one vector",), "answer": ("the answer",),
-}  # fmt: skip
-WIDTH, GAP, TOP = 96, 24, 44
+    "text": ("the text",),
+    "embeddings": ("token", "embeddings"),
+    "attention": ("attention",),
+    "states": ("hidden", "states"),
+    "pooled": ("one vector",),
+    "answer": ("the answer",),
+}
+WIDTH = 96
+GAP = 24
+TOP = 44
 
 
-def model(title: str, leaking: Sequence[str], renamed: dict[str, tuple[str, ...]]) -> Sheet:
+def model(
+    title: str, leaking: Sequence[str], renamed: dict[str, tuple[str, ...]]
+) -> Sheet:
     """Draw the model, and mark the parts that leak."""
     sheet = Sheet(title)
     sheet.text(12, 24, "the model, on somebody's machine", "soft small")
@@ -88,7 +107,8 @@ def model(title: str, leaking: Sequence[str], renamed: dict[str, tuple[str, ...]
         sheet.box(left(part), TOP, WIDTH, 48, renamed.get(part, lines), kind)
         if number:
             sheet.path([(left(part) - GAP, TOP + 24), (left(part) - 2, TOP + 24)])
-    start, end = left("states") + 40, left("attention") + 40
+    start = left("states") + 40
+    end = left("attention") + 40
     under = TOP + 62
     sheet.path([(start, TOP + 48), (start, under), (end, under), (end, TOP + 50)])
     sheet.text(left("attention") + 86, TOP + 76, "every layer", "soft small")
@@ -100,9 +120,13 @@ def left(part: str) -> float:
 
 
 def threat(
-    title: str, leaking: Sequence[str], leak: str, has: Sequence[str], gets: Sequence[str],
+    title: str,
+    leaking: Sequence[str],
+    leak: str,
+    has: Sequence[str],
+    gets: Sequence[str],
     renamed: dict[str, tuple[str, ...]] | None = None,
-) -> Sheet:  # fmt: skip
+) -> Sheet:
     """Draw the model, the leak, the attacker below it, and what the attacker gets."""
     sheet = model(title, leaking, renamed or {})
     sheet.text(12, 160, "the attacker", "soft small")
@@ -118,44 +142,64 @@ def threat(
 
 def hidden_states() -> Sheet:
     return threat(
-        "Hidden states leave the model and the text comes back", ["states"], "rows of numbers",
-        ["the weights,", "an open checkpoint"], ["the text, token by token,", "checked by a pass"],
-    )  # fmt: skip
+        "Hidden states leave the model and the text comes back",
+        ["states"],
+        "rows of numbers",
+        ["the weights,", "an open checkpoint"],
+        ["the text, token by token,", "checked by a pass"],
+    )
 
 
 def embeddings() -> Sheet:
     return threat(
-        "A vector store keeps one vector per text, and the text comes back", ["pooled"],
-        "a vector for each text, in a store", ["the encoder's weights", "and texts to count"],
-        ["short sentences, exactly;", "longer ones in part"], {"answer": ("a search",)},
-    )  # fmt: skip
+        "A vector store keeps one vector per text, and the text comes back",
+        ["pooled"],
+        "a vector for each text, in a store",
+        ["the encoder's weights", "and texts to count"],
+        ["short sentences, exactly;", "longer ones in part"],
+        {"answer": ("a search",)},
+    )
 
 
 def logits() -> Sheet:
     return threat(
         "Log-probabilities give the last state away, and with it prompt and last layer",
-        ["answer"], "log-probabilities of all tokens",
-        ["queries; for prompts", "the weights"], ["the last layer;", "short prompts"],
+        ["answer"],
+        "log-probabilities of all tokens",
+        ["queries; for prompts", "the weights"],
+        ["the last layer;", "short prompts"],
         {"pooled": ("the last", "state"), "answer": ("next token",)},
-    )  # fmt: skip
+    )
 
 
 def maps_and_caches() -> Sheet:
     return threat(
         "Attention maps, keys and values leave the model and the text comes back",
-        ["attention"], "maps; keys and values", ["the weights,", "an open checkpoint"],
+        ["attention"],
+        "maps; keys and values",
+        ["the weights,", "an open checkpoint"],
         ["the text; at the first", "layer in closed form"],
-    )  # fmt: skip
+    )
 
 
 def scores() -> Sheet:
-    sheet = model("Scores of chosen queries are equations for the weights", ["answer"], {
-        "text": ("the query",), "pooled": ("the head",), "answer": ("a score",),
-    })  # fmt: skip
+    sheet = model(
+        "Scores of chosen queries are equations for the weights",
+        ["answer"],
+        {
+            "text": ("the query",),
+            "pooled": ("the head",),
+            "answer": ("a score",),
+        },
+    )
     sheet.text(12, 160, "the attacker", "soft small")
     sheet.box(100, 166, 190, 52, ["chosen queries", "[x+δ ; x]"])
-    sheet.box(508, 166, 196, 52, ["the weights W and v,", "to the last digit"], "gained")
-    sheet.path([(150, 165), (150, 126), (left("text") + 48, 126), (left("text") + 48, 95)])
+    sheet.box(
+        508, 166, 196, 52, ["the weights W and v,", "to the last digit"], "gained"
+    )
+    sheet.path(
+        [(150, 165), (150, 126), (left("text") + 48, 126), (left("text") + 48, 95)]
+    )
     x = left("answer") + WIDTH / 2
     sheet.path([(x, TOP + 49), (x, 164)], "tap")
     sheet.path([(290, 192), (506, 192)])
@@ -166,16 +210,23 @@ def scores() -> Sheet:
 
 def gradients() -> Sheet:
     return threat(
-        "A client's gradient goes to a server, and its batch comes back", ["answer"],
+        "A client's gradient goes to a server, and its batch comes back",
+        ["answer"],
         "the gradient of a batch, or new weights",
-        ["the weights before", "the step"], ["the batch: texts", "and their classes"],
-        {"text": ("a batch", "of texts"), "pooled": ("the head",),
-         "answer": ("the loss and", "its gradient")},
-    )  # fmt: skip
+        ["the weights before", "the step"],
+        ["the batch: texts", "and their classes"],
+        {
+            "text": ("a batch", "of texts"),
+            "pooled": ("the head",),
+            "answer": ("the loss and", "its gradient"),
+        },
+    )
 
 
 def masks() -> Sheet:
-    sheet = model("A mask that cuts 1% of the attention changes the answer", ["attention"], {})
+    sheet = model(
+        "A mask that cuts 1% of the attention changes the answer", ["attention"], {}
+    )
     sheet.text(12, 160, "the attacker", "soft small")
     sheet.box(160, 166, 190, 52, ["a mask: 1% of the", "attention is cut"])
     x = left("attention") + WIDTH / 2 + 24
@@ -188,15 +239,19 @@ def masks() -> Sheet:
 
 def extract() -> Sheet:
     """Show why an answer gives a bilinear form: the softmax of two tokens is logistic."""
-    sheet = Sheet("Two tokens make the softmax a logistic function of one number", 720, 250)
+    sheet = Sheet(
+        "Two tokens make the softmax a logistic function of one number", 720, 250
+    )
     sheet.text(24, 30, "query [x+δ ; x]: the answer vᵀx + α·vᵀδ gives α")
     sheet.path([(70, 210), (660, 210)], "axis")
     sheet.path([(365, 50), (365, 214)], "axis")
     curve = [
-        (365 + 46 * z, 210 - 150 / (1 + math.exp(-z))) for z in (k / 10 for k in range(-60, 61))
+        (365 + 46 * z, 210 - 150 / (1 + math.exp(-z)))
+        for z in (k / 10 for k in range(-60, 61))
     ]
     sheet.path(curve, "curve")
-    x, y = 365 + 46 * 1.4, 210 - 150 / (1 + math.exp(-1.4))
+    x = 365 + 46 * 1.4
+    y = 210 - 150 / (1 + math.exp(-1.4))
     sheet.path([(90, y), (x, y)], "tap dash")
     sheet.path([(x, y), (x, 208)], "tap dash")
     sheet.text(78, y - 6, "α, from the answer", "leak")
@@ -207,32 +262,46 @@ def extract() -> Sheet:
 
 def invert() -> Sheet:
     """Show one output and the inputs that give it."""
-    sheet = Sheet("Attention forward, and several inputs with the same output", 720, 220)
+    sheet = Sheet(
+        "Attention forward, and several inputs with the same output", 720, 220
+    )
     for number, y in enumerate((30, 86, 142)):
         sheet.box(
-            24, y, 120, 40, [f"an input X{'₁₂₃'[number]}"], "gained" if not number else "plain"
+            24,
+            y,
+            120,
+            40,
+            [f"an input X{'₁₂₃'[number]}"],
+            "gained" if not number else "plain",
         )
         sheet.path([(144, y + 20), (268, 106 + 8 * (number - 1))])
     sheet.box(270, 76, 170, 60, ["softmax(X W Xᵀ) X V", "weights are known"])
     sheet.path([(440, 106), (528, 106)])
     sheet.box(530, 82, 160, 48, ["the output B leaked"], "leaking")
     sheet.path([(600, 132), (600, 204), (84, 204), (84, 184)], "tap dash")
-    sheet.text(220, 198, "search for all X with this output; maps leave one", "leak small")
+    sheet.text(
+        220, 198, "search for all X with this output; maps leave one", "leak small"
+    )
     return sheet
 
 
 def recover() -> Sheet:
     """Show the loop of every attack on text: propose, run, compare."""
-    sheet = Sheet("Propose a text, run the model on it, compare with the leak", 720, 210)
+    sheet = Sheet(
+        "Propose a text, run the model on it, compare with the leak", 720, 210
+    )
     sheet.box(24, 40, 150, 52, ["the leak:", "rows of one layer"], "leaking")
     sheet.box(262, 40, 170, 52, ["a map from the weights:", "first tokens"])
     sheet.box(522, 40, 174, 52, ["the model's own rows", "of these tokens"])
     sheet.box(262, 136, 170, 52, ["tokens that fit worst", "are changed"])
     sheet.box(522, 136, 174, 52, ["the text, verified:", "no other fits"], "gained")
     for points in (
-        [(174, 66), (260, 66)], [(432, 66), (520, 66)], [(609, 94), (609, 134)],
-        [(520, 84), (470, 84), (470, 160), (434, 160)], [(347, 134), (347, 94)],
-    ):  # fmt: skip
+        [(174, 66), (260, 66)],
+        [(432, 66), (520, 66)],
+        [(609, 94), (609, 134)],
+        [(520, 84), (470, 84), (470, 160), (434, 160)],
+        [(347, 134), (347, 94)],
+    ):
         sheet.path(points)
     sheet.text(478, 116, "they differ", "soft small")
     sheet.text(616, 118, "they agree", "gain small")
@@ -241,7 +310,9 @@ def recover() -> Sheet:
 
 def disrupt() -> Sheet:
     """Show an attention map with a few units cut, and the answer before and after."""
-    sheet = Sheet("One unit in a hundred of each head is cut, and the answer flips", 720, 220)
+    sheet = Sheet(
+        "One unit in a hundred of each head is cut, and the answer flips", 720, 220
+    )
     cut = {(2, 7), (9, 3)}
     for row in range(14):
         for column in range(14):
@@ -267,10 +338,22 @@ def harden() -> Sheet:
     sheet.box(24, 74, 120, 48, ["texts and", "labels"])
     sheet.box(220, 30, 200, 48, ["a pass over all", "of the attention"])
     sheet.box(
-        220, 118, 200, 48, ["a pass with units cut:", "at random, or by the attack"], "leaking"
+        220,
+        118,
+        200,
+        48,
+        ["a pass with units cut:", "at random, or by the attack"],
+        "leaking",
     )
-    sheet.box(500, 74, 180, 48, ["the sum of both losses", "moves the weights"], "gained")
-    for x, (start, end) in ((144, (90, 60)), (144, (106, 136)), (420, (60, 90)), (420, (136, 106))):
+    sheet.box(
+        500, 74, 180, 48, ["the sum of both losses", "moves the weights"], "gained"
+    )
+    for x, (start, end) in (
+        (144, (90, 60)),
+        (144, (106, 136)),
+        (420, (60, 90)),
+        (420, (136, 106)),
+    ):
         sheet.path([(x, start), (x + 74 if x == 144 else x + 78, end)])
     sheet.path([(590, 124), (590, 190), (84, 190), (84, 124)], "way dash")
     sheet.text(270, 184, "again, for every batch", "soft small")
@@ -279,31 +362,48 @@ def harden() -> Sheet:
 
 # What protects stored vectors: each letter is a defence, its points the strengths.
 LETTERS = {
-    "none": "0", "Gaussian noise": "G", "metric privacy": "M", "rounding": "B",
-    "product quantisation": "Q", "random projection": "P", "truncation": "T",
+    "none": "0",
+    "Gaussian noise": "G",
+    "metric privacy": "M",
+    "rounding": "B",
+    "product quantisation": "Q",
+    "random projection": "P",
+    "truncation": "T",
     "secret rotation": "R",
-}  # fmt: skip
+}
 RECORDS = {
-    "MiniLM": ("protection-minilm", "protection-maps"), "MPNet": ("protection-mpnet",),
+    "MiniLM": ("protection-minilm", "protection-maps"),
+    "MPNet": ("protection-mpnet",),
     "Nomic": ("protection-nomic",),
-}  # fmt: skip
+}
 
 
 def protection() -> Sheet:
     """Draw texts read against recall from the records, with a panel for each encoder."""
-    sheet = Sheet("Texts read behind each defence, against what retrieval keeps", height=290)
+    sheet = Sheet(
+        "Texts read behind each defence, against what retrieval keeps", height=290
+    )
     drawn = set[str]()
     for number, (name, records) in enumerate(RECORDS.items()):
-        x, y, size = 46 + 230 * number, 30, 190
+        x = 46 + 230 * number
+        y = 30
+        size = 190
         sheet.path([(x, y), (x, y + size), (x + size, y + size)], "axis")
         sheet.text(x + size / 2, y - 10, name, "middle")
         for share in (0, 0.5, 1):
-            sheet.text(x - 18, y + 4 + size * (1 - share), f"{share:.0%}", "soft small middle")
-            sheet.text(x + size * share, y + size + 14, f"{share:g}", "soft small middle")
+            sheet.text(
+                x - 18, y + 4 + size * (1 - share), f"{share:.0%}", "soft small middle"
+            )
+            sheet.text(
+                x + size * share, y + size + 14, f"{share:g}", "soft small middle"
+            )
         points: dict[str, list[tuple[float, float]]] = {}
         for run in (run for each in records for run in quoted.Record.load(each).runs):
             if run.get("defence") in LETTERS:
-                place = (x + size * run["recall"], y + size * (1 - run["exact"] / run["texts"]))
+                place = (
+                    x + size * run["recall"],
+                    y + size * (1 - run["exact"] / run["texts"]),
+                )
                 points.setdefault(LETTERS[run["defence"]], []).append(place)
         drawn |= set(points)
         for letter, places in points.items():
@@ -311,16 +411,29 @@ def protection() -> Sheet:
                 sheet.path(sorted(places), "axis")
             for left, top in places:
                 sheet.text(left, top + 4, letter, "leak small middle")
-    sheet.text(46, 252, "up: texts read exactly; across: recall@10 that is left", "soft small")
+    sheet.text(
+        46, 252, "up: texts read exactly; across: recall@10 that is left", "soft small"
+    )
     words = [f"{letter} {name}" for name, letter in LETTERS.items() if letter in drawn]
     for row in range(2):
-        sheet.text(46, 268 + 14 * row, " · ".join(words[4 * row : 4 * row + 4]), "soft small")
+        sheet.text(
+            46, 268 + 14 * row, " · ".join(words[4 * row : 4 * row + 4]), "soft small"
+        )
     return sheet
 
 
 DRAWINGS: dict[str, Callable[[], Sheet]] = {
-    "hidden-states": hidden_states, "embeddings": embeddings, "logits": logits, "scores": scores,
-    "maps-and-caches": maps_and_caches, "gradients": gradients, "masks": masks,
-    "extract": extract, "invert": invert, "recover": recover,
-    "disrupt": disrupt, "harden": harden, "protection": protection,
-}  # fmt: skip
+    "hidden-states": hidden_states,
+    "embeddings": embeddings,
+    "logits": logits,
+    "scores": scores,
+    "maps-and-caches": maps_and_caches,
+    "gradients": gradients,
+    "masks": masks,
+    "extract": extract,
+    "invert": invert,
+    "recover": recover,
+    "disrupt": disrupt,
+    "harden": harden,
+    "protection": protection,
+}

@@ -1,8 +1,8 @@
 """Generate the references, drawings, pictures and two records of docs/.
 
-`make docs` writes the texts and drawings in seconds; `make pictures` the pictures, which takes
-minutes and a browser; `python docs/generate.py cli.md audit.png` only these files. Tests compare
-the texts and drawings with what this program generates.
+`make docs` writes the texts and drawings in seconds; `make pictures` the pictures,
+which takes minutes and a browser; `python docs/generate.py cli.md audit.png` only these
+files. Tests compare the texts and drawings with what this program generates.
 """
 
 from __future__ import annotations
@@ -27,14 +27,26 @@ import drawings
 import quoted
 
 REGISTRIES = {  # title: the registry of a package, and the drawing of the family
-    "Weights from answers: `keyhole extract --method`": ("extract.registry:METHODS", "extract"),
-    "The input of one layer: `keyhole invert --method`": ("invert.registry:METHODS", "invert"),
-    "Text from a leak: `keyhole recover --method`": ("recover.registry:ATTACKS", "recover"),
+    "Weights from answers: `keyhole extract --method`": (
+        "extract.registry:METHODS",
+        "extract",
+    ),
+    "The input of one layer: `keyhole invert --method`": (
+        "invert.registry:METHODS",
+        "invert",
+    ),
+    "Text from a leak: `keyhole recover --method`": (
+        "recover.registry:ATTACKS",
+        "recover",
+    ),
     "Flips by cutting attention: `keyhole disrupt --method`": (
         "disrupt.registry:ATTACKERS",
         "disrupt",
     ),
-    "Training against it: `keyhole harden --method`": ("harden.defences:DEFENCES", "harden"),
+    "Training against it: `keyhole harden --method`": (
+        "harden.defences:DEFENCES",
+        "harden",
+    ),
 }
 
 
@@ -127,13 +139,18 @@ TEXTS = {
         for name, draw in drawings.DRAWINGS.items()
     },
 }
-RECORDS = {"figures/demo.json": demo.record, "figures/defences.json": defence_table.record}
+RECORDS = {
+    "figures/demo.json": demo.record,
+    "figures/defences.json": defence_table.record,
+}
 PICTURES = {
     "audit.png": Picture(audit_page, 940, width=1400),
     "audit-text.png": Picture(audit_page, 860, "matrix", 1400),
     "audit-cuts.png": Picture(audit_page, 1200, CUTS, 1400),
     "error-against-queries.png": Picture(partial(curve, "error_against_queries"), 560),
-    "queries-against-unknowns.png": Picture(partial(curve, "queries_against_unknowns"), 480),
+    "queries-against-unknowns.png": Picture(
+        partial(curve, "queries_against_unknowns"), 480
+    ),
     "inversion-sensitivity.png": Picture(partial(curve, "inversion_sensitivity"), 1010),
     "disrupt-shares.png": Picture(partial(curve, "disrupt_shares"), 460),
 }
@@ -170,7 +187,10 @@ def draw(names: Sequence[str]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="files to write (all texts and drawings if none)"
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="files to write (all texts and drawings if none)",
     )
     parser.add_argument(
         "--pictures", action="store_true", help="write all pictures; needs chromium"
@@ -180,7 +200,10 @@ if __name__ == "__main__":
     chosen = arguments.names or [*(PICTURES if arguments.pictures else TEXTS)]
     if unknown := set(chosen) - set(known):
         parser.error(f"unknown: {', '.join(unknown)}; choose from {', '.join(known)}")
-    for name, text in {**RECORDS, **TEXTS}.items():  # records first: benchmarks.md lists them
+    for name, text in {
+        **RECORDS,
+        **TEXTS,
+    }.items():  # records first: benchmarks.md lists them
         if name in chosen:
             (DOCS / name).write_text(text(), "utf-8")
     if pictures := [name for name in PICTURES if name in chosen]:

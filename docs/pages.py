@@ -1,10 +1,10 @@
 """Gather the pages of the documentation site in build/pages: `python docs/pages.py`.
 
-In the repository, documents link to any file. In the site, a link to a document of the root
-(CONTRIBUTING.md) leads to its page under project/, and a link to a source file to a copy under
-source/. api.py adds the Python reference. The pages are plain Markdown and mkdocs.yml has plain
-settings, so that another site generator can use both: Zensical, which Material for MkDocs names as
-its successor, builds them unchanged.
+In the repository, documents link to any file. In the site, a link to a document of the
+root (CONTRIBUTING.md) leads to its page under project/, and a link to a source file to
+a copy under source/. api.py adds the Python reference. The pages are plain Markdown and
+mkdocs.yml has plain settings, so that another site generator can use both: Zensical,
+which Material for MkDocs names as its successor, builds them unchanged.
 """
 
 from __future__ import annotations

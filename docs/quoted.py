@@ -4,18 +4,20 @@ A table or paragraph with measured figures has a mark in front of it,
 
     <!-- figures: NAME -->
 
-with one or more names, separated by commas. docs/figures/NAME.json is the record: the measurements
-(`rows`), their `command`, `commit` and `machine`, and whether the record is `kept` as the command
-wrote it, with the raw measurements under `runs`, or was transcribed from a document, for a
-`reason`. If the program has changed since, `again` is today's command. The mark of a paragraph also
-covers a table directly after it. A table whose numbers were not measured (formulas, settings,
-names) says so, with the reason:
+with one or more names, separated by commas. docs/figures/NAME.json is the record: the
+measurements (`rows`), their `command`, `commit` and `machine`, and whether the record
+is `kept` as the command wrote it, with the raw measurements under `runs`, or was
+transcribed from a document, for a `reason`. If the program has changed since, `again`
+is today's command. The mark of a paragraph also covers a table directly after it. A
+table whose numbers were not measured (formulas, settings, names) says so, with the
+reason:
 
     <!-- not measured: REASON -->
 
-Records have the form of benchmarks/show.py. `make bench` measures on the reader's own machine and
-writes into benchmarks/results/, which is not committed. tests/test_figures.py compares documents
-with records, and docs/generate.py makes docs/benchmarks.md from them.
+Records have the form of benchmarks/show.py. `make bench` measures on the reader's own
+machine and writes into benchmarks/results/, which is not committed.
+tests/test_figures.py compares documents with records, and docs/generate.py makes
+docs/benchmarks.md from them.
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ FIGURES = Path(__file__).parent / "figures"
 TRANSCRIBED = "transcribed from the document"
 WRITTEN = "as the command wrote it"
 MARK = re.compile(r"<!-- (figures|not measured): (.+?) -->")
-NUMBER = re.compile(r"(?<![\w/#])(?<!\w[-.])\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+−]?\d+)?(?!\w|[.,]\d)")
-# Numbers that are not figures: in code, addresses, pictures, papers and their statements, commits
-# and numbered lists.
+NUMBER = re.compile(
+    r"(?<![\w/#])(?<!\w[-.])\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+−]?\d+)?(?!\w|[.,]\d)"
+)
+# Numbers that are not figures: in code, addresses, pictures, papers and their
+# statements, commits and numbered lists.
 ASIDE = re.compile(
     r"`[^`]*`|!\[[^\]]*\]|\]\([^)]*\)|<!--.*?-->|^\s*\d+\. |commit\s+[0-9a-f]{7,}|"
     r"arXiv \d+\.\d+|(?:Theorem|Lemma|Proposition|Definition|Section) \d+\.\d+",
@@ -45,7 +49,9 @@ ASIDE = re.compile(
 
 def numbers(text: str) -> list[str]:
     """Return the numbers of a text as written, but without commas between thousands."""
-    return [number.replace(",", "").replace("−", "-") for number in NUMBER.findall(text)]
+    return [
+        number.replace(",", "").replace("−", "-") for number in NUMBER.findall(text)
+    ]
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,9 @@ class Block:
             return False
         if not self.table:
             return any(self.lines)
-        rows = [ASIDE.sub("", row).strip().strip("|") for row in self.text.splitlines()[2:]]
+        rows = [
+            ASIDE.sub("", row).strip().strip("|") for row in self.text.splitlines()[2:]
+        ]
         return any(numbers(cell) for row in rows for cell in row.split("|")[1:])
 
 
@@ -102,7 +110,8 @@ def blocks(document: Path) -> Iterator[Block]:
             continue
         block = Block(document, line, text)
         yield replace(block, **mark) if ahead or block.table else block
-        mark, ahead = mark if ahead and not block.table else {}, False
+        mark = mark if ahead and not block.table else {}
+        ahead = False
     if ahead:
         raise ValueError(f"nothing follows the last mark of {document.name}")
 
@@ -149,7 +158,9 @@ class Record:
         if missing := [field for field in fields if not data.get(field)]:
             raise ValueError(f"{path.name} lacks {', '.join(missing)}")
         if data["kept"] not in (TRANSCRIBED, WRITTEN):
-            raise ValueError(f"kept must be {TRANSCRIBED!r} or {WRITTEN!r} in {path.name}")
+            raise ValueError(
+                f"kept must be {TRANSCRIBED!r} or {WRITTEN!r} in {path.name}"
+            )
         more = {name: data[name] for name in ("note", "reason", "runs") if name in data}
         return cls(name, *(data[field] for field in fields), **more)
 
@@ -163,9 +174,13 @@ class Record:
 
         With `in_one_row` they are the numbers that the best row lacks.
         """
-        about = [*_decimals([self.title, self.note, self.machine, self.command, self.commit])]
+        about = [
+            *_decimals([self.title, self.note, self.machine, self.command, self.commit])
+        ]
         rows = self.values if in_one_row else [sum(self.values, about)]
-        lacking = ([n for n in wanted if not any(agree(n, v) for v in row)] for row in rows)
+        lacking = (
+            [n for n in wanted if not any(agree(n, v) for v in row)] for row in rows
+        )
         return min(lacking, key=len)
 
 

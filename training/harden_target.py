@@ -1,10 +1,11 @@
 """Train the hardened version of the classifier that ships.
 
-    python training/harden_target.py --data SST2_FOLDER --out src/keyhole/models/hardened
+    python training/harden_target.py --data SST2_FOLDER --out
+    src/keyhole/models/hardened
 
 Training continues from the shipped weights with `harden.AttackMasks`. Written are the
-configuration, the weights in half precision, the tokenizer, and a card with the measurements of
-both models.
+configuration, the weights in half precision, the tokenizer, and a card with the
+measurements of both models.
 """
 
 from __future__ import annotations
@@ -29,16 +30,26 @@ def measured(model, tokenizer, dev, attacked: int) -> tuple[float, float, float]
         "model": HackAttend(0.01, scope="model", batch=256),
     }
     found = harden.evaluate(
-        model, tokenizer, dev, attacks=attacks, attacked=attacked, batch_size=64, donors={},
+        model,
+        tokenizer,
+        dev,
+        attacks=attacks,
+        attacked=attacked,
+        batch_size=64,
+        donors={},
         wrong_label=None,
-    )  # fmt: skip
+    )
     return found.accuracy, found.attacks["head"].success, found.attacks["model"].success
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder with train.tsv, dev.tsv")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with train.tsv, dev.tsv"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder to write the model to"
+    )
     parser.add_argument("--sentences", type=int)
     parser.add_argument("--attacked", type=int, default=200)
     parser.add_argument("--epochs", type=int, default=2)
@@ -47,23 +58,39 @@ def main() -> None:
     parser.add_argument("--weight", type=float, default=2.0)
     parser.add_argument("--share", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     args = parser.parse_args()
     dev = read_examples(args.data / "dev.tsv")
     train = read_examples(args.data / "train.tsv", limit=args.sentences)
     loaded = load_demo("classification", device=args.device)
     before = measured(loaded.model, loaded.tokenizer, dev, args.attacked)
-    print(f"as shipped: clean {before[0]:.1%}, flips {before[1]:.1%}, {before[2]:.1%}", flush=True)
+    print(
+        f"as shipped: clean {before[0]:.1%}, flips {before[1]:.1%}, {before[2]:.1%}",
+        flush=True,
+    )
     method = harden.AttackMasks(share=args.share, weight=args.weight)
     started = time.perf_counter()
     harden.train(
-        loaded.model, loaded.tokenizer, train, method, epochs=args.epochs, rate=args.rate,
-        batch=args.batch, seed=args.seed, device=args.device, pool=32,
-    )  # fmt: skip
+        loaded.model,
+        loaded.tokenizer,
+        train,
+        method,
+        epochs=args.epochs,
+        rate=args.rate,
+        batch=args.batch,
+        seed=args.seed,
+        device=args.device,
+        pool=32,
+    )
     seconds = time.perf_counter() - started
     model = loaded.model.half().float()  # measured in the precision that ships
     after = measured(model, loaded.tokenizer, dev, args.attacked)
-    print(f"hardened: clean {after[0]:.1%}, flips {after[1]:.1%}, {after[2]:.1%}", flush=True)
+    print(
+        f"hardened: clean {after[0]:.1%}, flips {after[1]:.1%}, {after[2]:.1%}",
+        flush=True,
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     model.half().cpu().save_pretrained(args.out)
     loaded.tokenizer.save_pretrained(args.out)

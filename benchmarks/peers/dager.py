@@ -2,25 +2,26 @@
 
 DAGER (arXiv 2405.15586) runs from its authors' repository:
 
-    git clone https://github.com/insait-institute/dager-gradient-inversion
-    git -C dager-gradient-inversion checkout 4383e25
-    python -m venv dager-env
-    dager-env/bin/pip install torch==2.13.0 transformers==4.45.1 peft==0.13.0 scipy rouge-score
-    python benchmarks/peers/dager.py --checkout dager-gradient-inversion \
+    git clone https://github.com/insait-institute/dager-gradient-inversion git -C
+    dager-gradient-inversion checkout 4383e25 python -m venv dager-env dager-env/bin/pip
+    install torch==2.13.0 transformers==4.45.1 peft==0.13.0 scipy rouge-score python
+    benchmarks/peers/dager.py --checkout dager-gradient-inversion \
         --python dager-env/bin/python
 
-It has the settings of its scripts (bert.sh, gpt2.sh; gpt2_dp.sh, fed_avg.sh and lora.sh where they
-apply) and the rank tolerance that its README advises for each size. Batches are drawn from SST-2's
-training phrases, as DAGER draws them, each text once. The models are all-MiniLM-L6-v2 with DAGER's
-code for BERT, and a GPT-2 with random weights and SmolLM2's tokens, each with a new head of two
-classes. Keyhole does not get the gradients of embeddings, which DAGER does not use. Both read each
-batch in turn, with the same number of threads and on the same device.
+It has the settings of its scripts (bert.sh, gpt2.sh; gpt2_dp.sh, fed_avg.sh and lora.sh
+where they apply) and the rank tolerance that its README advises for each size. Batches
+are drawn from SST-2's training phrases, as DAGER draws them, each text once. The models
+are all-MiniLM-L6-v2 with DAGER's code for BERT, and a GPT-2 with random weights and
+SmolLM2's tokens, each with a new head of two classes. Keyhole does not get the
+gradients of embeddings, which DAGER does not use. Both read each batch in turn, with
+the same number of threads and on the same device.
 
-`--sizes` are batches of plain gradients. `--rules` adds every protocol of gradients.py (`--only`
-selects by words in their names, such as LoRA): bfloat16, noise, more tokens than the model is wide,
-and LoRA. Of an adapter DAGER gets A's gradient in place of the map's, because its rows are
-combinations of the same inputs; in the first round, where A has no gradient, it gets nothing.
-DAGER's mode for noise is not implemented for BERT, where it runs without.
+`--sizes` are batches of plain gradients. `--rules` adds every protocol of gradients.py
+(`--only` selects by words in their names, such as LoRA): bfloat16, noise, more tokens
+than the model is wide, and LoRA. Of an adapter DAGER gets A's gradient in place of the
+map's, because its rows are combinations of the same inputs; in the first round, where A
+has no gradient, it gets nothing. DAGER's mode for noise is not implemented for BERT,
+where it runs without.
 """
 
 from __future__ import annotations
@@ -91,14 +92,17 @@ def run(
     examples = read_examples(data / "sst2" / "train.tsv")
     random.Random(0).shuffle(examples)
     for name in models:
-        subject, loaded = SUBJECTS[name], opened(name, encoder, model, device)
+        subject = SUBJECTS[name]
+        loaded = opened(name, encoder, model, device)
         with tempfile.TemporaryDirectory() as working:
             peer = Peer(Path(working), subject, loaded, folder, python, limit)
             rows = [gradients.Rules(f"batch of {size}", texts=size) for size in sizes]
             rows += gradients.RULES[1:] if rules else ()
             rows = [each for each in rows if any(word in each.name for word in only)]
             for each in rows[:1] if quick else rows:
-                yield compared(subject, loaded, peer, examples, each, 2 if quick else batches)
+                yield compared(
+                    subject, loaded, peer, examples, each, 2 if quick else batches
+                )
             peer.close()
 
 
@@ -136,22 +140,50 @@ class Peer:
         loaded.model.save_pretrained(home)
         loaded.tokenizer.save_pretrained(home)
         # The older transformers needs its own name of the class.
-        kind = "BertTokenizerFast" if subject.kind.startswith("bert") else "GPT2TokenizerFast"
+        if subject.kind.startswith("bert"):
+            kind = "BertTokenizerFast"
+        else:
+            kind = "GPT2TokenizerFast"
         settings = json.loads((home / "tokenizer_config.json").read_text("utf-8"))
         kept = {key: settings[key] for key in settings if key.endswith("_token")}
         kept |= {"tokenizer_class": kind}
         (home / "tokenizer_config.json").write_text(json.dumps(kept), "utf-8")
         self._file = folder / "gradients.safetensors"
         command = [
-            python, SIDE, checkout, str(limit), "--dataset", "sst2", "--split", "val",
-            "--n_inputs", "1", "--task", "seq_class", "--device", loaded.model.device.type,
-            "--model_path", subject.kind, "--l2_filter", "non-overlap", *subject.settings,
-        ]  # fmt: skip
+            python,
+            SIDE,
+            checkout,
+            str(limit),
+            "--dataset",
+            "sst2",
+            "--split",
+            "val",
+            "--n_inputs",
+            "1",
+            "--task",
+            "seq_class",
+            "--device",
+            loaded.model.device.type,
+            "--model_path",
+            subject.kind,
+            "--l2_filter",
+            "non-overlap",
+            *subject.settings,
+        ]
         threads = str(torch.get_num_threads())
         self._process = subprocess.Popen(
-            command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
-        )  # fmt: skip
+            command,
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": threads,
+                "HF_HUB_OFFLINE": "1",
+                "PYTHONPATH": "",
+            },
+        )
         self._read = self._answer()
         self._inputs_first = not subject.kind.startswith("bert")
 
@@ -160,26 +192,45 @@ class Peer:
         return rows.mT if self._inputs_first else rows
 
     def __call__(self, texts: list[str], update: Update) -> dict[str, Any]:
-        gradients, protocol = update.values, update.protocol
+        gradients = update.values
+        protocol = update.protocol
         given = {name: gradients.get(name) for name in self._read}
-        for name in self._read:  # for an adapter A's gradient, whose rows span the same inputs
+        for (
+            name
+        ) in self._read:  # for an adapter A's gradient, whose rows span the same inputs
             of_a = gradients.get(name.removesuffix("weight") + ADAPTER[0])
             given[name] = self._as_weight(of_a) if of_a is not None else given[name]
         found = {
-            name: each.float().contiguous() for name, each in given.items() if each is not None
+            name: each.float().contiguous()
+            for name, each in given.items()
+            if each is not None
         }
         if not found:
-            return {"texts": [], "seconds": 0.0, "failure": "no gradient that DAGER reads"}
+            return {
+                "texts": [],
+                "seconds": 0.0,
+                "failure": "no gradient that DAGER reads",
+            }
         save_file(found, self._file)
         tolerance = 1e-7 if len(texts) <= 2 else 1e-8  # as DAGER's page advises
         settings: dict[str, Any] = {"rank_tol": tolerance}
-        if protocol.multiplier and self._inputs_first:  # gpt2_dp.sh; the noise is there already
+        if (
+            protocol.multiplier and self._inputs_first
+        ):  # gpt2_dp.sh; the noise is there already
             settings = {"defense_noise": 0.0, "n_incorrect": 0}
         elif protocol.steps > 1:  # fed_avg.sh
-            settings = {"algo": "fedavg", "rank_tol": 5e-6,
-                        "l1_span_thresh": 5e-3, "l2_span_thresh": 5e-3}  # fmt: skip
+            settings = {
+                "algo": "fedavg",
+                "rank_tol": 5e-6,
+                "l1_span_thresh": 5e-3,
+                "l2_span_thresh": 5e-3,
+            }
         elif protocol.lora:  # lora.sh
-            settings = {"rank_tol": 5e-9, "l1_span_thresh": 0.05, "l2_span_thresh": 0.05}
+            settings = {
+                "rank_tol": 5e-9,
+                "l1_span_thresh": 0.05,
+                "l2_span_thresh": 0.05,
+            }
         item = {"texts": texts, "gradients": str(self._file), "settings": settings}
         assert self._process.stdin
         self._process.stdin.write(json.dumps(item) + "\n")
@@ -211,10 +262,14 @@ def compared(
     made = gradients.batches_of(loaded, given, rules, batches)
     items = [read_by_both(loaded, peer, rules, chosen, batch) for chosen, batch in made]
     total = sum(len(item["texts"]) for item in items)
-    exact, rouge, seconds = {}, {}, {}
+    exact = {}
+    rouge = {}
+    seconds = {}
     for side in ("dager", "keyhole"):
         exact[side] = sum(item[side]["exact"] for item in items)
-        rouge[side] = [statistics.mean(item[side]["rouge"][n] for item in items) for n in (0, 1)]
+        rouge[side] = [
+            statistics.mean(item[side]["rouge"][n] for item in items) for n in (0, 1)
+        ]
         seconds[side] = statistics.median(item[side]["seconds"] for item in items)
     ratios = [item["dager"]["seconds"] / item["keyhole"]["seconds"] for item in items]
     false = sum(item["keyhole"]["false"] for item in items)
@@ -227,30 +282,49 @@ def compared(
         f"{seconds['dager']:.1f}, Keyhole {seconds['keyhole']:.1f}, ratio "
         f"{statistics.median(ratios):.1f}",
         "as many exact, faster",
-        exact["keyhole"] >= exact["dager"] and statistics.median(ratios) >= 1 and not false,
+        exact["keyhole"] >= exact["dager"]
+        and statistics.median(ratios) >= 1
+        and not false,
         f"medians, ratios from {min(ratios):.1f} to {max(ratios):.1f}; ROUGE-1 and -2: DAGER "
         f"{rouge['dager'][0]:.3f} {rouge['dager'][1]:.3f}, Keyhole {rouge['keyhole'][0]:.3f} "
         f"{rouge['keyhole'][1]:.3f}; {min(tokens)}–{max(tokens)} tokens; DAGER ended without an "
         f"answer {stopped} times",
         promise=False,
-        run={"peer": REPOSITORY, "peer_commit": COMMIT, "model": subject.what, "rules": rules.name,
-             "texts": rules.texts,
-             "settings": [subject.kind, *subject.settings], "items": items},
-    )  # fmt: skip
+        run={
+            "peer": REPOSITORY,
+            "peer_commit": COMMIT,
+            "model": subject.what,
+            "rules": rules.name,
+            "texts": rules.texts,
+            "settings": [subject.kind, *subject.settings],
+            "items": items,
+        },
+    )
 
 
 def read_by_both(
-    loaded: Loaded, peer: Peer, rules: gradients.Rules, chosen: Sequence[Example], batch: Batch
+    loaded: Loaded,
+    peer: Peer,
+    rules: gradients.Rules,
+    chosen: Sequence[Example],
+    batch: Batch,
 ) -> dict[str, Any]:
     """Read one batch with both programs."""
     update = update_of(
-        loaded.model, batch, rules.protocol, hide=("embeddings",), precision=rules.precision
+        loaded.model,
+        batch,
+        rules.protocol,
+        hide=("embeddings",),
+        precision=rules.precision,
     )
-    recovery, seconds = show.timed(lambda: recover_batch(loaded.model, loaded.tokenizer, update))
+    recovery, seconds = show.timed(
+        lambda: recover_batch(loaded.model, loaded.tokenizer, update)
+    )
     ours = [list(text.ids) for text in recovery.texts]
     answer = peer([each.text for each in chosen], update)
     theirs = [
-        loaded.tokenizer(text, add_special_tokens=False)["input_ids"] for text in answer["texts"]
+        loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in answer["texts"]
     ]
     sides = {
         "keyhole": (ours, seconds, ""),

@@ -1,10 +1,11 @@
 """DAGER's own search, which dager.py runs in DAGER's Python environment.
 
-It starts in a folder that holds the model under the name that DAGER expects. Its first line of
-output names the parameters whose gradients DAGER reads. Then, for each input line of JSON (texts
-and a file of gradients), it answers with the result of DAGER's `reconstruct` and its seconds. Two
-things differ from DAGER: the gradients are given, and layers that the model lacks are left out. The
-hub's ROUGE metric is replaced by the package rouge-score, which it calls.
+It starts in a folder that holds the model under the name that DAGER expects. Its first
+line of output names the parameters whose gradients DAGER reads. Then, for each input
+line of JSON (texts and a file of gradients), it answers with the result of DAGER's
+`reconstruct` and its seconds. Two things differ from DAGER: the gradients are given,
+and layers that the model lacks are left out. The hub's ROUGE metric is replaced by the
+package rouge-score, which it calls.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ def main() -> None:
     sys.argv = ["attack.py", *arguments]
     os.environ.setdefault("HF_TOKEN", "")
     signal.signal(signal.SIGALRM, stop)
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+    with (
+        Path(os.devnull).open("w") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+    ):
         import torch
         from safetensors.torch import load_file
 
@@ -60,7 +65,9 @@ def main() -> None:
         for line in sys.stdin:
             item = json.loads(line)
             given = load_file(item["gradients"])
-            gradients = [given.get(name, torch.zeros(1)) for name in names]  # DAGER reads no others
+            gradients = [
+                given.get(name, torch.zeros(1)) for name in names
+            ]  # DAGER reads no others
             wrapper.compute_grads = lambda *_, given=gradients: given
             vars(attack.args).update(usual)
             attack.args.batch_size = attack.args.n_incorrect = len(item["texts"])
@@ -68,7 +75,9 @@ def main() -> None:
             labels = torch.zeros(
                 1, len(item["texts"]), dtype=torch.long
             )  # only gradients need them
-            started, found, failure = time.perf_counter(), ([], []), ""
+            started = time.perf_counter()
+            found = ([], [])
+            failure = ""
             signal.setitimer(signal.ITIMER_REAL, float(limit))
             try:
                 sample = (item["texts"], labels)

@@ -2,19 +2,20 @@
 
 The program runs from its authors' repository:
 
-    git clone https://github.com/liongkj/HackAttend
-    git -C HackAttend checkout 98a1d52
-    python -m venv hackattend-env
-    hackattend-env/bin/pip install torch==2.13.0 transformers==4.30.2 "numpy<2" pandas matplotlib \
+    git clone https://github.com/liongkj/HackAttend git -C HackAttend checkout 98a1d52
+    python -m venv hackattend-env hackattend-env/bin/pip install torch==2.13.0
+    transformers==4.30.2 "numpy<2" pandas matplotlib \
         tabulate wandb
-    python benchmarks/peers/hackattend.py --checkout HackAttend --python hackattend-env/bin/python
+    python benchmarks/peers/hackattend.py --checkout HackAttend --python
+    hackattend-env/bin/python
 
-It needs models with as many heads as layers. These are the classifier that ships, on the first
-`--texts` sentences of SST-2's dev set that it gets right, and for multiple choice its encoder with
-a random head, on the first `--questions` questions of HellaSwag (4 choices) and DREAM (3), where
-its own answer counts as right. Both programs run in one thread and in float64, so that rounding
-does not decide between two units; `--questions` sentences are repeated in float32. `--texts 0` and
-`--questions 0` leave a part out.
+It needs models with as many heads as layers. These are the classifier that ships, on
+the first `--texts` sentences of SST-2's dev set that it gets right, and for multiple
+choice its encoder with a random head, on the first `--questions` questions of HellaSwag
+(4 choices) and DREAM (3), where its own answer counts as right. Both programs run in
+one thread and in float64, so that rounding does not decide between two units;
+`--questions` sentences are repeated in float32. `--texts 0` and `--questions 0` leave a
+part out.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ from keyhole.models import Loaded, load_model
 from keyhole.models.demo import FOLDER
 from show import Row
 
-REPOSITORY, COMMIT = "https://github.com/liongkj/HackAttend", "98a1d52"
+REPOSITORY = "https://github.com/liongkj/HackAttend"
+COMMIT = "98a1d52"
 SIDE = Path(__file__).with_name("hackattend_side.py")
 POSITIONS = 128
 
@@ -91,16 +93,20 @@ def first_right(loaded: Loaded, examples: list[Example], count: int) -> Batch:
     """Return the first examples that the model answers rightly (any, in multiple choice)."""
     width = len(examples[0].choices)
     batch, labels = encode(
-        loaded.tokenizer, [each for each in examples if len(each.choices) == width][: 4 * count],
+        loaded.tokenizer,
+        [each for each in examples if len(each.choices) == width][: 4 * count],
         max_length=POSITIONS,
-    )  # fmt: skip
+    )
     del batch["special_tokens_mask"]
     with torch.no_grad():
         answers = loaded.model(**batch).logits.argmax(-1)
     labels = answers if width else labels
     chosen = (answers == labels).nonzero().flatten()[:count]
     more = (0, POSITIONS - batch["input_ids"].shape[-1])
-    padded = {name: torch.nn.functional.pad(value[chosen], more) for name, value in batch.items()}
+    padded = {
+        name: torch.nn.functional.pad(value[chosen], more)
+        for name, value in batch.items()
+    }
     segments = padded.get("token_type_ids", torch.zeros_like(padded["input_ids"]))
     return {**padded, "token_type_ids": segments, "labels": labels[chosen]}
 
@@ -116,8 +122,10 @@ def program(
         precision = str(loaded.model.dtype).removeprefix("torch.")
         done = subprocess.run(
             [python, SIDE, checkout, folder, str(share), precision],
-            stdout=subprocess.PIPE, text=True, check=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -131,20 +139,27 @@ def compared(
         part = {key: value[number : number + 1] for key, value in inputs.items()}
         label = labels[number : number + 1]
         found, seconds = show.timed(
-            lambda part=part, label=label: ReleasedProgram(share)(loaded.model, part, label)
+            lambda part=part, label=label: ReleasedProgram(share)(
+                loaded.model, part, label
+            )
         )
         (ours,) = found.outcomes
         (greedy,) = HackAttend.as_released(share)(loaded.model, part, label).outcomes
-        closed, wanted = ({tuple(unit) for unit in cut} for cut in (ours.cut, peer["closed"]))
+        closed, wanted = (
+            {tuple(unit) for unit in cut} for cut in (ours.cut, peer["closed"])
+        )
         items.append(
             {
-                "tokens": int(part["attention_mask"].sum()), "right": [peer["right"], ours.right],
+                "tokens": int(part["attention_mask"].sum()),
+                "right": [peer["right"], ours.right],
                 "flipped": [peer["flipped"], ours.flipped, greedy.flipped],
-                "queries": [peer["queries"], ours.steps], "closed": [len(wanted), len(closed)],
-                "differ": len(closed ^ wanted), "seconds": [peer["seconds"], seconds],
+                "queries": [peer["queries"], ours.steps],
+                "closed": [len(wanted), len(closed)],
+                "differ": len(closed ^ wanted),
+                "seconds": [peer["seconds"], seconds],
                 "of attacked heads": ours.perturbation,
             }
-        )  # fmt: skip
+        )
     total = len(items)
     alike = {
         key: sum(item[key][0] == item[key][1] for item in items)
@@ -158,16 +173,28 @@ def compared(
     units = sum(item["closed"][0] for item in items)
     cut = sum(item["of attacked heads"] for item in items) / total
     yield Row(
-        f"{name}: identical masks", f"{same} of {total}", "all", same == total,
+        f"{name}: identical masks",
+        f"{same} of {total}",
+        "all",
+        same == total,
         f"{units} units closed; {cut:.1%} of attacked heads' units cut at a stated {share:.0%}; "
-        f"`as_released` flips alike in {greedy}", run={"what": name, "items": items},
-    )  # fmt: skip
-    yield show.every(f"{name}: same numbers of queries", alike["queries"], total, f"{asked} in all")
-    yield show.every(f"{name}: same verdicts", alike["flipped"], total, f"{flips} flips")
+        f"`as_released` flips alike in {greedy}",
+        run={"what": name, "items": items},
+    )
+    yield show.every(
+        f"{name}: same numbers of queries", alike["queries"], total, f"{asked} in all"
+    )
+    yield show.every(
+        f"{name}: same verdicts", alike["flipped"], total, f"{flips} flips"
+    )
     yield Row(
-        f"{name}: seconds, program over ours", f"{times[0] / times[1]:.1f}", "> 1",
-        times[0] > times[1], f"{times[0]:.0f} s and {times[1]:.0f} s", promise=False,
-    )  # fmt: skip
+        f"{name}: seconds, program over ours",
+        f"{times[0] / times[1]:.1f}",
+        "> 1",
+        times[0] > times[1],
+        f"{times[0]:.0f} s and {times[1]:.0f} s",
+        promise=False,
+    )
 
 
 if __name__ == "__main__":

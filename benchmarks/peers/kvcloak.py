@@ -1,14 +1,16 @@
 """Prompts read from a model's first cached layer, protected by KV-Cloak's own code.
 
-KV-Cloak (*Shadow in the Cache*, NDSS 2026, arXiv 2508.09442) runs from its authors' repository
-(https://github.com/SiO-2/kvcloak, commit 6b40f36), with its secrets, its `KVCloak.obfuscate` and
-its defaults (blocks of 16, A added, θ twice the largest number).
+KV-Cloak (*Shadow in the Cache*, NDSS 2026, arXiv 2508.09442) runs from its authors'
+repository (https://github.com/SiO-2/kvcloak, commit 6b40f36), with its secrets, its
+`KVCloak.obfuscate` and its defaults (blocks of 16, A added, θ twice the largest
+number).
 
-    python benchmarks/peers/kvcloak.py --checkout kvcloak --model SMOLLM2.gguf --data DATA
+    python benchmarks/peers/kvcloak.py --checkout kvcloak --model SMOLLM2.gguf --data
+    DATA
 
-Prompts are sentences of SST-2 with more than 12 words, either in the model's chat template, which
-is public, or alone, so that the attacker knows nothing of them. Secrets are drawn anew for every
-prompt. A prompt that is verified and wrong counts as false.
+Prompts are sentences of SST-2 with more than 12 words, either in the model's chat
+template, which is public, or alone, so that the attacker knows nothing of them. Secrets
+are drawn anew for every prompt. A prompt that is verified and wrong counts as false.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ from keyhole.models import Exposure, Loaded
 from show import Row
 
 PEER = "https://github.com/SiO-2/kvcloak, commit 6b40f36"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def run(
@@ -74,12 +80,20 @@ def run(
                 f"{right / tokens:.1%} of {tokens} tokens in place, {verified} prompts verified, "
                 f"{false} false; {statistics.median(seconds):.1f} s per prompt",
                 f"{least[what]:.0%} in place, {wanted:.0%} verified, 0 false",
-                right / tokens >= least[what] and verified >= wanted * len(items) and not false,
+                right / tokens >= least[what]
+                and verified >= wanted * len(items)
+                and not false,
                 f"longest {max(seconds):.1f} s; CPU time "
                 f"{statistics.median(item['cpu'] for item in items):.1f} s per prompt",
-                run={"peer": PEER, "known": what, "precision": precision, "block": block,
-                     "ratio": ratio, "items": items},
-            )  # fmt: skip
+                run={
+                    "peer": PEER,
+                    "known": what,
+                    "precision": precision,
+                    "block": block,
+                    "ratio": ratio,
+                    "items": items,
+                },
+            )
 
 
 def peer(checkout: Path) -> Any:
@@ -88,17 +102,22 @@ def peer(checkout: Path) -> Any:
     from transformers.cache_utils import DynamicCache
 
     if not hasattr(DynamicCache, "from_legacy_cache"):  # they use transformers 4
-        setattr(DynamicCache, "from_legacy_cache", lambda past_key_values: past_key_values)  # noqa: B010
+        DynamicCache.from_legacy_cache = lambda past_key_values: past_key_values
     config = importlib.import_module("defense.config.get_kvcloak_config")
     theta = importlib.import_module("defense.config.get_theta_config")
     core = importlib.import_module("defense.core.kvcloak")
 
     def cloak(layer: Any, block: int, ratio: float, seed: int) -> Any:
         torch.manual_seed(seed)
-        heads, size = layer[0].shape[1], layer[0].shape[-1]
+        heads = layer[0].shape[1]
+        size = layer[0].shape[-1]
         known = theta.analyze_kv_cache([layer])
-        given = config.get_kvcloak_config(1, heads, size, block, known, ratio, ratio, 2.0)
-        made = core.KVCloak(given, layer[0].dtype, fused=False, need_ratio=ratio != 1, add_a=True)
+        given = config.get_kvcloak_config(
+            1, heads, size, block, known, ratio, ratio, 2.0
+        )
+        made = core.KVCloak(
+            given, layer[0].dtype, fused=False, need_ratio=ratio != 1, add_a=True
+        )
         return made.obfuscate([layer])[0]  # it may overwrite its input
 
     return cloak
@@ -108,14 +127,22 @@ def encoded(loaded: Loaded, text: str, template: bool) -> list[int]:
     if not template:
         return loaded.tokenizer(text)["input_ids"]
     talk = [{"role": "user", "content": text}]
-    given = loaded.tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=True)
+    given = loaded.tokenizer.apply_chat_template(
+        talk, add_generation_prompt=True, return_dict=True
+    )
     return given["input_ids"]
 
 
 def read_prompt(
-    loaded: Loaded, cloak: Any, ids: list[int], precision: str, block: int, ratio: float,
-    known: list[int] | None, seed: int,
-) -> dict[str, Any]:  # fmt: skip
+    loaded: Loaded,
+    cloak: Any,
+    ids: list[int],
+    precision: str,
+    block: int,
+    ratio: float,
+    known: list[int] | None,
+    seed: int,
+) -> dict[str, Any]:
     """Read one prompt; with `known` None, the attack has to notice that the cache is mixed."""
     plain = subjects.leak_of(loaded, ids, Exposure("kv", 0))
     layer = [tensor[None].to(DTYPES[precision]) for tensor in plain.tensors.values()]
@@ -124,14 +151,20 @@ def read_prompt(
     if known is not None:
         leak = recover.MixedCache(keys, values, known=known)
     before = time.process_time()
-    read, seconds = show.timed(lambda: recover.recover_text(loaded.model, loaded.tokenizer, leak))
+    read, seconds = show.timed(
+        lambda: recover.recover_text(loaded.model, loaded.tokenizer, leak)
+    )
     cpu = time.process_time() - before
     return {
-        "text": loaded.tokenizer.decode(ids), "tokens": len(ids), "exact": list(read.ids) == ids,
+        "text": loaded.tokenizer.decode(ids),
+        "tokens": len(ids),
+        "exact": list(read.ids) == ids,
         "right": sum(a == b for a, b in zip(read.ids, ids, strict=False)),
-        "verified": read.verified, "reason": read.reason, "seconds": round(seconds, 3),
+        "verified": read.verified,
+        "reason": read.reason,
+        "seconds": round(seconds, 3),
         "cpu": round(cpu, 3),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

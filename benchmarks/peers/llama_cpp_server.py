@@ -1,7 +1,7 @@
 """llama.cpp's server, from the package xllamacpp: `python llama_cpp_server.py FILE PORT SETTING…`
 
-Settings are slots=FOLDER, pooling=MEAN (or NONE, …), flash=0, draft=TOKENS, cache=Q8_0 and key=KEY.
-It prints "listening" when it is ready, and ends when stdin is closed.
+Settings are slots=FOLDER, pooling=MEAN (or NONE, …), flash=0, draft=TOKENS, cache=Q8_0
+and key=KEY. It prints "listening" when it is ready, and ends when stdin is closed.
 """
 
 import sys
@@ -9,16 +9,21 @@ import sys
 import xllamacpp
 
 params = xllamacpp.CommonParams()
-params.model.path, params.port = sys.argv[1], int(sys.argv[2])
-params.n_ctx, params.n_parallel = 256, 1
+params.model.path = sys.argv[1]
+params.port = int(sys.argv[2])
+params.n_ctx = 256
+params.n_parallel = 1
 # On a busy machine, two threads that wait for each other take forever.
 params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
 for name, _, value in (setting.partition("=") for setting in sys.argv[3:]):
     if name == "slots":
-        params.slot_save_path, params.swa_full = value, True
+        params.slot_save_path = value
+        params.swa_full = True
     elif name == "pooling":
         params.embedding = True
-        params.pooling_type = getattr(xllamacpp.llama_pooling_type, f"LLAMA_POOLING_TYPE_{value}")
+        params.pooling_type = getattr(
+            xllamacpp.llama_pooling_type, f"LLAMA_POOLING_TYPE_{value}"
+        )
     elif name == "flash":
         params.flash_attn_type = int(value)
     elif name == "draft":

@@ -2,12 +2,15 @@
 
 Writing the files needs LMCache 0.5.6, but no GPU:
 
-    pip install --no-deps --target PEER lmcache==0.5.6 msgspec pyzmq nvtx numba llvmlite blake3 \\
+    pip install --no-deps --target PEER lmcache==0.5.6 msgspec pyzmq nvtx numba llvmlite
+    blake3 \\
         py-cpuinfo cachetools aiofile caio
-    python benchmarks/peers/lmcache_files.py --packages PEER --model SMOLLM2.gguf --data DATA
+    python benchmarks/peers/lmcache_files.py --packages PEER --model SMOLLM2.gguf --data
+    DATA
 
-The caches are SmolLM2's, computed in float32 and stored in `--precisions`; each text has `--tokens`
-tokens of DREAM's dialogues, by default one chunk of LMCache. `--parts` selects:
+The caches are SmolLM2's, computed in float32 and stored in `--precisions`; each text
+has `--tokens` tokens of DREAM's dialogues, by default one chunk of LMCache. `--parts`
+selects:
 
     disk       files of its LocalDiskBackend
     fs         files of its FSConnector, which writes sizes in front
@@ -17,8 +20,8 @@ tokens of DREAM's dialogues, by default one chunk of LMCache. `--parts` selects:
     encrypted  the same, encrypted by AES-GCM with keys from a master key and the tenant's salt:
                counts the files that are reported as encrypted, and not read
     names      names of encrypted files, which are LMCache's hash of the tokens without a key: finds
-               `--texts` prompts among a hundred times as many by name, and four unknown digits at
-               the end of a known prompt
+               `--texts` prompts among a hundred times as many by name, and four unknown
+               digits at the end of a known prompt
 """
 
 from __future__ import annotations
@@ -71,7 +74,9 @@ def run(
     for part in (part for part in parts if part in WAYS):
         for precision in precisions:
             before = words[-tokens:] if part == "later" else []
-            items = [read_file(loaded, before, text, part, DTYPES[precision]) for text in ids]
+            items = [
+                read_file(loaded, before, text, part, DTYPES[precision]) for text in ids
+            ]
             yield read_row(f"{part}, {precision}", items)
     if "encrypted" in parts:
         yield from encrypted(loaded, ids, precisions)
@@ -93,10 +98,14 @@ def chunk(loaded: Loaded, ids: list[int], dtype: torch.dtype) -> Tensor:
 
 def memory(numbers: Tensor) -> Any:
     """Return LMCache's own memory object around such an array."""
-    from lmcache.v1.memory_allocators.ad_hoc_memory_allocator import AdHocMemoryAllocator
+    from lmcache.v1.memory_allocators.ad_hoc_memory_allocator import (
+        AdHocMemoryAllocator,
+    )
     from lmcache.v1.memory_management import MemoryFormat
 
-    made = AdHocMemoryAllocator("cpu").allocate(numbers.shape, numbers.dtype, MemoryFormat.KV_2LTD)
+    made = AdHocMemoryAllocator("cpu").allocate(
+        numbers.shape, numbers.dtype, MemoryFormat.KV_2LTD
+    )
     made.tensor.copy_(numbers)
     return made
 
@@ -118,7 +127,9 @@ def engine(folder: Path, numbers: Tensor, ids: list[int]) -> tuple[Any, Any, Any
     """Return the configuration, host backend, metadata and key of an engine."""
     from lmcache.utils import CacheEngineKey
     from lmcache.v1.config import LMCacheEngineConfig
-    from lmcache.v1.memory_allocators.ad_hoc_memory_allocator import AdHocMemoryAllocator
+    from lmcache.v1.memory_allocators.ad_hoc_memory_allocator import (
+        AdHocMemoryAllocator,
+    )
     from lmcache.v1.metadata import LMCacheMetadata
     from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 
@@ -127,12 +138,25 @@ def engine(folder: Path, numbers: Tensor, ids: list[int]) -> tuple[Any, Any, Any
     )
     _, layers, _, width = numbers.shape
     about = LMCacheMetadata(
-        "HuggingFaceTB/SmolLM2-135M-Instruct", 1, 1, 0, 0, numbers.dtype,
-        (layers, 2, len(ids), 1, width), chunk_size=len(ids),
-    )  # fmt: skip
-    host = LocalCPUBackend(config, about, "cpu", memory_allocator=AdHocMemoryAllocator("cpu"))
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        1,
+        1,
+        0,
+        0,
+        numbers.dtype,
+        (layers, 2, len(ids), 1, width),
+        chunk_size=len(ids),
+    )
+    host = LocalCPUBackend(
+        config, about, "cpu", memory_allocator=AdHocMemoryAllocator("cpu")
+    )
     number = int.from_bytes(hashed(ids)[:8], "big")
-    return config, host, about, CacheEngineKey(about.model_name, 1, 0, number, numbers.dtype)
+    return (
+        config,
+        host,
+        about,
+        CacheEngineKey(about.model_name, 1, 0, number, numbers.dtype),
+    )
 
 
 def on_disk(folder: Path, numbers: Tensor, ids: list[int]) -> Path:
@@ -144,7 +168,9 @@ def on_disk(folder: Path, numbers: Tensor, ids: list[int]) -> Path:
     thread.start()
     disk = LocalDiskBackend(config, loop, host, "cpu", metadata=about)
     done = threading.Event()
-    disk.submit_put_task(key, memory(numbers), on_complete_callback=lambda _: done.set())
+    disk.submit_put_task(
+        key, memory(numbers), on_complete_callback=lambda _: done.set()
+    )
     if not done.wait(60):
         raise SystemExit("LMCache wrote nothing")
     disk.close()
@@ -160,7 +186,9 @@ def by_connector(folder: Path, numbers: Tensor, ids: list[int]) -> Path:
 
     async def put() -> None:
         loop = asyncio.get_running_loop()
-        await FSConnector(loop, host, config, base_paths_str=str(folder)).put(key, memory(numbers))
+        await FSConnector(loop, host, config, base_paths_str=str(folder)).put(
+            key, memory(numbers)
+        )
 
     asyncio.run(put())
     return only_file(folder)
@@ -171,14 +199,19 @@ def by_server(
 ) -> Path:
     """Write a file with its server's adapter, through a serde and for a tenant if given."""
     from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
-    from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2Adapter, FSL2AdapterConfig
+    from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import (
+        FSL2Adapter,
+        FSL2AdapterConfig,
+    )
     from lmcache.v1.distributed.serde import aesgcm, fp8
     from lmcache.v1.distributed.serde.key_provider import HkdfKeyProvider
 
     key = ObjectKey(
-        hashed(ids), "HuggingFaceTB/SmolLM2-135M-Instruct",
-        ObjectKey.ComputeKVRank(1, 0, 1, 0), cache_salt=salt,
-    )  # fmt: skip
+        hashed(ids),
+        "HuggingFaceTB/SmolLM2-135M-Instruct",
+        ObjectKey.ComputeKVRank(1, 0, 1, 0),
+        cache_salt=salt,
+    )
     stored = memory(numbers)
     if serde:
         keys = HkdfKeyProvider(MASTER, 16, aesgcm._HKDF_INFO_PREFIX)
@@ -192,8 +225,12 @@ def by_server(
         writer.serialize(stored, framed, key)
         stored = framed
     adapter = FSL2Adapter(FSL2AdapterConfig(str(folder)))
-    task, started = adapter.submit_store_task([key], [stored]), time.monotonic()
-    while task not in adapter.pop_completed_store_tasks() and time.monotonic() < started + 60:
+    task = adapter.submit_store_task([key], [stored])
+    started = time.monotonic()
+    while (
+        task not in adapter.pop_completed_store_tasks()
+        and time.monotonic() < started + 60
+    ):
         time.sleep(0.01)
     adapter.close()
     return only_file(folder)
@@ -218,25 +255,34 @@ def read_file(
 ) -> dict[str, Any]:
     """Write the file of tokens that follow others, and read it."""
     with tempfile.TemporaryDirectory() as folder:
-        numbers = chunk(loaded, [*before, *ids], dtype)[:, :, len(before) :].contiguous()
+        numbers = chunk(loaded, [*before, *ids], dtype)[
+            :, :, len(before) :
+        ].contiguous()
         file = WAYS[part](Path(folder), numbers, ids)
         ((read,), seconds) = show.timed(lambda: recover.run(loaded, str(file)))
         size = file.stat().st_size
     return {
-        "tokens": len(ids), "bytes": size, "exact": list(read.ids) == ids,
+        "tokens": len(ids),
+        "bytes": size,
+        "exact": list(read.ids) == ids,
         "right": sum(a == b for a, b in zip(read.ids, ids, strict=False)),
-        "verified": read.verified, "status": str(read.status), "seconds": round(seconds, 2),
-    }  # fmt: skip
+        "verified": read.verified,
+        "status": str(read.status),
+        "seconds": round(seconds, 2),
+    }
 
 
 def read_row(what: str, items: list[dict[str, Any]]) -> Row:
-    right, tokens = sum(item["right"] for item in items), sum(item["tokens"] for item in items)
+    right = sum(item["right"] for item in items)
+    tokens = sum(item["tokens"] for item in items)
     seconds = sum(item["seconds"] for item in items) / len(items)
     details = f"{right} of {tokens} tokens right; {seconds:.1f} s per file"
     return subjects.verified(what, items, details)
 
 
-def encrypted(loaded: Loaded, ids: list[list[int]], precisions: list[str]) -> Iterator[Row]:
+def encrypted(
+    loaded: Loaded, ids: list[list[int]], precisions: list[str]
+) -> Iterator[Row]:
     """Read encrypted files of two tenants, which must be reported as encrypted."""
     for precision in precisions:
         items: list[dict[str, Any]] = []
@@ -246,22 +292,34 @@ def encrypted(loaded: Loaded, ids: list[list[int]], precisions: list[str]) -> It
                     numbers = chunk(loaded, text, DTYPES[precision])
                     file = by_server(Path(folder), numbers, text, "aesgcm", salt)
                     (read,) = recover.run(loaded, str(file))
-                    items.append({"salt": salt, "status": str(read.status), "reason": read.reason,
-                                  "tokens": len(read.ids), "named": salt in file.name})  # fmt: skip
+                    items.append(
+                        {
+                            "salt": salt,
+                            "status": str(read.status),
+                            "reason": read.reason,
+                            "tokens": len(read.ids),
+                            "named": salt in file.name,
+                        }
+                    )
         reported = sum(
-            item["status"] == "not applicable" and "encrypted" in item["reason"] for item in items
+            item["status"] == "not applicable" and "encrypted" in item["reason"]
+            for item in items
         )
         read_any = sum(item["tokens"] > 0 for item in items)
         yield Row(
             f"AES-GCM, {precision}, two tenants",
             f"{reported} of {len(items)} reported as encrypted, {read_any} read",
-            "all, 0 read", reported == len(items) and not read_any,
+            "all, 0 read",
+            reported == len(items) and not read_any,
             f"{sum(item['named'] for item in items)} names have the tenant's salt; "
-            f"{items[0]['reason']}", items=items,
-        )  # fmt: skip
+            f"{items[0]['reason']}",
+            items=items,
+        )
 
 
-def by_name(loaded: Loaded, words: list[int], ids: list[list[int]], tokens: int) -> Iterator[Row]:
+def by_name(
+    loaded: Loaded, words: list[int], ids: list[list[int]], tokens: int
+) -> Iterator[Row]:
     """Find the prompt of an encrypted file from its name."""
     count = len(ids)
     starts = range(0, min(len(words) - tokens, 100 * count * 40), 40)
@@ -272,33 +330,49 @@ def by_name(loaded: Loaded, words: list[int], ids: list[list[int]], tokens: int)
         for number, text in enumerate(ids):
             place = Path(folder) / str(number)
             place.mkdir()
-            file = by_server(place, torch.randn(2, 1, 1, 8), text, "aesgcm", f"tenant-{number}")
+            file = by_server(
+                place, torch.randn(2, 1, 1, 8), text, "aesgcm", f"tenant-{number}"
+            )
             found.append(candidates.get(file.name.split("@")[3]) == text)
     yield Row(
         f"which of {len(candidates)} prompts an encrypted file is of, by its name",
-        f"{sum(found)} of {count}", "all", all(found), "blake3 of the tokens, no key or salt in it",
+        f"{sum(found)} of {count}",
+        "all",
+        all(found),
+        "blake3 of the tokens, no key or salt in it",
         items=[{"found": each} for each in found],
-    )  # fmt: skip
-    draw, secrets = random.Random(0), list[dict[str, Any]]()
+    )
+    draw = random.Random(0)
+    secrets = list[dict[str, Any]]()
     for text in ids:
         pin = f"{draw.randrange(10_000):04d}"
         known = text[: tokens - 4]
         wanted = hashed(known + digits(loaded, pin))
-        started, tried = time.perf_counter(), 0
+        started = time.perf_counter()
+        tried = 0
         guess = ""
         for number in range(10_000):
-            tried, guess = tried + 1, f"{number:04d}"
+            tried = tried + 1
+            guess = f"{number:04d}"
             if hashed(known + digits(loaded, guess)) == wanted:
                 break
         secrets.append(
-            {"found": guess == pin, "tried": tried, "seconds": time.perf_counter() - started}
+            {
+                "found": guess == pin,
+                "tried": tried,
+                "seconds": time.perf_counter() - started,
+            }
         )
     right = sum(item["found"] for item in secrets)
     seconds = sum(item["seconds"] for item in secrets) / count
     yield Row(
         "four digits after a known prompt, by the name of the encrypted file",
-        f"{right} of {count}", "all", right == count, f"{seconds:.2f} s each", items=secrets,
-    )  # fmt: skip
+        f"{right} of {count}",
+        "all",
+        right == count,
+        f"{seconds:.2f} s each",
+        items=secrets,
+    )
 
 
 def digits(loaded: Loaded, number: str) -> list[int]:

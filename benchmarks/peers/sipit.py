@@ -1,14 +1,15 @@
 """SipIt and Keyhole on the same hidden states of the same texts: exact texts, seconds.
 
 SipIt (arXiv 2510.15511) runs from its authors' repository
-(https://github.com/giorgosnikolaou/SIPIT, or its fork https://github.com/pranjayyelkotwar/SIPIT,
-commit 4f343c8). It takes a GPU, or hours.
+(https://github.com/giorgosnikolaou/SIPIT, or its fork
+https://github.com/pranjayyelkotwar/SIPIT, commit 4f343c8). It takes a GPU, or hours.
 
     python benchmarks/peers/sipit.py --checkout SIPIT
 
-Its `SIPIT.find_prompt` has the settings of its README (step size 1.0, no schedule, seed 8) and at
-most `--limit` seconds per text. Texts are phrases of SST-2's training set of 4 to 10 tokens, the
-model is SmolLM2-135M-Instruct. Both programs get the same float32 states of one layer.
+Its `SIPIT.find_prompt` has the settings of its README (step size 1.0, no schedule, seed
+8) and at most `--limit` seconds per text. Texts are phrases of SST-2's training set of
+4 to 10 tokens, the model is SmolLM2-135M-Instruct. Both programs get the same float32
+states of one layer.
 """
 
 from __future__ import annotations
@@ -61,11 +62,17 @@ def run(
     )
     for layer in layers:
         items = [read_by_both(loaded, peer, text, layer, limit) for text in chosen]
-        exact = {side: sum(item[side]["exact"] for item in items) for side in ("sipit", "keyhole")}
-        seconds = {
-            side: statistics.median(item[side]["seconds"] for item in items) for side in exact
+        exact = {
+            side: sum(item[side]["exact"] for item in items)
+            for side in ("sipit", "keyhole")
         }
-        ratios = [item["sipit"]["seconds"] / item["keyhole"]["seconds"] for item in items]
+        seconds = {
+            side: statistics.median(item[side]["seconds"] for item in items)
+            for side in exact
+        }
+        ratios = [
+            item["sipit"]["seconds"] / item["keyhole"]["seconds"] for item in items
+        ]
         stopped = sum(bool(item["sipit"]["failure"]) for item in items)
         yield Row(
             f"SmolLM2-135M, states of layer {layer}, {len(items)} texts",
@@ -90,32 +97,47 @@ def read_by_both(
 ) -> dict[str, Any]:
     """Read one text with both programs."""
     leak = subjects.leak_of(loaded, ids, Exposure("hidden", layer))
-    ours, took = show.timed(lambda: recover.recover_text(loaded.model, loaded.tokenizer, leak))
+    ours, took = show.timed(
+        lambda: recover.recover_text(loaded.model, loaded.tokenizer, leak)
+    )
     torch.manual_seed(8)
     found: list[int] = []
-    failure, started = "", time.perf_counter()
+    failure = ""
+    started = time.perf_counter()
     signal.setitimer(signal.ITIMER_REAL, limit)
     try:
         with torch.enable_grad():
             _, answer, *_ = peer.find_prompt(
-                model=loaded.model, tokenizer=loaded.tokenizer, layer_idx=layer,
+                model=loaded.model,
+                tokenizer=loaded.tokenizer,
+                layer_idx=layer,
                 target_hidden_states=leak.values.squeeze(0).to(loaded.model.device),
                 step_size=1.0,
-            )  # fmt: skip
-        found, failure = answer or [], "" if answer else "diverged"
+            )
+        found = answer or []
+        failure = "" if answer else "diverged"
     except TimeoutError:
         failure = f"stopped after {limit} s"
     signal.setitimer(signal.ITIMER_REAL, 0)
     theirs = time.perf_counter() - started
-    secret, read = ids.tolist(), loaded.tokenizer.decode
+    secret = ids.tolist()
+    read = loaded.tokenizer.decode
     return {
         "text": read(secret),
         "tokens": len(secret),
-        "sipit": {"exact": found == secret, "seconds": round(theirs, 3), "read": read(found),
-                  "failure": failure},
-        "keyhole": {"exact": list(ours.ids) == secret, "seconds": round(took, 3),
-                    "read": read(list(ours.ids)), "verified": ours.verified},
-    }  # fmt: skip
+        "sipit": {
+            "exact": found == secret,
+            "seconds": round(theirs, 3),
+            "read": read(found),
+            "failure": failure,
+        },
+        "keyhole": {
+            "exact": list(ours.ids) == secret,
+            "seconds": round(took, 3),
+            "read": read(list(ours.ids)),
+            "verified": ours.verified,
+        },
+    }
 
 
 if __name__ == "__main__":
