@@ -1,16 +1,20 @@
-"""The size of two checkouts of Keyhole, and whether both behave the same.
+"""The weight of two checkouts of Keyhole, and whether both behave the same.
 
-`--before` is a checkout of an earlier commit. Counted in both are lines, files, modules
-with a single importer, commands, options, modules that `keyhole disrupt` can import,
-and the words of documents. `--same` audits the demo in both, counts the modules whose
-functions run, and compares every finding; then it runs a list of commands and compares
-statuses and exit codes. `--rows FOLDER FOLDER` compares the rows that quick modes of
-benchmarks wrote with `--json`, before and after.
+Size is counted in tokens of code, without comments, docstrings and layout, because
+lines can be won by packing them. Beside it stand figures that show packing: tokens a
+line, lines that overrule the formatter, assignments of several values, conditional
+expressions.
+
+`--before` is a checkout of an earlier commit. `--same` audits the demo in both and
+compares every finding; then it runs a list of commands and compares statuses and exit
+codes. `--rows FOLDER FOLDER` compares the rows that quick modes of benchmarks wrote
+with `--json`, before and after.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 import re
@@ -18,6 +22,8 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import tokenize
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +34,61 @@ from show import Row
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = r"^## `?keyhole [a-z-]+`?$"
 OPTION = r"^[- │|`]*(?:-\w,? +)?(--(?!help\b)[a-z][a-z-]*)"
+
+
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+OVERRULED = re.compile("# fmt" + ": (skip|off)")
+LONG = 60  # lines of a function, from which on it is counted as long
+
+
+def weigh_file(path: Path) -> Counter[str]:
+    """Count the tokens of code in a file, and the signs of packed lines."""
+    text = path.read_text("utf-8")
+    tree = ast.parse(text)
+    count = Counter(files=1, overruled=len(OVERRULED.findall(text)))
+    docstrings: set[tuple[int, int]] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant()):
+                docstrings.add((node.lineno, node.col_offset))
+            case ast.Assign(targets=[ast.Tuple(), *_], value=ast.Tuple()):
+                count["pairs"] += 1
+            case ast.IfExp():
+                count["conditionals"] += 1
+            case ast.FunctionDef(end_lineno=int(end), lineno=start):
+                count["long"] += end - start >= LONG
+    holding: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        documents = token.type == tokenize.STRING and token.start in docstrings
+        if token.type in LAYOUT or documents:
+            continue
+        count["tokens"] += 1
+        holding.update(range(token.start[0], token.end[0] + 1))
+    count["holding"] = len(holding)
+    return count
+
+
+def weigh(folder: Path) -> Counter[str]:
+    """Count all Python files below a folder."""
+    return sum(map(weigh_file, folder.rglob("*.py")), Counter[str]())
+
+
+def density(count: Counter[str]) -> float:
+    """Return the tokens in a line that holds code."""
+    return count["tokens"] / count["holding"]
+
+
+def conditionals(count: Counter[str]) -> float:
+    """Return the conditional expressions per 1,000 tokens."""
+    return 1000 * count["conditionals"] / count["tokens"]
 
 
 class Checkout:
@@ -98,10 +159,6 @@ class Checkout:
             )
         )
 
-    def lines(self, pattern: str) -> int:
-        files = [path for path in self.root.glob(pattern) if ".venv" not in path.parts]
-        return sum(len(path.read_text("utf-8").splitlines()) for path in files)
-
     @property
     def words(self) -> int:
         files = [*(self.root / "docs").rglob("*.md"), self.root / "README.md"]
@@ -137,20 +194,10 @@ class Checkout:
             **{f"end {number}": end for number, end in enumerate(sorted(ends))},
         }
 
-    def entered(self) -> list[str]:
-        """Return the package of each module in which the demo's audit runs a function."""
-        with tempfile.TemporaryDirectory() as folder:
-            paths = json.loads(self.call(folder, "-c", PROFILED)[1].splitlines()[-1])
-        source = self.root / "src" / "keyhole"
-        return [Path(path).relative_to(source).parts[0] for path in paths]
-
     def ends(self) -> dict[str, object]:
         """Return the exit code of each of the commands below, and the status it prints."""
         found: dict[str, object] = {}
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "vllm.sh").write_text(
-                "vllm serve m --host 0.0.0.0\n", "utf-8"
-            )
             for command in COMMANDS:
                 code, printed = self.call(
                     folder, "-m", "keyhole", *shlex.split(command)
@@ -161,24 +208,6 @@ class Checkout:
                 )
         return found
 
-
-PROFILED = """
-import json, runpy, sys, threading
-entered = set()
-def profile(frame, event, _):
-    code = frame.f_code  # flag 1 marks functions, not bodies of modules and classes
-    if event == "call" and code.co_flags & 1 and "/keyhole/" in code.co_filename:
-        entered.add(code.co_filename)
-threading.setprofile(profile)
-sys.setprofile(profile)
-sys.argv = ["keyhole", "audit", "demo", "--json"]
-try:
-    runpy.run_module("keyhole", run_name="__main__")
-except SystemExit:
-    pass
-sys.setprofile(None)
-print(json.dumps([path for path in entered if path.endswith(".py")]))
-"""
 
 COMMANDS = (
     "lab plant head.safetensors -o dim=6",
@@ -195,7 +224,6 @@ COMMANDS = (
     "audit head.safetensors",
     "audit head.safetensors --output json=again.json --baseline keyhole-head.safetensors.json",
     "report keyhole-head.safetensors.json --output markdown=-",
-    "check-config vllm.sh",
     "audit head.safetensors --fail",
 )
 
@@ -213,10 +241,17 @@ def run(
     def row(what: str, measure: Callable[[Checkout], int]) -> Row:
         return Row(what, f"{measure(was):,} → {measure(now):,}")
 
-    for folder in ("src", "benchmarks", "tests"):
-        yield row(
-            f"lines of {folder}",
-            lambda each, folder=folder: each.lines(f"{folder}/**/*.py"),
+    for folder in ("src", "tests", "benchmarks"):
+        old = weigh(was.root / folder)
+        new = weigh(now.root / folder)
+        for what in ("tokens", "overruled", "pairs", "long"):
+            yield Row(f"{what} of {folder}", f"{old[what]:,} → {new[what]:,}")
+        yield Row(
+            f"tokens a line of {folder}", f"{density(old):.1f} → {density(new):.1f}"
+        )
+        yield Row(
+            f"conditional expressions per 1,000 tokens of {folder}",
+            f"{conditionals(old):.2f} → {conditionals(new):.2f}",
         )
     yield row("files of src", lambda each: len(each.modules))
     yield row("modules with a single importer", lambda each: each.used_once)
@@ -228,13 +263,6 @@ def run(
     )
     yield row("words of documents", lambda each: each.words)
     if same:
-        entered = {checkout: checkout.entered() for checkout in (was, now)}
-        yield row("modules that audit demo enters", lambda each: len(entered[each]))
-        frame = {"cli", "audit", "assess", "report"}
-        yield row(
-            "of them in cli, audit, assess and report",
-            lambda each: sum(name in frame for name in entered[each]),
-        )
         yield from compared("finding", was.findings(), now.findings())
         yield from compared("end of a command", was.ends(), now.ends())
     if rows:

@@ -18,7 +18,6 @@ import pytest
 TESTS = Path(__file__).parent
 SOURCE = TESTS.parent / "src"
 BENCHMARKS = TESTS.parent / "benchmarks"
-MAX_LINES = 850
 
 LAYERS = (  # from the bottom up
     {"version"},
@@ -146,14 +145,6 @@ def test_no_module_imports_itself_by_a_detour():
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
-
-
-def test_modules_stay_small():
-    lengths = {
-        str(path.relative_to(SOURCE)): len(path.read_text("utf-8").splitlines())
-        for path in MODULES.values()
-    }
-    assert not {name: length for name, length in lengths.items() if length > MAX_LINES}
 
 
 def test_the_library_prints_nothing():
