@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from fractions import Fraction
 
 import numpy as np
@@ -338,3 +339,25 @@ def block(
             unit *= parts["G"][k] @ u + parts["g"][k]
         y = y + unit * parts["C"][:, k]
     return parts["E"] * normed(y, epsilon_behind) + parts["e"] if behind else y
+
+
+def levenberg_marquardt(
+    residuals: Callable[[np.ndarray], np.ndarray],
+    jacobian: Callable[[np.ndarray], np.ndarray],
+    x: np.ndarray,
+    steps: int,
+    damping: float,
+) -> list[tuple[np.ndarray, float]]:
+    """Return x and λ after each step: (JᵀJ + λ·diag(JᵀJ))p = −Jᵀr, λ/5 if it helps, else 4λ."""
+    path = []
+    for _ in range(steps):
+        J, r = jacobian(x), residuals(x)
+        normal = J.T @ J
+        p = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -J.T @ r)
+        if np.sum(residuals(x + p) ** 2) < np.sum(r**2):
+            x = x + p
+            damping = damping / 5
+        else:
+            damping = 4 * damping
+        path.append((x, damping))
+    return path
