@@ -1,22 +1,32 @@
 """Texts from the experts that a mixture-of-experts model chose for each token.
 
-The attacker has the weights and sees which `k` of `e` experts each layer chose, for
-each position; `src/keyhole/lab/experts.py` reads the text left to right. `--texts`
-texts of `--length` tokens are DREAM's turns, in a vocabulary of `--words` tokens that
-is trained on other turns. `--parts`:
+*Expert Selections In MoE Models Reveal (Almost) As Much As Text* (Nuriyev and Kulp,
+arXiv 2602.04105) trains a decoder on 100 million tokens, which recovers 91.2% of the
+tokens of texts of 32 tokens, for another model and other texts than here. Here nothing
+is trained: whoever has the weights runs the router. The choices at position i,
+
+    S_ℓ(x_1 … x_i) = the k experts of layer ℓ with the largest logits,
+
+depend only on the tokens up to i. So the text is read from left to right: every token
+of the vocabulary is appended to every prefix that fits so far, and those are kept whose
+choices are the leaked ones at all layers. If one text remains and none that fitted was
+dropped, it is the only one with these choices, and `verified`. If several remain, the
+one that the model finds most likely is returned.
+
+`--texts` texts of `--length` tokens are DREAM's turns, in a vocabulary of `--words`
+tokens that is trained on other turns. `--parts`:
 
     random   Mixtral's architecture with random weights, for several numbers of layers and experts
     trained  the same after training on DREAM for `--steps` steps of `--batch` texts
 
 Each text is read from the choices alone, then from the choices and the routers'
-probabilities to four digits. The published decoder (arXiv 2602.04105), trained on 100
-million tokens, recovers 91.2% of the tokens of texts of 32 tokens, for another model
-and other texts.
+probabilities to four digits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +35,6 @@ from torch import Tensor
 
 import show
 import subjects
-from keyhole.lab.experts import choices_of, read_choices, router_logits
 from show import Row
 
 PARTS = ["random", "trained"]
@@ -40,6 +49,9 @@ SIZES = [
 WIDTH = 128
 HEADS = 4
 INNER = 128
+BATCH = 4096  # candidate tokens in one pass
+TOLERANCE = 1e-4  # of probabilities that count as equal
+MARGIN = 1e-4  # of the range of logits, for sums in another order
 
 
 def run(
@@ -71,6 +83,92 @@ def run(
             loss = train(model, training, steps, batch)
             name = f"trained to a loss of {loss:.2f}"
             yield from rows(name, model, ids, chosen, most)
+
+
+@dataclass(frozen=True)
+class ExpertsRead:
+    """The result: `ids` is the most likely text with these choices, one of `left` texts.
+
+    `certain` is the number of first tokens in which all texts that fit agree, before
+    any that fitted was dropped.
+    """
+
+    ids: list[int]
+    verified: bool
+    certain: int
+    left: int
+
+
+@torch.no_grad()
+def router_logits(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    """Return the logits (texts, tokens, layers, experts) of all routers."""
+    out = model(input_ids=ids, output_router_logits=True, **options)
+    return torch.stack([each.view(*ids.shape, -1) for each in out.router_logits], 2)
+
+
+def choices_of(logits: Tensor, experts: int) -> Tensor:
+    """Return the experts with the largest logits of each router, (…, layers, experts)."""
+    return logits.topk(experts, -1).indices
+
+
+def read_choices(
+    model: Any,
+    choices: Tensor,
+    *,
+    probabilities: Tensor | None = None,
+    most: int = 16,
+) -> ExpertsRead:
+    """Read the text from choices (tokens, layers, experts); at most `most` prefixes are kept."""
+    prefixes: list[tuple[float, list[int]]] = [(0.0, [])]
+    certain = 0
+    dropped = False
+    for position, chosen in enumerate(choices.to(model.device)):
+        known = None if probabilities is None else probabilities[position]
+        longer = [
+            (likelihood + more, [*prefix, token])
+            for likelihood, prefix in prefixes
+            for token, more in fitting(model, prefix, chosen, known)
+        ]
+        if not longer:
+            break
+        longer.sort(reverse=True)
+        dropped |= len(longer) > most
+        prefixes = longer[:most]
+        if not dropped:
+            columns = zip(*(text for _, text in prefixes), strict=True)
+            agree = [len(set(column)) == 1 for column in columns]
+            certain = [*agree, False].index(False)
+    ids = prefixes[0][1]
+    left = len(prefixes) if len(ids) == len(choices) else 0
+    return ExpertsRead(ids, left == 1 and not dropped, certain, left)
+
+
+@torch.no_grad()
+def fitting(
+    model: Any, prefix: list[int], chosen: Tensor, known: Tensor | None
+) -> Iterator[tuple[int, float]]:
+    """Yield the next tokens for which the routers choose `chosen`, with log-probabilities."""
+    vocabulary = torch.arange(model.config.vocab_size, device=model.device)
+    scores = torch.zeros(len(vocabulary))
+    for tokens in vocabulary.split(BATCH):
+        options: dict[str, Any] = {}
+        if prefix:
+            before = model(input_ids=tokens.new_tensor([prefix]), use_cache=True)
+            scores = before.logits[0, -1].log_softmax(-1)
+            before.past_key_values.batch_repeat_interleave(len(tokens))
+            options["past_key_values"] = before.past_key_values
+        logits = router_logits(model, tokens[:, None], **options)[:, 0]
+        inside = torch.zeros_like(logits[0], dtype=torch.bool)
+        inside.scatter_(-1, chosen, True)
+        least = logits.masked_fill(~inside, torch.inf).amin(-1)
+        others = logits.masked_fill(inside, -torch.inf).amax(-1)
+        margin = MARGIN * (logits.amax(-1) - logits.amin(-1))
+        fits = (least >= others - margin).all(-1)
+        if known is not None:
+            off = (logits.softmax(-1) - known.to(logits)).abs()
+            fits &= (off <= TOLERANCE).flatten(1).all(1)
+        for token in tokens[fits].tolist():
+            yield token, float(scores[token])
 
 
 def spelled(lines: list[str], words: int) -> Any:
@@ -134,7 +232,7 @@ def rows(name: str, model: Any, ids: Tensor, chosen: int, most: int) -> Iterator
     for more in ("", " and probabilities"):
         items: list[dict[str, Any]] = []
         for text in ids:
-            logits, _ = router_logits(model, text[None])
+            logits = router_logits(model, text[None])
             shares = logits[0].softmax(-1).mul(1e4).round() / 1e4 if more else None
             read, seconds = show.timed(
                 lambda logits=logits, shares=shares: read_choices(

@@ -76,7 +76,7 @@ def interrupted(
 
 
 def parts(name: str) -> dict[str, Any]:
-    """Return the commands of a group (`lab plant`, `lab serve`), or the command itself, by name."""
+    """Return the commands of a group (`lab plant`, `lab same`), or the command itself, by name."""
     made = command_line().get_command(None, name)
     inner: dict[str, Any] = getattr(made, "commands", {})
     return {f"{name} {part}": inner[part] for part in inner} or {name: made}

@@ -1,35 +1,35 @@
-"""A planted target behind `keyhole lab serve`, in a process of its own."""
+"""A planted target behind examples/serve_target.py, in a process of its own."""
 
 from __future__ import annotations
 
 import signal
 import socket
-import sys
 import time
-import warnings
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 
 import httpx
 import pytest
 
 import warm_process
 from keyhole import oracle
-from keyhole.cli import main
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "serve_target.py"
 
 
 @contextmanager
 def served(target, folder, *options):
     """Serve a target and yield its address; check that the server reported no fault."""
     if find_spec("mlserver") is None:  # only the server's process imports it
-        pytest.skip("MLServer is not installed: pip install keyhole[serve]")
+        pytest.skip("MLServer is not installed: pip install mlserver")
     oracle.save(target, folder / "t.safetensors")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    command = ("lab", "serve", "t.safetensors", "--port", port)
-    with warm_process.started(_keyhole, *command, *options, cwd=folder) as process:
+    command = (str(EXAMPLE), "t.safetensors", "--port", str(port), *options)
+    with warm_process.started(warm_process.script, *command, cwd=folder) as process:
         for _ in range(300):
             try:
                 if httpx.get(f"{url}/v2/models/target/ready").is_success:
@@ -45,9 +45,3 @@ def served(target, folder, *options):
         process.send_signal(signal.SIGINT)
         done = process.finish(30)
     assert "Traceback" not in done.stdout + done.stderr
-
-
-def _keyhole(*arguments):
-    warnings.simplefilter("default")  # MLServer's own warnings are no errors
-    sys.argv = ["keyhole", *map(str, arguments)]
-    main()

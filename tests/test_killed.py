@@ -10,11 +10,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 from pathlib import Path
 
-import httpx
-import psutil
 import pytest
 
 import tiny_models
@@ -28,15 +25,11 @@ from kill_points import (
     epochs,
     expect_complete,
     expect_to_go_on,
-    members,
     outcome,
     records,
-    running,
     size,
     stopped,
     undisturbed,
-    wait_until,
-    words_of,
 )
 from tiny_classifiers import classifier
 
@@ -314,36 +307,3 @@ def test_stopped_at_any_point_it_leaves_nothing_half_and_goes_on(name, place, tm
             assert re.fullmatch(f"keyhole: stopped; {case.kept}", last), end.words
         expect_complete(case, folder)
         expect_to_go_on(alone, whole, folder)
-
-
-def test_a_server_that_is_killed_leaves_no_process(place, tmp_path):
-    pytest.importorskip(
-        "mlserver", reason="MLServer is not installed: pip install keyhole[serve]"
-    )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    case = Case(
-        ("lab", "serve", place / "head.safetensors", "--port", port),
-        (),
-        own_process=True,
-    )
-
-    def ready():
-        try:
-            return httpx.get(
-                f"http://127.0.0.1:{port}/v2/models/target/ready"
-            ).is_success
-        except httpx.TransportError:
-            return False
-
-    with running(case, tmp_path / "served") as process:
-        assert wait_until(ready, process), words_of(tmp_path / "served").read_text()
-        family = members(process.pid)
-        os.kill(process.pid, KILL)
-        wait_until(lambda: False, process, 30)
-        _, alive = psutil.wait_procs(family, timeout=10)
-        assert not alive
-    with socket.socket() as again:  # nobody listens there any more
-        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        again.bind(("127.0.0.1", port))

@@ -46,14 +46,14 @@ def extras(root):
 # What the audit of the demo says where an extra is missing; the others it can do
 # without.
 REASONS = {"proofs": "not proved: certificates need python-flint"}
-EXTRAS = ("cluster", "convex", "hub", "models", "plots", "proofs", "serve", "stores")
+EXTRAS = ("cluster", "convex", "hub", "models", "plots", "proofs", "stores")
 FULL = bool(int(os.environ.get("KEYHOLE_FULL", "0")))
 # One at a time in a full run; otherwise those that the demo can do without are missing
 # together.
 MISSING = (
     [(extra,) for extra in EXTRAS if extra != "models"]
     if FULL
-    else [("proofs", "cluster", "convex", "hub", "plots", "serve", "stores")]
+    else [("proofs", "cluster", "convex", "hub", "plots", "stores")]
 )
 
 
@@ -194,22 +194,6 @@ def test_what_needs_a_package_names_its_extra(
     without(package)
     with pytest.raises(MissingExtra, match=rf"pip install 'keyhole\[{extra}\]'"):
         use()
-
-
-def test_serving_names_its_extra(without, tmp_path, monkeypatch, capsys):
-    without("mlserver")
-    monkeypatch.delitem(sys.modules, "keyhole.oracle.server", raising=False)
-    keyhole.oracle.save(LAYER, tmp_path / "t.safetensors")
-    done = command_line.inside(
-        "lab",
-        "serve",
-        "t.safetensors",
-        cwd=tmp_path,
-        monkeypatch=monkeypatch,
-        capsys=capsys,
-    )
-    assert done.returncode == 2
-    assert "pip install 'keyhole[serve]'" in done.stderr
 
 
 def test_what_is_written_is_for_its_owner_alone(tmp_path):

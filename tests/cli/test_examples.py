@@ -80,11 +80,7 @@ def run_all(lines, folder, keyhole):
 @pytest.mark.release
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_examples_run(name, tmp_path, keyhole):
-    fast = [
-        line
-        for line in EXAMPLES[name]
-        if not line.startswith(SLOW) and name != "lab serve"
-    ]
+    fast = [line for line in EXAMPLES[name] if not line.startswith(SLOW)]
     run_all([] if "hardened" in "".join(fast) else fast, tmp_path, keyhole)
 
 

@@ -1,7 +1,7 @@
 """A small server on the loopback address that speaks the Open Inference Protocol.
 
 It answers with a function of the inputs of a request, states the metadata that it is
-given, and records the requests. Unlike MLServer, behind `keyhole lab serve`, it can
+given, and records the requests. Unlike MLServer, behind examples/serve_target.py, it can
 state any tensors.
 """
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow  # a server
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A planted head behind `keyhole lab serve`, stopped when the tests are done."""
+    """A planted head behind MLServer, stopped when the tests are done."""
     target = oracle.plant(dim=8, seed=3)
     with served_target.served(target, tmp_path_factory.mktemp("served")) as url:
         yield url, target

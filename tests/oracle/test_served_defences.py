@@ -1,4 +1,4 @@
-"""Every defence that `keyhole lab serve` offers, over HTTP on the loopback address."""
+"""Every defence that examples/serve_target.py offers, over HTTP."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_served_defences_equal_the_wrappers(tmp_path):
         "decimals=2",
         "-o",
         "max_norm=1.5",
-        "--seed",
-        "4",
+        "-o",
+        "seed=4",
         "-o",
         "min_tokens=3",
         "-o",

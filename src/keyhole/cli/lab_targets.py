@@ -1,8 +1,7 @@
-"""`keyhole lab plant|serve|canonical|same`: targets of known weights, to try attacks on."""
+"""`keyhole lab plant|canonical|same`: targets of known weights, to try attacks on."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,9 +10,8 @@ import typer
 from keyhole.cli import options as opt
 from keyhole.cli.app import command, lab
 from keyhole.cli.outputs import answer, expect_new, show
-from keyhole.core import dump
-from keyhole.core.errors import InputError, MissingExtra, expect_count
-from keyhole.core.options import CHECKS, OUTPUT, TARGET, option, settings, types_of
+from keyhole.core.errors import InputError, expect_count
+from keyhole.core.options import CHECKS, OUTPUT, TARGET, option, settings
 
 if TYPE_CHECKING:
     from keyhole.oracle import MultiHead
@@ -149,58 +147,6 @@ def _plant_inversion(path: Path, options: dict[str, Any], seed: int) -> str:
         problem = replace(problem, maps=problem.maps_of(secret))
     problem.save(path)
     return f"{path}: the output of {tokens} secret tokens, d = {problem.dim}"
-
-
-@command(
-    "keyhole lab plant target.safetensors",
-    "keyhole lab serve target.safetensors --port 8080 --name head",
-    "keyhole lab serve target.safetensors --port 8081 --name rounded -o decimals=3",
-    "keyhole lab serve target.safetensors --port 8082 -o min_tokens=3",
-    "keyhole extract http://127.0.0.1:8080/v2/models/head",
-    group=lab,
-)
-def serve(
-    target: Annotated[
-        Path,
-        typer.Argument(metavar="FILE", help="A target written by keyhole lab plant."),
-    ],
-    name: str = option("target", "The model's name on the server.", TARGET),
-    port: int = option(8080, "The port to listen on, at 127.0.0.1.", TARGET),
-    hyperparameters: opt.MethodOptions = None,
-    seed: opt.Seed = 0,
-    as_json: opt.Json = False,
-) -> None:
-    """Put a planted target behind a real inference server (MLServer).
-
-    -o changes its answers: sign_only, decimals, noise (the same whenever a question is
-    repeated), fresh_noise (new each time), max_norm (longer tokens are shortened); or
-    refuses questions: min_tokens, max_tokens, usual_norm (of honest clients' tokens).
-    """
-    from keyhole.oracle.defences import Degradation
-
-    options = settings(
-        hyperparameters, types_of(Degradation, hidden=("seed",)), "serve"
-    )
-    degradation = Degradation(**options, seed=seed)
-    try:
-        from keyhole.lab.server import serve as run
-    except ModuleNotFoundError as missing:
-        raise MissingExtra(
-            "serve needs MLServer, which is not installed and takes Python 3.12 or older",
-            "serve",
-        ) from missing
-    url = f"http://127.0.0.1:{port}/v2/models/{name}"
-
-    def begun() -> None:
-        done = f", {degradation}" if degradation else ""
-        if as_json:
-            typer.echo(dump({"url": url}))
-        else:
-            comma = "," if done else ""
-            show(f"serving {target}{done}{comma} at {url} (Ctrl-C ends it)")
-        sys.stdout.flush()
-
-    run(target, name=name, port=port, degradation=degradation, begun=begun)
 
 
 @command(
