@@ -155,9 +155,9 @@ WRONG = {
     ),
     "a type": (
         f"{ONE}texts = true",
-        "expected texts in .* as a whole number, got True",
+        "expected texts in .* as a valid integer, got True",
     ),
-    "a number": (f"{ONE}data = 3", "expected data in .* as text, got 3"),
+    "a number": (f"{ONE}data = 3", "expected data in .* as a valid string, got 3"),
     "a range": (f"{ONE}flips = 0", "--flips must be 1 or more, not 0"),
     "a seed": (f"{ONE}seed = -1", "a seed must be from 0"),
     "layers": (

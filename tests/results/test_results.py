@@ -71,7 +71,7 @@ def test_findings_read_back_equal():
         ('{"format": 1}', r"^expected a saved extraction, got None in .*r\.json$"),
         (
             '{"format": 1, "kind": "extraction", "status": "splendid"}',
-            r"^expected status as one of .*got 'splendid' in a saved extraction in .*r\.json$",
+            r"^expected status as 'recovered', .*'splendid' in a saved extraction in .*r\.json$",
         ),
     ],
 )

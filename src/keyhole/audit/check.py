@@ -16,7 +16,7 @@ from keyhole.core import Finding, Skip, Status
 from keyhole.core.exposure import Exposure
 from keyhole.core.machine import largest_matrix
 from keyhole.core.progress import Track
-from keyhole.core.result import restored
+from keyhole.core.result import typed
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Checked:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Checked:
         return cls(
-            tuple(Finding.from_dict(finding) for finding in data["findings"]),
-            tuple(restored(Skip, skip) for skip in data["skips"]),
+            typed(tuple[Finding, ...], data["findings"]),
+            typed(tuple[Skip, ...], data["skips"]),
         )
 
 

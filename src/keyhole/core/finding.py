@@ -21,7 +21,7 @@ from keyhole.core.exposure import (
     is_returned,
     rule_of,
 )
-from keyhole.core.result import Result, environment, restored
+from keyhole.core.result import Result, environment, typed
 from keyhole.core.status import OUTCOMES, Outcome, Status, exit_code, joint_exit_code
 from keyhole.core.text import percent
 
@@ -112,7 +112,7 @@ class Finding:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Finding:
-        return restored(cls, data)
+        return typed(cls, data)
 
 
 @dataclass(frozen=True)

@@ -1,40 +1,30 @@
 """The base of all results: a summary for people, and a JSON file that can be loaded again.
 
-`Result.save` writes it and `load` reads it back. Files are not trusted: `restored`
-makes a dataclass of JSON data and checks the type of every field.
+`Result.save` writes it and `load` reads it back. Files are not trusted: `typed`
+makes dataclasses of what they hold, and pydantic checks the type of every field.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
+import re
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields, is_dataclass
-from enum import Enum
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    Literal,
-    Self,
-    TypeVar,
-    Union,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 from keyhole.core.errors import InputError
 from keyhole.core.files import parse, read_tensors, read_text, write_tensors, write_text
 from keyhole.version import __version__
 
 if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+    from pydantic_core import ErrorDetails
     from torch import Tensor
 
 
@@ -58,7 +48,7 @@ class Result(ABC):
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
         """Make the result from its `contents` and `tensors`; the data is not trusted."""
         del tensors
-        return restored(cls, data, more=True)
+        return typed(cls, data)
 
     @abstractmethod
     def summary(self) -> str:
@@ -67,6 +57,13 @@ class Result(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors, which do not fit into JSON."""
         return {}
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
+        """Let `typed` skip keys that are no fields: `contents` may have figures besides."""
+        schema = handler(source)
+        handler.resolve_ref_schema(schema)["schema"]["extra_behavior"] = "ignore"
+        return schema
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}: {self.summary()}"
@@ -167,123 +164,61 @@ def expect_format(version: object, where: str = "") -> None:
 
 
 T = TypeVar("T")
+_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair, which UTF-8 cannot encode
 
 
-def restored(
-    kind: type[T], data: object, where: str = "", *, more: bool = False, **made: object
-) -> T:
-    """Make a dataclass from untrusted JSON data, with a check of every field's type.
+def _private_use(half: re.Match[str]) -> str:
+    """Return a character for private use in its place, another for each."""
+    return chr(ord(half[0]) + 0x800)
 
-    Lists become tuples and strings become members of enumerations where a field's type
-    asks for that. An integer is accepted as a float, but not the other way round.
-    `more` allows keys that are no fields. `made` are values of fields that are used as
-    they are.
+
+def typed(kind: type[T], data: object, where: str = "") -> T:
+    """Make a value of type `kind` from untrusted plain data, or raise an InputError.
+
+    Nothing is converted but what JSON cannot tell apart: lists become tuples, words
+    members of enumerations, objects dataclasses, and whole numbers floats. A key that
+    is no field is refused, except in a Result, and so is a number that is not finite.
+    `where` is the name of the data in errors.
     """
-    if not isinstance(data, Mapping):
-        raise _wrong_type(where or kind.__name__, "an object", data)
-    given = cast("Mapping[str, Any]", data)
-    known = {field.name: field for field in fields(cast("Any", kind)) if field.init}
-    unknown = [] if more else [key for key in given if key not in known]
-    if unknown:
-        raise InputError(
-            f"{where or kind.__name__} has no field {unknown[0]}: it has {', '.join(known)}"
-        )
-    hints = get_type_hints(kind)
-    values = dict[str, Any](made)
-    for name, field in known.items():
-        place = f"{where}.{name}" if where else name
-        if name in made:
-            continue
-        if name in given:
-            values[name] = typed(hints[name], given[name], place)
-        elif field.default is MISSING and field.default_factory is MISSING:
-            raise InputError(f"{place} is missing")
-    return kind(**values)
+    from pydantic import ValidationError  # on demand, because it takes 0.1 s to load
+
+    def foreign(value: object) -> dict[str, str]:  # such as a date in TOML
+        return {type(value).__name__: str(value)}
+
+    text = json.dumps([data], ensure_ascii=False, default=foreign)
+    try:
+        (made,) = _reader(list[kind]).validate_json(_HALF.sub(_private_use, text))
+    except ValidationError as error:
+        raise InputError(_sentence(error.errors()[0], where)) from error
+    return made
 
 
-def typed(kind: Any, value: Any, where: str) -> Any:
-    """Return `value` as a field of type `kind` holds it, or raise an InputError."""
-    origin = get_origin(kind)
-    inner = get_args(kind)
-    if kind is Any:
-        return value
-    if origin in (Union, UnionType):
-        if value is None and NoneType in inner:
-            return None
-        (only,) = [part for part in inner if part is not NoneType]
-        return typed(only, value, where)
-    if origin is tuple:
-        return _tuple(inner, value, where)
-    if origin is list:
-        return list(_tuple((inner[0], ...), value, where))
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise _wrong_type(where, "an object", value)
-        items = cast("dict[str, Any]", value)
-        return {
-            key: typed(inner[1], part, f"{where}.{key}") for key, part in items.items()
-        }
-    if is_dataclass(kind):
-        inside = cast(
-            "type[Any]", kind
-        )  # a result also writes figures that are no fields
-        return restored(inside, value, where, more=issubclass(inside, Result))
-    if isinstance(kind, type) and issubclass(
-        kind, tuple
-    ):  # a NamedTuple, which is a list in JSON
-        named = cast("Any", kind)
-        return named(*_tuple(tuple(get_type_hints(named).values()), value, where))
-    if origin is Literal:
-        return _one_of(list(inner), value, where)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind(_one_of([str(member.value) for member in kind], value, where))
-    return _plain(kind, value, where)
+@cache
+def _reader(kind: Any) -> TypeAdapter[Any]:
+    from pydantic import ConfigDict, TypeAdapter
 
-
-def _one_of(words: list[str], value: Any, where: str) -> Any:
-    if value not in words:
-        raise _wrong_type(where, f"one of {', '.join(words)}", value)
-    return value
-
-
-def _tuple(inner: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
-        raise _wrong_type(where, "a list", value)
-    items = cast("list[Any]", value)
-    if len(inner) == 2 and inner[1] is ...:
-        return tuple(
-            typed(inner[0], item, f"{where}[{n}]") for n, item in enumerate(items)
-        )
-    if len(items) != len(inner):
-        raise _wrong_type(where, f"a list of {len(inner)}", value)
-    pairs = zip(inner, items, strict=True)
-    return tuple(
-        typed(part, item, f"{where}[{n}]") for n, (part, item) in enumerate(pairs)
+    # A dataclass takes the settings of what is around it: `typed` reads a list.
+    config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        arbitrary_types_allowed=True,  # tensors, which are not in the data
     )
+    return TypeAdapter(kind, config=config)
 
 
-def _plain(kind: Any, value: Any, where: str) -> Any:
-    names = {
-        int: "a whole number",
-        float: "a number",
-        str: "text",
-        bool: "true or false",
-    }
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if math.isfinite(number):
-            return number
-    elif type(value) is kind:
-        return value
-    raise _wrong_type(where, names.get(kind, str(kind)), value)
-
-
-def _wrong_type(where: str, wanted: str, value: object) -> InputError:
-    if isinstance(value, dict | list):
-        shown = "an object" if isinstance(value, dict) else "a list"
-    else:
-        shown = repr(value[:40] if isinstance(value, str) else value)
-    return InputError(f"expected {where} as {wanted}, got {shown[:60]}")
+def _sentence(error: ErrorDetails, where: str) -> str:
+    """Return a sentence that names the field and says what is wrong with it."""
+    if error["type"] == "value_error":  # raised in a __post_init__ of ours
+        return str(error.get("ctx", {})["error"])
+    for key in error["loc"][1:]:
+        where += f"[{key}]" if isinstance(key, int) else f".{key}"
+    where = where.removeprefix(".")[:200] or "the data"
+    if error["type"] == "missing":
+        return f"{where} is missing"
+    if error["type"] == "unexpected_keyword_argument":
+        return f"{where} is unknown"
+    wanted = error["msg"].removeprefix("Input should be ")
+    if wanted == error["msg"]:
+        return f"{where}: {wanted}"
+    return f"expected {where} as {wanted}, got {reprlib.repr(error['input'])}"

@@ -22,7 +22,7 @@ from keyhole.core.errors import InputError, expect_count
 from keyhole.core.journal import Journal, digest
 from keyhole.core.machine import device_of, largest_matrix, threads_for
 from keyhole.core.progress import Progress, silent
-from keyhole.core.result import restored
+from keyhole.core.result import typed
 from keyhole.core.tasks import Runner, Task
 from keyhole.data import NO_LABEL, Example, encode
 from keyhole.disrupt.batches import grouped
@@ -188,7 +188,7 @@ class _Outcomes:
         self.control = Control(0.0, 0.0, 0)
         self.seconds = 0.0
         for key in journal.records:
-            record = journal.recall(key, partial(restored, _Record))
+            record = journal.recall(key, partial(typed, _Record))
             self.known[key] = record.outcome
             self.control = self.control.joined(record.control)
             self.seconds += record.seconds

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from keyhole.core.result import Result, environment, restored
+from keyhole.core.result import Result, environment
 from keyhole.core.status import Status
 from keyhole.extract.domain import Domain
 from keyhole.oracle.links import Linked
@@ -129,10 +129,11 @@ class Extraction(Result):
 
     @classmethod
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        model = None
-        if tensors:
-            model = from_tensors(data["metadata"], dict(tensors), data[cls.tensors_key])
-        return restored(cls, data, more=True, model=model)
+        bare = super().restore({**data, "model": None}, tensors)
+        if not tensors:
+            return bare
+        file = data[cls.tensors_key]
+        return replace(bare, model=from_tensors(data["metadata"], dict(tensors), file))
 
 
 @dataclass(frozen=True)

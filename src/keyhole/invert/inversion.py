@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, environment
-from keyhole.core.result import Result, restored
+from keyhole.core.result import FORMAT, Result
 from keyhole.invert.krawczyk import Certificate
 
 _ADVICE = {
@@ -78,7 +78,9 @@ class Inversion(Result):
     def contents(self) -> dict[str, Any]:
         data = asdict(replace(self, X=None, solutions=(), certificate=None))
         del data["X"]
-        proof = None if self.certificate is None else self.certificate.to_dict()
+        proof = None
+        if self.certificate is not None:
+            proof = {"format": FORMAT, **self.certificate.contents()}
         more = {
             "solutions": len(self.solutions),
             "certificate": proof,
@@ -97,12 +99,6 @@ class Inversion(Result):
 
     @classmethod
     def restore(cls, data: dict[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        proof = data["certificate"]
-        return restored(
-            cls,
-            data,
-            more=True,
-            X=tensors.get("X"),
-            solutions=tuple(tensors.get("solutions", ())),
-            certificate=None if proof is None else Certificate.from_dict(proof),
-        )
+        bare = super().restore({**data, "X": None, "solutions": []}, tensors)
+        solutions = tuple(tensors.get("solutions", ()))
+        return replace(bare, X=tensors.get("X"), solutions=solutions)

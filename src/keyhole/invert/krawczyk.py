@@ -34,13 +34,13 @@ import itertools
 import math
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count, expect_number, optional
-from keyhole.core.result import FORMAT, restored
+from keyhole.core.result import Result
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.problem import Problem
 
@@ -56,7 +56,7 @@ _MARGIN = (
 
 
 @dataclass(frozen=True)
-class Certificate:
+class Certificate(Result):
     """Proof that exactly one solution lies within `radius` of X, or the `reason` why there is none.
 
     `radius_within` is such a radius for every output within ±`tolerance` of B, or None
@@ -73,20 +73,18 @@ class Certificate:
     bits: int = BITS
     seconds: float = 0.0
 
+    kind: ClassVar[str] = "certificate"
+
     @property
     def proved(self) -> bool:
         return self.radius is not None
 
-    def to_dict(self) -> dict[str, Any]:
+    def contents(self) -> dict[str, Any]:
         """Return data for JSON, which has no infinity: a singular system has no condition."""
         data = asdict(self)
         if self.condition is not None and not math.isfinite(self.condition):
             data["condition"] = None
-        return {"format": FORMAT, "proved": self.proved, **data}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Certificate:
-        return restored(cls, data, more=True)
+        return {"proved": self.proved, **data}
 
     def summary(self) -> str:
         if self.radius is None:
