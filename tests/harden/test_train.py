@@ -288,41 +288,6 @@ def test_plain_first_begins_with_plain_training():
     assert torch.equal(weights(halves[0]), weights(halves[1]))
 
 
-def test_the_average_is_over_all_steps(tmp_path):
-    """Compared with the mean of the weights after each step."""
-    examples = small.examples(16)
-    kept = 0.6
-    model = small.model(labels=2)
-    means = []
-
-    def look(done, total, note):
-        now = weights(model)
-        share = min(kept, done / (done + 10))
-        means.append(share * (means[-1] if means else start) + (1 - share) * now)
-
-    start = weights(model)
-    train_small(Plain(), model, examples, average=kept, progress=look)
-    torch.testing.assert_close(weights(model), means[-1], rtol=0, atol=1e-6)
-    stopped = small.model(labels=2)
-    again = small.model(labels=2)
-    with pytest.raises(Stop):
-        train_small(
-            Plain(),
-            stopped,
-            examples,
-            average=kept,
-            checkpoint=tmp_path,
-            progress=stop_in_epoch(2),
-        )
-    assert (
-        train_small(Plain(), again, examples, average=kept, checkpoint=tmp_path).resumed
-        == 1
-    )
-    assert torch.equal(weights(again), weights(model))
-    with pytest.raises(InputError, match="average must be below 1, not 1"):
-        train_small(Plain(), model, examples, average=1.0)
-
-
 def test_unknown_words_are_spared_as_in_the_released_code():
     class Seen(Plain):
         def losses(self, model, batch, labels, stream):

@@ -20,7 +20,6 @@ TRAINING = {
     "batch": int,
     "learning_rate": float,
     "plain_first": float,
-    "average": float,
     "amp": bool,
 }
 
@@ -81,9 +80,8 @@ def harden(
     """Train a model against the attack on attention, and measure whether it helped.
 
     Besides the method's own hyperparameters, -o sets batch (32), learning_rate (2e-5),
-    amp (bfloat16 where that is precise enough), plain_first (the share of the steps
-    that come first, without the defence: hard tasks need them) and average (the decay
-    of a moving average of the weights, such as 0.999).
+    amp (bfloat16 where that is precise enough) and plain_first (the share of the steps
+    that come first, without the defence: hard tasks need them).
     """
     from keyhole import report
     from keyhole.harden.defences import DEFENCES

@@ -116,6 +116,11 @@ def expect_writable(path: Path) -> None:
         reason = "it is a pipe"
     if reason:
         raise InputError(f"cannot write {path}: {reason}")
+    expect_possible(path)
+
+
+def expect_possible(path: Path) -> None:
+    """Raise if no file can have this name."""
     try:
         os.lstat(path)
     except FileNotFoundError:

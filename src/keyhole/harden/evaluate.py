@@ -24,10 +24,10 @@ least one unit in each head, as in training.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import compress
 from typing import Any, ClassVar
 
 import torch
@@ -41,13 +41,14 @@ from keyhole.data import Batch, Example
 from keyhole.disrupt import Attacker, Disruption, HackAttend, Rerank, Unit
 from keyhole.disrupt.batches import Batches
 from keyhole.disrupt.budget import budget
+from keyhole.disrupt.disruption import joined
 from keyhole.disrupt.judge import judge
 from keyhole.disrupt.tasks import ask
 from keyhole.disrupt.units import Units, survey
 from keyhole.harden.defences.attack_masks import AttackMasks, Cuts, tokens
-from keyhole.harden.defences.defence import logits
+from keyhole.harden.defences.defence import logits, table
 from keyhole.harden.smoothing import Smoothed, Smoothing
-from keyhole.models.anatomy import expect_numbers
+from keyhole.models.hooks import hooks
 from keyhole.models.masking import rewriting
 
 
@@ -94,22 +95,19 @@ class Evaluation(Result):
 
     def figures(self) -> dict[str, float]:
         """Return the accuracy, and the share of right answers that each kind of mask flips."""
-        kinds = (
+        found = {"clean accuracy": self.accuracy}
+        for prefix, group in (
             ("", self.attacks),
             ("masks found on ", self.transferred),
             ("wrong label ", self.wrong_label),
-        )
-        flips = {
-            f"flips, {prefix}{name}": measured.success
-            for prefix, group in kinds
-            for name, measured in group.items()
-        }
-        proved: dict[str, float] = {}
+        ):
+            for name, each in group.items():
+                found[f"flips, {prefix}{name}"] = each.success
         if self.smoothed is not None:
-            proved["accuracy of the vote over masks"] = self.smoothed.accuracy
+            found["accuracy of the vote over masks"] = self.smoothed.accuracy
             for name, share in self.smoothed.curve().items():
-                proved[f"certified, any {name}"] = share
-        return {"clean accuracy": self.accuracy, **flips, **proved}
+                found[f"certified, any {name}"] = share
+        return found
 
     def summary(self) -> str:
         shown = [
@@ -154,23 +152,16 @@ def evaluate(
     """
     started = time.perf_counter()
 
-    def batches(name: str, count: int | None) -> Batches:
+    def chosen(name: str, count: int | None = attacked) -> Batches:
         part = examples[:count]
         progress = track(name, len(part))
         return Batches(
             model, tokenizer, part, batch_size, max_length, progress=progress
         )
 
-    clean = batches("clean", None).accuracy()
-    chosen = partial(batches, count=attacked)
+    clean = chosen("clean", None).accuracy()
     disruptions = {
         name: chosen(name).attack(attacker) for name, attacker in attacks.items()
-    }
-    flipped = {
-        name: Measured(
-            len(each.attacked), each.flips, each.queries, each.seconds, each.share
-        )
-        for name, each in disruptions.items()
     }
     moved = {
         name: transferred(chosen(name), donor) for name, donor in (donors or {}).items()
@@ -193,7 +184,7 @@ def evaluate(
     return Evaluation(
         clean,
         len(examples),
-        flipped,
+        {name: _measured(each) for name, each in disruptions.items()},
         moved,
         wrong,
         seconds,
@@ -227,68 +218,79 @@ def transferred(batches: Batches, donor: Disruption) -> Measured:
         raise InputError(
             "the donor must have attacked the same texts: an id is of another text"
         )
-    started = time.perf_counter()
-    flips = 0
-    count = 0
     method = HackAttend.from_dict(donor.method)
     cuts = {outcome.id: outcome.cut for outcome in donor.attacked}
-    for part, batch, labels in batches:
-        question = ask(batches.model, batch, labels)
-        units = survey(batches.model, question, spare=method.spare)
-        cut = torch.stack([_mask(units, cuts.get(example.id, ())) for example in part])
-        cut = cut.to(units.free.device) & units.free
-        limits = budget(units, method.share, method.scope, method.least)
-        verdict = judge(batches.model, question, units, cut, limits, method.batch)
-        has = torch.tensor(
-            [example.id in cuts for example in part], device=labels.device
-        )
-        right = (batches.predicted(batch) == labels) & has
-        count += int(right.sum())
-        flips += int((verdict.flipped & right).sum())
-    return Measured(count, flips, 1.0, time.perf_counter() - started)
+
+    def flipped() -> Iterator[tuple[Tensor, Tensor]]:
+        for part, batch, labels in batches:
+            question = ask(batches.model, batch, labels)
+            units = survey(batches.model, question, spare=method.spare)
+            masks = [_mask(units, cuts.get(example.id, ())) for example in part]
+            cut = torch.stack(masks).to(units.free.device) & units.free
+            limits = budget(units, method.share, method.scope, method.least)
+            verdict = judge(batches.model, question, units, cut, limits, method.batch)
+            has = labels.new_tensor([example.id in cuts for example in part]) > 0
+            yield (batches.predicted(batch) == labels) & has, verdict.flipped
+
+    return _count(flipped(), queries=1.0)
+
+
+def _count(found: Iterator[tuple[Tensor, Tensor]], queries: float) -> Measured:
+    """Count the examples of each batch that count, and those of them that are flipped."""
+    started = time.perf_counter()
+    examples = 0
+    flips = 0
+    for counts, flipped in found:
+        examples += int(counts.sum())
+        flips += int((counts & flipped).sum())
+    return Measured(examples, flips, queries, time.perf_counter() - started)
+
+
+def _measured(found: Disruption) -> Measured:
+    return Measured(
+        len(found.attacked), found.flips, found.queries, found.seconds, found.share
+    )
 
 
 def _mask(units: Units, cut: Sequence[Unit]) -> Tensor:
     """Return the mask (units,) of a list of units: the inverse of `Units.named`."""
     mask = torch.zeros(units.total, dtype=torch.bool)
     for unit in cut:
-        place = units.places[unit.layer] if unit.layer < len(units.places) else None
         inside = (unit.sequence, unit.head, unit.query, unit.key)
-        shape = () if place is None else place.shape
-        if place is None or any(
-            index >= size for index, size in zip(inside, shape, strict=True)
-        ):
+        try:
+            units.at(mask, units.places[unit.layer])[inside] = True
+        except IndexError as error:
             raise InputError(
                 f"the donor must have the same layers and heads: there is no {unit}"
-            )
-        units.at(mask, place)[inside] = True
+            ) from error
     return mask
 
 
 def lowered(batches: Batches, method: HackAttend, seed: int) -> Measured:
     """Measure masks that lower the confidence in a wrong label, as if it were right."""
-    started = time.perf_counter()
-    flips = 0
-    count = 0
-    for part, batch, labels in batches:
-        before = batches.predicted(batch)
-        wrong = wrong_labels(batches.model, batch, part, seed)
-        cuts = lowering(batches.model, batch, wrong, method)
-        with torch.no_grad(), rewriting(batches.model, cuts):
-            scores = logits(batches.model, batch)
-        expect_numbers(batches.model, [scores])
-        after = scores.argmax(-1)
-        right = before == labels
-        count += int(right.sum())
-        flips += int((right & (after != before)).sum())
-    return Measured(count, flips, _rounds(method) + 1.0, time.perf_counter() - started)
+
+    def flipped() -> Iterator[tuple[Tensor, Tensor]]:
+        for part, batch, labels in batches:
+            before = batches.predicted(batch)
+            wrong = wrong_labels(batches.model, batch, part, seed)
+            cuts = lowering(batches.model, batch, wrong, method)
+            with rewriting(batches.model, cuts):
+                after = batches.predicted(batch)
+            yield before == labels, after != before
+
+    return _count(flipped(), queries=_rounds(method) + 1.0)
 
 
 def lowering(model: Any, batch: Batch, wrong: Tensor, method: HackAttend) -> Cuts:
     """Cut the units that lower the confidence in the `wrong` labels; the labels are not used."""
     made = AttackMasks(share=method.share, rounds=_rounds(method))
     cuts = Cuts()
-    with torch.enable_grad(), rewriting(model, cuts), _with_gradients(model):
+
+    def differentiate(_module: Any, _args: Any, output: Tensor) -> None:
+        output.requires_grad_()  # so that maps have gradients even if weights are frozen
+
+    embeddings = (table(model).register_forward_hook, differentiate)
+    with torch.enable_grad(), rewriting(model, cuts), hooks(embeddings):
         scores = partial(logits, model, batch)
         ranked = cuts.gradients(cuts.look(scores), wrong)
         made.attack(scores, cuts, ranked, wrong, tokens(batch))
@@ -300,42 +302,16 @@ def _rounds(method: HackAttend) -> int:
     return method.schedule.rounds if isinstance(method.schedule, Rerank) else 1
 
 
-@contextmanager
-def _with_gradients(model: Any) -> Generator[None]:
-    """Let the embeddings require gradients, so that maps have them even if weights are frozen."""
-    weights = list(model.get_input_embeddings().parameters())
-    before = [weight.requires_grad for weight in weights]
-    try:
-        for weight in weights:
-            weight.requires_grad_(True)
-        yield
-    finally:
-        for weight, asked in zip(weights, before, strict=True):
-            weight.requires_grad_(asked)
-
-
 def raised(batches: Batches, method: HackAttend, seed: int) -> Measured:
     """Measure masks that lead to a wrong label; the search gets the prediction, not the label."""
-    started = time.perf_counter()
-    flips = 0
-    count = 0
-    queries = 0
-    share = 0.0
+    found: list[Disruption] = []
     for part, batch, labels in batches:
         before = batches.predicted(batch)
         wrong = wrong_labels(batches.model, batch, part, seed)
-        disruption = method(batches.model, batch, before, targets=wrong)
-        for outcome, right in zip(
-            disruption.outcomes, (before == labels).tolist(), strict=True
-        ):
-            count += right
-            flips += right and outcome.flipped
-            queries += outcome.queries if right else 0
-            share += outcome.share if right and outcome.flipped else 0.0
-    seconds = time.perf_counter() - started
-    return Measured(
-        count, flips, queries / max(1, count), seconds, share / max(1, flips)
-    )
+        each = method(batches.model, batch, before, targets=wrong)
+        right = tuple(compress(each.outcomes, (before == labels).tolist()))
+        found.append(replace(each, outcomes=right))
+    return _measured(joined(found))
 
 
 def wrong_labels(

@@ -20,7 +20,7 @@ from keyhole.core.errors import (
     expect_number,
     expect_seed,
 )
-from keyhole.core.files import exists, is_folder, unwritable
+from keyhole.core.files import exists, expect_possible, is_folder, unwritable
 from keyhole.core.journal import expect_same_run
 from keyhole.core.machine import expect_device, largest_matrix, threads_for
 from keyhole.core.progress import Progress, Track, untracked
@@ -57,7 +57,6 @@ def run(
     *,
     method: str | Defence = "strongest",
     plain_first: float = 0.0,
-    average: float = 0.0,
     text: Sequence[str] = (),
     label: str = "label",
     classes: Sequence[str] = (),
@@ -87,8 +86,7 @@ def run(
 
     `method` is a name of the registry with its hyperparameters as `options`, or your
     own defence. `plain_first` is the share of the steps before it in which the model is
-    trained plainly. `average` is the decay of a running mean of the weights, which
-    becomes the trained model.
+    trained plainly.
 
     The trained model is saved in the folder `out`, or with several `seeds` in one
     folder for each inside it, with a card (hardening.json) that is updated after each
@@ -111,10 +109,9 @@ def run(
     }
     for option, value in counts.items():
         expect_count(option, value)
-    if flips is not None and dev is None:
-        raise InputError("--flips needs --dev: nothing would be measured")
-    if certify and dev is None:
-        raise InputError("--certify needs --dev: nothing would be measured")
+    for option, value in {"--flips": flips, "--certify": certify}.items():
+        if value and dev is None:
+            raise InputError(f"{option} needs --dev: nothing would be measured")
     expect_number("learning_rate", learning_rate, above=0)
     expect_seed(seed)
     expect_seed(seed + seeds - 1)
@@ -122,9 +119,9 @@ def run(
     name = method if isinstance(method, str) else type(method).__name__
     method = DEFENCES.resolve(method, **options)
     smoothing = smoothing_of(method) if certify else None
-    for option, share in (("plain_first", plain_first), ("average", average)):
-        expect_number(option, share, least=0, below=1)
-    method = PlainFirst(plain_first, method) if plain_first else method
+    expect_number("plain_first", plain_first, least=0, below=1)
+    if plain_first:
+        method = PlainFirst(plain_first, method)
     expect_writable(Path(out), str(model))
     if checkpoint is not None:
         expect_folder(Path(checkpoint))
@@ -140,7 +137,6 @@ def run(
         "batch": batch,
         "max_length": max_length,
         "amp": amp,
-        "average": average,
     }
     card = Hardening(
         str(model),
@@ -192,15 +188,9 @@ def expect_writable(out: Path, model: str) -> None:
 
 def expect_folder(folder: Path) -> None:
     """Raise if a folder is not writable and cannot be made."""
-    try:
-        os.lstat(folder)
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        raise unwritable(folder, error) from error
-    else:
-        if not is_folder(folder):
-            raise InputError(f"{folder} is not a folder")
+    expect_possible(folder)
+    if exists(folder, links=True) and not is_folder(folder):
+        raise InputError(f"{folder} is not a folder")
     places = (folder, *folder.absolute().parents)
     existing = next(place for place in places if exists(place))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -243,13 +233,14 @@ class _Course:
     def run(self, seeds: Sequence[int]) -> Hardening:
         """Train, save and measure with each seed; write the card after each part."""
         loaded, has_head = self._loaded(seeds[0])
-        parts = len(seeds) + (len(seeds) + has_head if self.held_out else 0)
-        overall = self.track("harden", parts)
-        done = itertools.count(1)
-        overall(0)
+        measured = len(seeds) + has_head if self.held_out else 0
+        overall = self.track("harden", len(seeds) + measured)
+        done = itertools.count()
+        overall(next(done))
         with threads_for(largest_matrix(loaded.model)):
-            before = self._measured(loaded, "before") if has_head else None
-            if before is not None:
+            before: Evaluation | None = None
+            if has_head and self.held_out:
+                before = self._measured(loaded, "before")
                 overall(next(done))
             card = replace(self.card, identity=loaded.identity, before=before)
             for seed in seeds:
@@ -262,10 +253,11 @@ class _Course:
                 # again.
                 self._write(replace(card, runs=(*card.runs, trained)))
                 save(loaded, self.out / part)
-                after = self._measured(loaded, f"after {part}".strip(), before)
-                if after is not None:
+                if self.held_out:
+                    after = self._measured(loaded, f"after {part}".strip(), before)
+                    trained = replace(trained, after=after)
                     overall(next(done))
-                card = replace(card, runs=(*card.runs, replace(trained, after=after)))
+                card = replace(card, runs=(*card.runs, trained))
                 self._write(card)
         card = replace(card, finished=True)
         self._write(card)
@@ -314,13 +306,11 @@ class _Course:
 
     def _measured(
         self, loaded: Loaded, when: str, before: Evaluation | None = None
-    ) -> Evaluation | None:
-        """Evaluate the model on the held-out examples, or return None if there are none.
+    ) -> Evaluation:
+        """Evaluate the model on the held-out examples.
 
         A trained model is also tried with masks that it has not influenced.
         """
-        if not self.held_out:
-            return None
         seed = self.card.seed
         attacks = standard(seed=seed)
         more: dict[str, Any] = {}
@@ -397,16 +387,14 @@ class Hardening(Result):
 
     def evaluations(self) -> dict[str, Evaluation]:
         """The evaluations by a description of the model."""
-        if self.before is None:
-            before = {}
-        else:
-            before = {"the model before training": self.before}
-        several = len(self.runs) > 1
-        return before | {
-            f"the model after training{f' {trained.folder}' if several else ''}": trained.after
-            for trained in self.runs
-            if trained.after is not None
-        }
+        found: dict[str, Evaluation] = {}
+        if self.before is not None:
+            found["the model before training"] = self.before
+        for trained in self.runs:
+            if trained.after is not None:
+                name = f" {trained.folder}" if len(self.runs) > 1 else ""
+                found[f"the model after training{name}"] = trained.after
+        return found
 
     def summary(self) -> str:
         lines = [f"{self.model}: {self.method}, {self.examples} examples"]

@@ -95,24 +95,22 @@ class Smoothing:
     @property
     def parts(self) -> int:
         """The number of parts of a partition, which is 1 if ρ is 0 or 1."""
-        return max(1, round(1 / self.keep)) if self.keep else 1
+        return round(1 / (self.keep or 1))
 
     def ballot(self, model: Any, batch: Batch, label: int, name: str = "0") -> Ballot:
         """Vote on one text (or one question with its choices), and certify the answer."""
         question, units = self.asked(model, batch, label)
         stream = self.stream(question)
-        first = self.votes(model, question, units, self.samples // 10, stream)
-        if self.exact:
-            counts = first
-        else:
+        counts = self.votes(model, question, units, self.samples // 10, stream)
+        answer = int(counts.argmax())
+        if not self.exact:
             counts = self.votes(model, question, units, self.samples, stream)
-        answer = int(first.argmax())
+        if label == NO_LABEL:
+            label = answer
         votes = tuple(counts.tolist())
         free = int(units.free.sum())
-        label = answer if label == NO_LABEL else label
-        return Ballot(
-            name, label, answer, votes, free, min(free, self.radius(votes, answer))
-        )
+        radius = min(free, self.radius(votes, answer))
+        return Ballot(name, label, answer, votes, free, radius)
 
     def certify(
         self,
@@ -161,17 +159,15 @@ class Smoothing:
         cut: Tensor | None = None,
     ) -> Tensor:
         """Count the votes of `count` masks for each class, while an attack cuts the units `cut`."""
-        total: Tensor | int = 0
+        total = torch.zeros(1, dtype=torch.long, device=units.free.device)
         for kept in self.drawn(units, question.rows, count, stream):
             left = kept if cut is None else kept & ~cut
+            same = question.part(torch.zeros(len(left), dtype=torch.long))
             with torch.no_grad(), rewriting(model, Kept(units, left)):
-                logits = question.part(torch.zeros_like(left[:, 0]).long()).logits(
-                    model
-                )[:, 0]
-            total = total + torch.bincount(
-                logits.argmax(-1), minlength=logits.shape[-1]
-            )
-        return torch.as_tensor(total)
+                logits = same.logits(model)[:, 0]
+            votes = torch.bincount(logits.argmax(-1), minlength=logits.shape[-1])
+            total = total + votes
+        return total
 
     def drawn(
         self, units: Units, rows: int, count: int, stream: torch.Generator
@@ -179,23 +175,17 @@ class Smoothing:
         """Yield the units that `count` masks keep, or all masks if exact: (m, units) at a time."""
         device = units.free.device
         spared = ~units.free[0]
-        count = self.masks if self.exact else count
-        part = torch.zeros(0, device=device)
+        numbers = torch.arange(self.masks if self.exact else count, device=device)
+        part: Tensor | None = None
         if self.exact and self.keep:
-            part = (
-                torch.randperm(units.total, generator=stream, device=device)
-                % self.parts
-            )
-        for numbers in torch.arange(count, device=device).split(
-            max(1, self.batch // rows)
-        ):
-            if len(part):
-                kept = part == numbers[:, None]
-            else:
-                kept = torch.empty(
-                    len(numbers), units.total, dtype=torch.bool, device=device
-                )
+            order = torch.randperm(units.total, generator=stream, device=device)
+            part = order % self.parts
+        for some in numbers.split(max(1, self.batch // rows)):
+            if part is None:
+                kept = spared.new_empty(len(some), units.total)
                 kept.bernoulli_(self.keep, generator=stream)
+            else:
+                kept = part == some[:, None]
             yield kept | spared
 
     def radius(self, votes: Sequence[int], answer: int) -> int:
@@ -208,21 +198,17 @@ class Smoothing:
             return _ANY
         if self.exact:
             return max(-1, (votes[answer] - max(others, default=0) - 1) // 2)
-        doubt = (1 - self.confidence) / (1 if len(votes) < 3 else len(votes))
-        least = at_least(votes[answer], sum(votes), doubt)
-        most = max(
-            (
-                min(1 - least, 1 - at_least(sum(votes) - n, sum(votes), doubt))
-                for n in others
-            ),
-            default=0.0,
-        )
+        drawn = sum(votes)
+        bounds = len(votes) if len(votes) > 2 else 1
+        doubt = (1 - self.confidence) / bounds
+        least = at_least(votes[answer], drawn, doubt)
+        without = [at_least(drawn - count, drawn, doubt) for count in others]
+        most = 1 - max(least, min(without, default=1.0))
         gap = (least - most) / 2
         if gap <= 0:
             return -1
-        return max(
-            0, math.ceil(math.log1p(-gap) / math.log1p(-self.keep) - _ROUNDING) - 1
-        )
+        radius = math.log1p(-gap) / math.log1p(-self.keep)
+        return max(0, math.ceil(radius - _ROUNDING) - 1)
 
 
 _ANY = 2**62  # more units than any model has
@@ -289,11 +275,11 @@ class Smoothed(Result):
 
     def certified(self, k: float) -> float:
         """The certified share for cuts of k units; if k < 1, of that share of each text's units."""
-        needed = (
-            k if k >= 1 else math.ceil(k * ballot.units) for ballot in self.ballots
-        )
-        held = [b.holds(int(n)) for b, n in zip(self.ballots, needed, strict=True)]
-        return sum(held) / max(1, len(held))
+        held = 0
+        for ballot in self.ballots:
+            needed = k if k >= 1 else math.ceil(k * ballot.units)
+            held += ballot.holds(int(needed))
+        return held / max(1, len(self.ballots))
 
     def curve(self) -> dict[str, float]:
         """The certified share for k = 1, 2, 4, … and for 1% of each text's units."""

@@ -23,7 +23,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from keyhole.core import FORMAT, Result, dump, read
-from keyhole.core.errors import InputError, expect_count, expect_number
+from keyhole.core.errors import InputError, expect_count, expect_number, first_line
 from keyhole.core.files import unwritable
 from keyhole.core.journal import digest, expect_same_run
 from keyhole.core.progress import Progress, silent
@@ -77,17 +77,14 @@ def train(
     warmup: float = 0.06,
     decay: float = 0.01,
     pool: int = 1,
-    average: float = 0.0,
     checkpoint: str | Path | None = None,
     progress: Progress = silent,
 ) -> Training:
     """Train `model` in place with a defence; it is in eval mode afterwards.
 
-    `average` is the decay of an exponential moving average of the weights, which the
-    model gets at the end (0 keeps the last weights). `amp` runs the passes in bfloat16
-    where autocast allows. `pool` is the number of batches whose texts are sorted by
-    length together: more is faster, because there is less padding, but less random.
-    `progress` is called after every step.
+    `amp` runs the passes in bfloat16 where autocast allows. `pool` is the number of
+    batches whose texts are sorted by length together: more is faster, because there is
+    less padding, but less random. `progress` is called after every step.
     """
     run = Run(
         identity(model, head=True),
@@ -103,20 +100,16 @@ def train(
         decay,
         amp,
         pool,
-        average,
     )
     for name in ("epochs", "batch", "examples", "pool"):
         expect_count(name, getattr(run, name))
     expect_number("rate", rate, above=0)
-    expect_number("average", average, least=0, below=1)
     # Texts are cut to what the model can take; checkpoints hold the length that was
     # asked for.
     limited = replace(run, max_length=fitting(model, tokenizer, max_length))
     device = torch.device(device)
     model.to(device).requires_grad_(True)
     state = State(model, _optimizer(model, run))
-    if average:
-        state.average = [weight.detach().clone() for weight in model.parameters()]
     folder = None if checkpoint is None else Path(checkpoint)
     resumed = 0 if folder is None else resume(folder, run, state, device)
     if device.type == "cuda":
@@ -131,10 +124,6 @@ def train(
             break
         if folder is not None:
             save(folder, run, state, epoch + 1)
-    if state.average is not None:
-        with torch.no_grad():
-            for weight, mean in zip(model.parameters(), state.average, strict=True):
-                weight.copy_(mean)
     model.eval()
     seconds = time.perf_counter() - started
     return Training(
@@ -151,43 +140,25 @@ def _epoch(
     progress: Progress,
 ) -> str:
     """Train for one epoch. Return the reason if it ended early, otherwise ""."""
-    stream = torch.Generator().manual_seed(_epoch_seed(run.seed, epoch, "defence"))
+    stream = _stream(run.seed, epoch, "defence")
     steps = run.epochs * math.ceil(run.examples / run.batch)
-    total = 0.0
-    count = 0
-    parameters = [weight for weight in state.model.parameters() if weight.requires_grad]
+    losses: list[float] = []
     for inputs, labels in batches:
         for group in state.optimizer.param_groups:
             group["lr"] = run.rate * _schedule(state.step, steps, run.warmup)
         state.optimizer.zero_grad()
-        now = current(
-            defence, state.step / steps
-        )  # a defence may begin after a share of the steps
+        # A defence may begin after a share of the steps.
+        now = current(defence, state.step / steps)
         loss = _backward(state.model, now, inputs, labels, stream, run.amp)
         if not math.isfinite(loss):
             return f"the loss is {loss} at step {state.step + 1}: try a smaller rate"
-        nn.utils.clip_grad_norm_(parameters, 1.0)
+        nn.utils.clip_grad_norm_(state.model.parameters(), 1.0)
         state.optimizer.step()
         state.step += 1
-        if state.average is not None:
-            _average(state.average, state.model, run.average, state.step)
-        total = total + loss
-        count = count + 1
+        losses.append(loss)
         progress(state.step, steps, f"epoch {epoch + 1}, loss {loss:.3f}")
-    state.losses.append(total / count)
+    state.losses.append(sum(losses) / len(losses))
     return ""
-
-
-@torch.no_grad()
-def _average(means: list[Tensor], model: nn.Module, kept: float, step: int) -> None:
-    """Move the running means towards the weights; `kept` is the share of them that stays.
-
-    It is smaller in the first steps, so that the means soon forget the weights at the
-    start.
-    """
-    kept = min(kept, step / (step + 10))
-    for mean, weight in zip(means, model.parameters(), strict=True):
-        mean.lerp_(weight.to(mean), 1 - kept)
 
 
 def _backward(
@@ -217,51 +188,40 @@ def _batches(
     epoch: int,
     device: torch.device,
 ) -> Iterator[tuple[Batch, Tensor]]:
-    stream = torch.Generator().manual_seed(_epoch_seed(run.seed, epoch, "order"))
+    stream = _stream(run.seed, epoch, "order")
     order = torch.randperm(len(examples), generator=stream).tolist()
-    for numbers in _batched(order, examples, run, stream):
-        chosen = [examples[number] for number in numbers]
+    shuffled = [examples[number] for number in order]
+    for chosen in _batched(shuffled, run, stream):
         inputs, labels = encode(tokenizer, chosen, max_length=run.max_length)
         # Defences spare unknown tokens as they do special ones, as in S-Attend's
         # released code.
         if tokenizer.unk_token_id is not None:
-            inputs[SPECIAL] = inputs[SPECIAL] | (
-                inputs["input_ids"] == tokenizer.unk_token_id
-            )
-        yield (
-            {name: value.to(device) for name, value in inputs.items()},
-            labels.to(device),
-        )
+            inputs[SPECIAL] |= inputs["input_ids"] == tokenizer.unk_token_id
+        moved = {name: value.to(device) for name, value in inputs.items()}
+        yield moved, labels.to(device)
 
 
 def _batched(
-    order: list[int], examples: Sequence[Example], run: Run, stream: torch.Generator
-) -> Iterator[list[int]]:
-    """Split the order into batches. With a pool, the texts of a batch have similar lengths."""
+    examples: list[Example], run: Run, stream: torch.Generator
+) -> Iterator[list[Example]]:
+    """Split the examples into batches. With a pool, those of a batch have similar lengths."""
     size = run.batch * run.pool
-    for start in range(0, len(order), size):
-        pool = order[start : start + size]
+    for start in range(0, len(examples), size):
+        pool = examples[start : start + size]
+        order = range(0, len(pool), run.batch)
         if run.pool > 1:
-            pool.sort(key=lambda number: len(examples[number].text))
-        batches = [pool[at : at + run.batch] for at in range(0, len(pool), run.batch)]
-        if run.pool > 1:
-            places = torch.randperm(len(batches), generator=stream).tolist()
-            batches = [batches[place] for place in places]
-        yield from batches
+            pool.sort(key=lambda example: len(example.text))
+            places = torch.randperm(len(order), generator=stream).tolist()
+            order = [order[place] for place in places]
+        yield from (pool[first : first + run.batch] for first in order)
 
 
 def _optimizer(model: nn.Module, run: Run) -> torch.optim.Optimizer:
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    matrices = [weight for weight in model.parameters() if weight.ndim > 1]
+    others = [weight for weight in model.parameters() if weight.ndim < 2]
     groups = [
-        {
-            "params": [weight for weight in weights if weight.ndim > 1],
-            "weight_decay": run.decay,
-        },
-        # biases and norms
-        {
-            "params": [weight for weight in weights if weight.ndim < 2],
-            "weight_decay": 0.0,
-        },
+        {"params": matrices, "weight_decay": run.decay},
+        {"params": others, "weight_decay": 0.0},  # biases and norms
     ]
     return torch.optim.AdamW(groups, lr=run.rate)
 
@@ -272,9 +232,10 @@ def _schedule(step: int, steps: int, warmup: float) -> float:
     return min((step + 1) / warm, (steps - step) / max(1, steps - warm))
 
 
-def _epoch_seed(seed: int, epoch: int, what: str) -> int:
-    """Return a seed for each epoch and use; torch's numbers of neighbouring seeds are unrelated."""
-    return (seed * 1_000_003 + epoch) * 2 + (what == "order")
+def _stream(seed: int, epoch: int, use: str) -> torch.Generator:
+    """Seed each epoch and use; torch's numbers of neighbouring seeds are unrelated."""
+    own = (seed * 1_000_003 + epoch) * 2 + (use == "order")
+    return torch.Generator().manual_seed(own)
 
 
 def _peak(device: torch.device) -> int:
@@ -290,10 +251,9 @@ def _peak(device: torch.device) -> int:
 
 # Checkpoints: a folder `epoch-N` for the last complete epoch.
 #
-# It holds the weights as safetensors, the optimizer's state and the running means
-# (which are opened with `weights_only`), and the run's settings, so that a run with
-# other settings does not resume from it. It is written under another name and renamed
-# when it is complete.
+# It holds the weights as safetensors, the optimizer's state (which is opened with
+# `weights_only`), and the run's settings, so that a run with other settings does not
+# resume from it. It is written under another name and renamed when it is complete.
 
 
 @dataclass(frozen=True)
@@ -316,16 +276,14 @@ class Run:
     decay: float
     amp: bool
     pool: int
-    average: float
 
 
 @dataclass
 class State:
-    """The state of a run; `average` holds the running means of the weights, if there are any."""
+    """The state of a run, from which it can go on."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    average: list[Tensor] | None = None
     losses: list[float] = field(default_factory=list[float])
     step: int = 0
 
@@ -338,8 +296,7 @@ def save(folder: Path, run: Run, state: State, epochs: int) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         save_model(state.model, str(partial / "weights.safetensors"))
-        kept = {"optimizer": state.optimizer.state_dict(), "average": state.average}
-        torch.save(kept, partial / "optimizer.pt")
+        torch.save(state.optimizer.state_dict(), partial / "optimizer.pt")
         record = {
             "format": FORMAT,
             "run": asdict(run),
@@ -348,11 +305,8 @@ def save(folder: Path, run: Run, state: State, epochs: int) -> None:
         }
         (partial / "run.json").write_text(dump(record), "utf-8")
         partial.rename(complete)
-    except (
-        OSError,
-        RuntimeError,
-        SafetensorError,
-    ) as error:  # RuntimeError: torch.save
+    # RuntimeError: torch.save
+    except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise unwritable(folder, error) from error
     for old in _saved(folder)[:-1]:
@@ -380,15 +334,14 @@ def resume(folder: Path, run: Run, state: State, device: torch.device) -> int:
         losses = typed(list[float], record.get("losses"), "losses")
         state.step = typed(int, record.get("step"), "step")
         load_model(state.model, str(place / "weights.safetensors"), device=str(device))
-        kept = torch.load(
+        optimizer = torch.load(
             place / "optimizer.pt", map_location=device, weights_only=True
         )
-        state.optimizer.load_state_dict(kept["optimizer"])
-        state.average = kept["average"]
+        state.optimizer.load_state_dict(optimizer)
     except Exception as error:  # torch and pickle raise many kinds for a damaged file
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"the checkpoint {place} is damaged ({first}): remove it to train that epoch again"
+            f"the checkpoint {place} is damaged ({first_line(error)}): remove it to train that "
+            "epoch again"
         ) from error
     state.losses = losses
     return saved[-1]

@@ -27,11 +27,11 @@ from torch.nn.functional import cross_entropy
 from keyhole.core.errors import expect_number
 from keyhole.harden.defences.defence import (
     Batch,
-    answer,
+    climbed,
     divergence,
-    draw,
+    expect_nonnegative,
     local,
-    nonnegative,
+    passes,
 )
 from keyhole.models.masking import Site, Untouched, rewriting
 
@@ -47,19 +47,17 @@ class ASA:
     start: float = 0.05
 
     def __post_init__(self) -> None:
-        nonnegative(
-            weight=self.weight, steps=self.steps, rate=self.rate, start=self.start
-        )
-        expect_number("radius", self.radius, least=0, most=1)
+        expect_nonnegative(self)
+        expect_number("radius", self.radius, most=1)
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
-        seed = draw(stream)
+        scores = passes(model, batch, stream)
         gates = Gates()
         own = local(stream, next(model.parameters()).device)
         with rewriting(model, gates) as sites:
-            clean = answer(model, batch, seed)
+            clean = scores()
             # Yielded before there is a gate, because gradient checkpointing runs the
             # clean layers again. It also frees the clean graph before the gated one is
             # built.
@@ -74,19 +72,14 @@ class ASA:
             for _ in range(self.steps):
                 for mask in gates.masks:
                     mask.requires_grad_(True)
-                gated = answer(model, batch, seed)
-                gradients = torch.autograd.grad(divergence(clean, gated), gates.masks)
-                sizes = [
-                    each.abs().amax((2, 3), keepdim=True).clamp(min=1e-30)
-                    for each in gradients
-                ]
+                gradients = torch.autograd.grad(
+                    divergence(clean, scores()), gates.masks
+                )
                 gates.masks = [
-                    (mask.detach() + self.rate * gradient / size).clamp(0, self.radius)
-                    for mask, gradient, size in zip(
-                        gates.masks, gradients, sizes, strict=True
-                    )
+                    climbed(mask, gradient, self.rate).clamp(0, self.radius)
+                    for mask, gradient in zip(gates.masks, gradients, strict=True)
                 ]
-            yield self.weight * divergence(clean, answer(model, batch, seed))
+            yield self.weight * divergence(clean, scores())
 
 
 class Gates(Untouched):

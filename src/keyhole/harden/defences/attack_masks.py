@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
@@ -34,10 +33,8 @@ from keyhole.core.errors import expect_among, expect_count, expect_number
 from keyhole.disrupt.rankings import removal
 from keyhole.harden.defences.defence import (
     Batch,
-    answer,
     divergence,
-    draw,
-    nonnegative,
+    passes,
     spared,
 )
 from keyhole.models.masking import Site, Untouched, rewriting
@@ -61,7 +58,7 @@ class AttackMasks:
     rounds: int = 1
 
     def __post_init__(self) -> None:
-        nonnegative(weight=self.weight)
+        expect_number("weight", self.weight, least=0)
         expect_number("share", self.share, least=0, below=1)
         expect_among("label", self.label, ("random", "predicted"))
         expect_count("rounds", self.rounds)
@@ -70,7 +67,7 @@ class AttackMasks:
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
         cuts = Cuts()
-        scores = partial(answer, model, batch, draw(stream))
+        scores = passes(model, batch, stream)
         with rewriting(model, cuts):
             clean = cuts.look(scores)
             target = self._target(clean, stream)

@@ -47,18 +47,13 @@ class Augmented:
     ) -> Iterator[Tensor]:
         seed = draw(stream)
         width = vectors(model).shape[1]
-        delta = (
-            torch.zeros_like(unpadded(model, batch))
-            .repeat(1, 1, width)
-            .requires_grad_(True)
-        )
+        delta = torch.zeros_like(unpadded(model, batch)).repeat(1, 1, width)
+        delta.requires_grad_(True)
         loss = cross_entropy(answer(model, batch, seed, delta), labels)
         (gradient,) = torch.autograd.grad(loss, delta, retain_graph=True)
         yield loss / 2
-        replaced = {
-            **batch,
-            "input_ids": self._replaced(model, batch, gradient.float()),
-        }
+        ids = self._replaced(model, batch, gradient.float())
+        replaced = {**batch, "input_ids": ids}
         yield cross_entropy(answer(model, replaced, seed), labels) / 2
 
     @torch.no_grad()

@@ -21,12 +21,12 @@ from torch.nn.functional import cross_entropy
 
 from keyhole.harden.defences.defence import (
     Batch,
-    answer,
     ascended,
-    draw,
+    expect_nonnegative,
     noise,
-    nonnegative,
+    passes,
 )
+from keyhole.models.hooks import hooks
 
 
 @dataclass(frozen=True)
@@ -40,55 +40,27 @@ class CreAT:
     start: float = 0.01
 
     def __post_init__(self) -> None:
-        nonnegative(
-            steps=self.steps,
-            rate=self.rate,
-            radius=self.radius,
-            turn=self.turn,
-            start=self.start,
-        )
+        expect_nonnegative(self)
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
-        seed = draw(stream)
+        scores = passes(model, batch, stream)
         delta = noise(model, batch, stream, normal=True) * self.start
-        with torch.no_grad():
-            _, clean = _states(model, batch, seed, torch.zeros_like(delta))
-        for _ in range(self.steps):
-            delta = self._ascend(model, batch, labels, delta, clean, seed)
-        for each in (torch.zeros_like(delta), delta):
-            yield cross_entropy(_states(model, batch, seed, each)[0], labels) / 2
+        states: list[Tensor] = []  # of the first token, one for each pass
 
-    def _ascend(
-        self,
-        model: nn.Module,
-        batch: Batch,
-        labels: Tensor,
-        delta: Tensor,
-        clean: Tensor,
-        seed: int,
-    ) -> Tensor:
-        delta = delta.requires_grad_(True)
-        scores, states = _states(model, batch, seed, delta)
-        near = nn.functional.cosine_similarity(states, clean, dim=-1).mean()
-        (gradient,) = torch.autograd.grad(
-            cross_entropy(scores, labels) - self.turn * near, delta
-        )
-        return ascended(delta, gradient, self.rate, self.radius)
+        def record(_module: nn.Module, _args: Any, output: Any) -> None:
+            states.append(output[0][:, 0].float())
 
-
-def _states(
-    model: nn.Module, batch: Batch, seed: int, delta: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the scores and the first token's last hidden state, for perturbed embeddings."""
-    found: list[Tensor] = []
-    encoder = cast("nn.Module", cast("Any", model).base_model)
-    handle = encoder.register_forward_hook(
-        lambda _module, _args, output: found.append(output[0][:, 0].float())
-    )
-    try:
-        scores = answer(model, batch, seed, delta)
-    finally:
-        handle.remove()
-    return scores, found[0]
+        with hooks((cast("Any", model).base_model.register_forward_hook, record)):
+            with torch.no_grad():
+                scores()
+            clean = states.pop()
+            for _ in range(self.steps):
+                delta.requires_grad_(True)
+                loss = cross_entropy(scores(delta), labels)
+                near = nn.functional.cosine_similarity(states.pop(), clean, dim=-1)
+                (gradient,) = torch.autograd.grad(loss - self.turn * near.mean(), delta)
+                delta = ascended(delta, gradient, self.rate, self.radius)
+        for perturbation in (None, delta):
+            yield cross_entropy(scores(perturbation), labels) / 2

@@ -19,9 +19,10 @@ a perturbation of radius zero would change answers.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from keyhole.core.errors import InputError, expect_number
+from keyhole.models.hooks import hooks
 
 Batch = Mapping[str, Tensor]
 SPECIAL = "special_tokens_mask"
@@ -83,14 +85,22 @@ def dropout_from(seed: int, model: nn.Module) -> Generator[None]:
         yield
 
 
+def passes(
+    model: nn.Module, batch: Batch, stream: torch.Generator
+) -> Callable[..., Tensor]:
+    """Return a function that gives the scores of a batch, always with the same dropout.
+
+    It may be given a tensor, which is added to the embeddings.
+    """
+    return partial(answer, model, batch, draw(stream))
+
+
 def answer(
     model: nn.Module, batch: Batch, seed: int, delta: Tensor | None = None
 ) -> Tensor:
     """Return the scores with dropout from `seed`, and with `delta` added to the embeddings."""
-    with (
-        dropout_from(seed, model),
-        nullcontext() if delta is None else perturbed(model, delta),
-    ):
+    change = nullcontext() if delta is None else perturbed(model, delta)
+    with dropout_from(seed, model), change:
         return logits(model, batch)
 
 
@@ -109,11 +119,8 @@ def perturbed(model: nn.Module, delta: Tensor) -> Generator[None]:
         used.append(True)
         return output + delta.to(output.dtype)
 
-    handle = table(model).register_forward_hook(add)
-    try:
+    with hooks((table(model).register_forward_hook, add)):
         yield
-    finally:
-        handle.remove()
 
 
 def table(model: nn.Module) -> nn.Module:
@@ -156,6 +163,12 @@ def noise(
     return (torch.rand(shape, generator=own, device=own.device) * 2 - 1) * free
 
 
+def climbed(delta: Tensor, gradient: Tensor, rate: float) -> Tensor:
+    """Take a step up the gradient of each matrix: δ + η g/‖g‖_∞, η = `rate`."""
+    size = gradient.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30)
+    return delta.detach() + rate * gradient / size
+
+
 def ascended(delta: Tensor, gradient: Tensor, rate: float, radius: float) -> Tensor:
     """Take a step up the gradient for each text: Π_ε(δ + α g/‖g‖_F), α = `rate`, ε = `radius`."""
     size = gradient.norm(dim=(1, 2), keepdim=True).clamp(min=1e-12)
@@ -173,9 +186,9 @@ def spared(batch: Batch) -> Tensor | None:
     return batch[SPECIAL].flatten(0, -2).bool() if SPECIAL in batch else None
 
 
-def nonnegative(**values: float) -> None:
-    """Raise if a value is negative or not finite."""
-    for name, value in values.items():
+def expect_nonnegative(method: object) -> None:
+    """Raise if a hyperparameter is negative or not finite."""
+    for name, value in vars(method).items():
         expect_number(name, value, least=0)
 
 
@@ -186,4 +199,4 @@ class Plain:
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
-        yield cross_entropy(answer(model, batch, draw(stream)), labels)
+        yield cross_entropy(passes(model, batch, stream)(), labels)

@@ -19,12 +19,11 @@ from torch.nn.functional import cross_entropy
 from keyhole.core.errors import InputError, expect_count
 from keyhole.harden.defences.defence import (
     Batch,
-    answer,
     ascended,
-    draw,
+    expect_nonnegative,
     inside,
     noise,
-    nonnegative,
+    passes,
     unpadded,
 )
 
@@ -39,13 +38,13 @@ class FreeLB:
     start: float = 0.08
 
     def __post_init__(self) -> None:
-        nonnegative(rate=self.rate, radius=self.radius, start=self.start)
+        expect_nonnegative(self)
         expect_count("steps", self.steps)
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
-        seed = draw(stream)
+        scores = passes(model, batch, stream)
         lengths = unpadded(model, batch).sum(1, keepdim=True).clamp(min=1)
         delta = noise(model, batch, stream, normal=False)
         delta = inside(
@@ -53,7 +52,7 @@ class FreeLB:
         )
         for step in range(self.steps):
             delta.requires_grad_(True)
-            yield cross_entropy(answer(model, batch, seed, delta), labels) / self.steps
+            yield cross_entropy(scores(delta), labels) / self.steps
             if step + 1 < self.steps:
                 if delta.grad is None:
                     raise InputError(

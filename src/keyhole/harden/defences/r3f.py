@@ -18,10 +18,9 @@ from torch.nn.functional import cross_entropy
 
 from keyhole.harden.defences.defence import (
     Batch,
-    answer,
-    draw,
+    expect_nonnegative,
     noise,
-    nonnegative,
+    passes,
     symmetric,
 )
 
@@ -34,13 +33,12 @@ class R3F:
     radius: float = 1e-5
 
     def __post_init__(self) -> None:
-        nonnegative(weight=self.weight, radius=self.radius)
+        expect_nonnegative(self)
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
-        seed = draw(stream)
-        clean = answer(model, batch, seed)
-        delta = noise(model, batch, stream, normal=False) * self.radius
-        noisy = answer(model, batch, seed, delta)
+        scores = passes(model, batch, stream)
+        clean = scores()
+        noisy = scores(self.radius * noise(model, batch, stream, normal=False))
         yield cross_entropy(clean, labels) + self.weight * symmetric(clean, noisy)

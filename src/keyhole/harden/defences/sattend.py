@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from keyhole.core.errors import InputError, expect_among
-from keyhole.harden.defences.defence import SPECIAL, Batch, answer, draw
+from keyhole.harden.defences.defence import SPECIAL, Batch, draw, passes
 from keyhole.models.loading import transformers
 from keyhole.models.masking import Site, Untouched, rewriting
 
@@ -77,12 +77,12 @@ class SAttend:
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
-        seed = draw(stream)
+        scores = passes(model, batch, stream)
         # The context includes the backward pass, where gradient checkpointing runs
         # layers again.
         with replace(self, seed=draw(stream)).apply(model) as drops:
             drops.special = batch.get(SPECIAL)
-            yield cross_entropy(answer(model, batch, seed), labels)
+            yield cross_entropy(scores(), labels)
 
 
 class Drops(Untouched):

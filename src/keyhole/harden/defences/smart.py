@@ -22,10 +22,10 @@ from torch.nn.functional import cross_entropy
 
 from keyhole.harden.defences.defence import (
     Batch,
-    answer,
-    draw,
+    climbed,
+    expect_nonnegative,
     noise,
-    nonnegative,
+    passes,
     symmetric,
 )
 
@@ -41,32 +41,20 @@ class SMART:
     start: float = 1e-5
 
     def __post_init__(self) -> None:
-        nonnegative(
-            weight=self.weight,
-            radius=self.radius,
-            steps=self.steps,
-            rate=self.rate,
-            start=self.start,
-        )
+        expect_nonnegative(self)
 
     def losses(
         self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
     ) -> Iterator[Tensor]:
-        seed = draw(stream)
-        clean = answer(model, batch, seed)
+        scores = passes(model, batch, stream)
+        clean = scores()
         delta = noise(model, batch, stream, normal=True) * self.start
         delta = delta.clamp(-self.radius, self.radius)
         for _ in range(self.steps):
-            delta = self._ascend(model, batch, clean.detach(), delta, seed)
-        rough = symmetric(answer(model, batch, seed, delta), clean)
+            delta.requires_grad_(True)
+            rough = symmetric(scores(delta), clean.detach())
+            (gradient,) = torch.autograd.grad(rough, delta)
+            delta = climbed(delta, gradient, self.rate)
+            delta = delta.clamp(-self.radius, self.radius)
+        rough = symmetric(scores(delta), clean)
         yield cross_entropy(clean, labels) + self.weight * rough
-
-    def _ascend(
-        self, model: nn.Module, batch: Batch, clean: Tensor, delta: Tensor, seed: int
-    ) -> Tensor:
-        delta = delta.requires_grad_(True)
-        rough = symmetric(answer(model, batch, seed, delta), clean)
-        (gradient,) = torch.autograd.grad(rough, delta)
-        size = gradient.abs().amax((1, 2), keepdim=True).clamp(min=1e-30)
-        moved = delta.detach() + self.rate * gradient / size
-        return moved.clamp(-self.radius, self.radius)
