@@ -7,6 +7,7 @@ extras. A name is followed through `from … import …` lines to its definition
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -104,6 +105,7 @@ def _described(name: Name) -> Iterator[str]:
     yield f"```text\n{signature(name.node)}\n```"
     yield prose(ast.get_docstring(name.node) or _first_paragraph(name.module))
     if isinstance(name.node, ast.ClassDef):
+        yield "\n".join(_fields(name.node))
         methods = [item for item in name.node.body if isinstance(item, ast.FunctionDef)]
         yield "\n".join(
             f"- `{member(method)}` {_one_line(ast.get_docstring(method) or '')}".rstrip()
@@ -111,6 +113,14 @@ def _described(name: Name) -> Iterator[str]:
             if _shown(method)
         )
     yield f"`{name.source}`"
+
+
+def _fields(node: ast.ClassDef) -> Iterator[str]:
+    """Yield the fields that have a docstring, which is the statement after them."""
+    for field, about in itertools.pairwise(node.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(about, ast.Expr):
+            text = str(ast.literal_eval(about.value))
+            yield f"- `{ast.unparse(field.target)}` {_one_line(text)}"
 
 
 def member(method: ast.FunctionDef) -> str:

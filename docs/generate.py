@@ -1,6 +1,6 @@
-"""Generate the references, drawings, pictures and two records of docs/.
+"""Generate the references, drawings, pictures and two records of docs/, and the JSON Schema.
 
-`make docs` writes the texts and drawings in seconds; `make pictures` the pictures,
+`make docs` writes the texts, the schema and drawings in seconds; `make pictures` the pictures,
 which takes minutes and a browser; `python docs/generate.py cli.md audit.png` only these
 files. Tests compare the texts and drawings with what this program generates.
 """
@@ -25,6 +25,7 @@ import defence_table
 import demo
 import drawings
 import quoted
+import schemas
 
 REGISTRIES = {  # title: the registry of a package, and the drawing of the family
     "Weights from answers: `keyhole extract --method`": (
@@ -134,6 +135,7 @@ TEXTS = {
     "cli.md": commands.cli_reference,
     "methods.md": methods_reference,
     "benchmarks.md": benchmarks_page,
+    schemas.AUDIT: schemas.audit_schema,
     **{
         f"drawings/{name}.svg": lambda draw=draw: draw().svg()
         for name, draw in drawings.DRAWINGS.items()

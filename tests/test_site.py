@@ -83,6 +83,7 @@ def test_the_python_reference_shows_signatures_and_docstrings():
     assert "seed: int = 0" in page
     assert "- `steps(oracle: Oracle) -> Iterator[Step]`" in page
     assert "- `exposed: int`" in api.page("audit")  # a property
+    assert "- `known` The share of the secret that is known." in api.page("core")
     assert "`src/keyhole/extract/single_head.py`" in page
     long = api.page("audit").split("## audit\n")[1]
     assert "audit(\n    target" in long

@@ -136,7 +136,9 @@ def judge(tmp_path, text):
 def test_a_policy_fails_by_an_entry_of_a_framework(tmp_path, entry, failing):
     assessment = judge(tmp_path, f"fail-on = []\n[[rule]]\n{entry}\nfail = true\n")
     failed = {
-        ruled.name for ruled in assessment.decision.rulings if ruled.ruling == "fails"
+        ruled.finding
+        for ruled in assessment.decision.rulings
+        if ruled.ruling == "fails"
     }
     assert {item.rule.id for item in assessment.items if item.id in failed} == failing
 

@@ -223,7 +223,7 @@ def test_exit_codes_are_those_of_the_table_and_of_a_second_count(
         )
         assert rule in decision.rule
         assert all(rule in ruled.rule for ruled in failing(decision))
-    assert {ruled.name for ruled in decision.rulings} == {
+    assert {ruled.finding for ruled in decision.rulings} == {
         *(item.id for item in assess(audit).items),
         *(skip.exposure.id for skip in audit.skips),
     }
@@ -478,7 +478,7 @@ def test_only_what_is_new_or_worse_than_a_baseline_fails():
     assert [item.id for item in both.gone] == ["text-hidden-states-layer-3"]
     assert both.gone[0].state is State.GONE
     assert both.decision is not None
-    assert {ruled.name for ruled in failing(both.decision)} == {
+    assert {ruled.finding for ruled in failing(both.decision)} == {
         "predictions-cuts-model-1",
         "weights-another-scores-full",
     }

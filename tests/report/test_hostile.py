@@ -58,7 +58,7 @@ def assessment(request) -> Assessment:
     rulings = tuple(replace(ruled, rule=text) for ruled in decision.rulings)
     ignore = Ignore(text, text, date(2999, 1, 1))
     items = (replace(made.items[0], ignored=ignore), *made.items[1:])
-    decision = replace(decision, rulings=rulings, source=text, rule=text)
+    decision = replace(decision, rulings=rulings, policy=text, rule=text)
     return replace(made, items=items, decision=decision)
 
 

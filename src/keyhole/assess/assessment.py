@@ -135,19 +135,19 @@ class Ruling(StrEnum):
 class Ruled:
     """A finding, or a check that could not be made, with the ruling and the policy's rule."""
 
-    name: str
+    finding: str
     ruling: Ruling
     rule: str
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The decision of a policy about an audit: `rule` says what decided, `source` which policy."""
+    """The decision of a policy about an audit: `rule` says what decided, `policy` which one."""
 
     exit_code: int
     rule: str
+    policy: str
     rulings: tuple[Ruled, ...]
-    source: str
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Assessment:
     def ruled(self, name: str) -> Ruled | None:
         """Return what a policy, if there is one, decided about a finding or a skip of this id."""
         rulings = () if self.decision is None else self.decision.rulings
-        return next((ruled for ruled in rulings if ruled.name == name), None)
+        return next((ruled for ruled in rulings if ruled.finding == name), None)
 
     def excused(self, name: str) -> str:
         """Return why a policy ignores a finding or skip, or allows it to be unchecked, if so."""

@@ -434,7 +434,7 @@ def decided(
     ]
     if policy.allow_unchecked and assessment.audit.unchecked < len(rulings):
         rulings = [
-            Ruled(ruled.name, Ruling.ALLOWED, f"allow-unchecked: {ruled.rule}")
+            Ruled(ruled.finding, Ruling.ALLOWED, f"allow-unchecked: {ruled.rule}")
             if ruled.ruling is Ruling.UNCHECKED
             else ruled
             for ruled in rulings
@@ -475,7 +475,7 @@ def _decision(
         detail = f" ({', '.join(parts)})" if parts else ""
         code = PASSED
         rule = f"no finding fails{detail}"
-    return Decision(code, rule, tuple(rulings), policy.source)
+    return Decision(code, rule, policy.source, tuple(rulings))
 
 
 _EXCUSED = {  # rulings that do not fail an audit, in words for its decision

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -123,12 +123,10 @@ def policy(
     Exit codes: 0 no finding fails, 1 findings fail, 2 wrong input, 3 something could
     not be checked.
     """
-    from keyhole.report.json_form import decided
-
     judged = Judge.of(policy, environment, baseline)(Audit.load(findings))
     decision = judged.decision
     assert decision is not None  # noqa: S101 - a judge always decides
-    answer(decided(decision), _words(judged, decision), as_json=as_json)
+    answer(asdict(decision), _words(judged, decision), as_json=as_json)
     raise typer.Exit(decision.exit_code)
 
 
@@ -140,8 +138,8 @@ def _words(judged: Assessment, decision: Decision) -> Group:
         view.add_column(heading, overflow="fold")
     for ruled in decision.rulings:
         view.add_row(
-            Text(ruled.name),
-            severities.get(ruled.name, "–"),
+            Text(ruled.finding),
+            severities.get(ruled.finding, "–"),
             Text(ruled.ruling.value, style=_COLOURS[ruled.ruling]),
             Text(ruled.rule),
         )
@@ -149,5 +147,5 @@ def _words(judged: Assessment, decision: Decision) -> Group:
     gone += [Text(f"not tried, as before: {item.id}") for item in judged.untried]
     title = f"{_ENDS[decision.exit_code]}: {decision.rule}"
     return Group(
-        Text(title, style="bold"), Text(f"policy: {decision.source}"), view, *gone
+        Text(title, style="bold"), Text(f"policy: {decision.policy}"), view, *gone
     )

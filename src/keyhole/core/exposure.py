@@ -272,22 +272,20 @@ _BY_ID = {rule.id: rule for rule in RULES}
 
 @dataclass(frozen=True)
 class Exposure:
-    """One thing that a target gives out.
-
-    - `rule`: the id of its rule.
-    - `variant`: a short stable key that tells it from the rule's other exposures: `low-rank`.
-    - `layer`: the layer that it comes from, if it comes from one.
-    - `defences`: what is done to it before anybody sees it, such as `decimals-3`.
-    - `name`: the target's own name for it (a route, an output, a file).
-    - `part`: the part of the target that it belongs to, if the target has several.
-    """
+    """One thing that a target gives out."""
 
     rule: str
+    """The id of its rule, KH-…"""
     variant: str = ""
+    """A short stable key that tells it from the rule's other exposures: `low-rank`."""
     layer: int | None = None
+    """The layer that it comes from, if it comes from one."""
     defences: tuple[str, ...] = ()
+    """What is done to it before anybody sees it, such as `decimals-3`."""
     name: str = ""
+    """The target's own name for it: a route, an output, a file."""
     part: str = ""
+    """The part of the target that it belongs to, if the target has several."""
 
     def __post_init__(self) -> None:
         if self.rule not in _BY_ID and self.rule != NOT_CHECKED:

@@ -28,14 +28,13 @@ from keyhole.core.text import percent
 
 @dataclass(frozen=True)
 class Remedied:
-    """The measured effect of a remedy: `left` is the share that the same attack still gets.
-
-    `words` say what was counted.
-    """
+    """The measured effect of a remedy."""
 
     remedy: str
     left: float
+    """The share that the same attack still gets."""
     words: str
+    """What was counted."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +45,6 @@ class Finding:
     it gave with the target. Or a route or a setting is open: the reason says what it
     gives and `command` tries it, but nothing was read, so it has no exactness and is
     never proved.
-
-    - `error`: the largest error. `known`: the share of the secret that is known. `trace`: the error
-      after so many queries, while the attack ran. `lower_bound`: the queries that any
-      attack needs.
-    - `sought`: what the attacker is after.
-    - `texts`: originals and recovered texts in each precision, if text is sought.
-    - `cuts`: where attention was cut, if a prediction is sought. `tried`: of how many predictions
-      `known` is a share.
-    - `control`: the attack chooses at random, for comparison; whatever it achieves is no exposure.
-    - `estimate`: how many texts of a whole store can be read, estimated from a sample.
-    - `remedied`: the measured effects of remedies.
-    - `extra`: the extra that is not installed and would find out or prove more.
-    - `observed`: a server, a store or a file gave it away. Otherwise the auditor made the model
-      give it, and only its owner knows whether a service does.
     """
 
     exposure: Exposure
@@ -68,25 +53,42 @@ class Finding:
     reason: str
     remedy: str
     error: float | None = None
+    """The largest error."""
     queries: int = 0
+    """What was spent, in the unit of the rule: queries, texts, passes, outputs."""
     seconds: float = 0.0
     lower_bound: int | None = None
+    """How many queries any attack needs."""
     known: float = 0.0
+    """The share of the secret that is known."""
     trace: tuple[tuple[int, float], ...] = ()
+    """Queries asked, and the worst error on fresh ones by then."""
     sought: str = "weights"
+    """What the attacker is after: weights, input, text, prediction, …"""
     texts: tuple[Readings, ...] = ()
+    """Originals and recovered texts in each precision, if text is sought."""
     cuts: tuple[Cut, ...] = ()
+    """Where attention was cut, if a prediction is sought."""
     control: bool = False
+    """The attack chooses at random, for comparison: never an exposure."""
     estimate: Estimate | None = None
+    """How many texts of a whole store can be read, estimated from a sample."""
     remedied: tuple[Remedied, ...] = ()
+    """The measured effects of remedies."""
     extra: str = ""
+    """The extra that is not installed and would find out or prove more."""
     tried: int = 0
+    """How many predictions `known` is a share of."""
     command: str = ""
+    """What tries a way that is open."""
     observed: bool = False
+    """A server, a store or a file gave it away.
 
-    def __post_init__(
-        self,
-    ) -> None:  # checked because findings are read from files, too
+    Otherwise the auditor made the model give it, and only its owner knows whether a
+    service does.
+    """
+
+    def __post_init__(self) -> None:
         if self.exposure.rule == NOT_CHECKED:
             raise InputError(f"a finding falls under a rule, not under {NOT_CHECKED}")
 
@@ -117,21 +119,19 @@ class Finding:
 
 @dataclass(frozen=True)
 class Skip:
-    """An attack that was not run, and the reason.
-
-    - `unchecked`: it applies but could not be run, so the target is not clean.
-    - `absent`: the target has nothing of this kind, so a finding of a baseline about it is gone.
-    - `layers`: the layers that were left out, if others were tried.
-    - `extra`: the extra that is not installed and would be needed.
-    """
+    """An attack that was not run, and the reason."""
 
     exposure: Exposure
     attack: str
     reason: str
     unchecked: bool = False
+    """It applies but could not be run, so the target is not clean."""
     layers: tuple[int, ...] = ()
+    """The layers that were left out, if others were tried."""
     extra: str = ""
+    """The extra that is not installed and would be needed."""
     absent: bool = False
+    """The target has nothing of this kind, so a finding of a baseline about it is gone."""
 
 
 _MAX_HEADS = 4096  # of a model in all; a picture has a square for each of them
@@ -139,12 +139,7 @@ _MAX_HEADS = 4096  # of a model in all; a picture has a square for each of them
 
 @dataclass(frozen=True)
 class Cut:
-    """A prediction that flipped: the tokens, the answer before and after, and what was cut.
-
-    A unit is (layer, head, query, key), where query and key are positions in `tokens`.
-    `share` is the share of all units on this input. `layers` and `heads` say how many
-    the model has.
-    """
+    """A prediction that flipped: the tokens, the answer before and after, and what was cut."""
 
     tokens: tuple[str, ...]
     before: str
@@ -152,9 +147,12 @@ class Cut:
     sure_before: float
     sure_after: float
     share: float
+    """The share of all units on this input."""
     layers: int
+    """Of the model, as `heads`."""
     heads: int
     units: tuple[tuple[int, int, int, int], ...]
+    """Layer, head, query and key, which are positions in `tokens`."""
 
     def __post_init__(self) -> None:
         for name, count in (("layers", self.layers), ("heads", self.heads)):
@@ -224,15 +222,13 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Piece:
-    """One token of a recovered text: how certain it is, and whether it is right.
-
-    `mark` is `verified`, `likely` or `unknown`. `right` is None if nobody knows the
-    original; then a verified token counts as right.
-    """
+    """One token of a recovered text: how certain it is, and whether it is right."""
 
     text: str
     mark: str
+    """`verified`, `likely` or `unknown`."""
     right: bool | None
+    """None if nobody knows the original; then a verified token counts as right."""
 
     @property
     def counts(self) -> bool:
@@ -241,27 +237,26 @@ class Piece:
 
 @dataclass(frozen=True)
 class Reading:
-    """A text and what was recovered of it; `original` is empty if the store no longer has it.
+    """A text and what was recovered of it.
 
-    `exact` means that every character was recovered, up to what the tokenizer's own
-    normaliser changes. `note` says what could not be: characters without a token, or an
-    end that was cut off.
-
-    For stored embeddings, three figures say how near an inexact text is. `tokens` is
-    the length of the original without special tokens (of the recovered text if the
-    original is not known). `overlap` is the F1 of its tokens, in any order, if the
-    original is known. `similarity` is the cosine of the stored vector and the vector of
-    the recovered text.
+    For stored embeddings, three figures say how near an inexact text is: `tokens`,
+    `overlap` and `similarity`.
     """
 
     original: str
+    """Empty if the store no longer has it."""
     pieces: tuple[Piece, ...]
     exact: bool
+    """Every character was recovered, up to what the tokenizer's normaliser changes."""
     verified: bool
     note: str = ""
+    """What could not be recovered: characters without a token, an end that was cut off."""
     tokens: int | None = None
+    """The length without special tokens, of the original if that is known."""
     overlap: float | None = None
+    """The F1 of the original's tokens, in any order, if that is known."""
     similarity: float | None = None
+    """The cosine of the stored vector and the vector of the recovered text."""
 
     @property
     def known(self) -> float:
@@ -271,17 +266,14 @@ class Reading:
 
 @dataclass(frozen=True)
 class Readings:
-    """The texts read from one exposure in one precision: a cell of the exposure matrix.
-
-    `chance` is the share of tokens that guesses without the leak would have right, if
-    measured.
-    """
+    """The texts read from one exposure in one precision: a cell of the exposure matrix."""
 
     kind: str
     layer: int
     precision: str
     readings: tuple[Reading, ...]
     chance: float | None = None
+    """The share of tokens that guesses without the leak would have right, if measured."""
 
     @property
     def known(self) -> float:
@@ -341,31 +333,33 @@ def _least(hits: int, drawn: int, population: int, tail: float) -> int:
     return possible[bisect_left(possible, True, key=is_likely)]
 
 
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 # The folders of every path in a target's name, and whole addresses, which are kept.
 _FOLDERS = re.compile(r"(\b\w+://[^\s,;()]*)|[^\s,:;()]*/(?=\S)")
 
 
 @dataclass(frozen=True, repr=False)
 class Audit(Result):
-    """Findings about a target and checks that were not made, with where and when that was.
-
-    `target` describes the target, and may hold a path; `name` is a name that somebody
-    gave it. `returns` is what its service returns (core/exposure.py: RETURNS), if
-    somebody said so.
-    """
+    """Findings about a target and checks that were not made, with where and when that was."""
 
     target: str
+    """What was audited, in words; may hold a path."""
     identity: str
+    """What the target is known by: hashes of weights, names of models."""
     findings: tuple[Finding, ...]
     skips: tuple[Skip, ...] = ()
     seed: int = 0
     seconds: float = 0.0
-    created: str = field(
-        default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds")
-    )
+    created: str = field(default_factory=_now)
     environment: dict[str, str] = field(default_factory=environment)
+    """Versions and machine; any keys."""
     name: str = ""
+    """What somebody called the target; baselines are matched by it, or by the identity."""
     returns: tuple[str, ...] = ()
+    """What the target's service returns (core/exposure.py: RETURNS), if somebody said so."""
 
     kind: ClassVar[str] = "audit"
 

@@ -14,6 +14,7 @@ import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
@@ -139,7 +140,7 @@ def environment() -> dict[str, str]:
 
 
 def dump(data: dict[str, Any]) -> str:
-    return json.dumps(data, indent=2, allow_nan=False)
+    return json.dumps(data, indent=2, allow_nan=False, default=date.isoformat)
 
 
 def read(path: str | Path) -> dict[str, Any]:

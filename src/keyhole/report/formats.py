@@ -91,7 +91,7 @@ def _decision(assessment: Assessment) -> list[str]:
         return []
     verdict = {0: "passes", 1: "fails"}.get(decision.exit_code, "could not be checked")
     rule = as_code(decision.rule, 400)
-    source = as_code(decision.source, CELL)
+    source = as_code(decision.policy, CELL)
     return [f"By the policy {source} this **{verdict}**: {rule}", ""]
 
 
@@ -202,7 +202,7 @@ def as_junit(assessment: Assessment) -> str:
         "severity": assessment.severity.value,
         "identity": audit.identity,
         "keyhole": words.version(audit),
-        "policy": "" if assessment.decision is None else assessment.decision.source,
+        "policy": "" if assessment.decision is None else assessment.decision.policy,
     }
     finished = words.finished(audit)
     when = {} if finished is None else {"timestamp": finished.removesuffix("Z")}

@@ -381,7 +381,7 @@ def ruling(assessment: Assessment) -> str:
     """Say what a policy and a baseline decided; empty if neither was given."""
     decision = assessment.decision
     states = Counter(item.state for item in assessment.items if item.state is not None)
-    if decision is None or (decision.source == Policy().source and not states):
+    if decision is None or (decision.policy == Policy().source and not states):
         return ""
     ends = {0: "passes", 1: "fails", 3: "cannot be judged"}
     changes = [f"{count} {state}" for state, count in states.items()]
@@ -394,7 +394,7 @@ def ruling(assessment: Assessment) -> str:
             f" The baseline is of another target ({assessment.other}), so all is new: if it is the "
             "same, give both audits one --name."
         )
-    return f"It {ends[decision.exit_code]}: {decision.rule} ({decision.source}).{since}"
+    return f"It {ends[decision.exit_code]}: {decision.rule} ({decision.policy}).{since}"
 
 
 def version(audit: Audit) -> str:
