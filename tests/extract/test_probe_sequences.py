@@ -19,8 +19,8 @@ def test_answers_are_what_the_formula_says(every, causal):
     vectors = VectorOracle(truth, 4, every, causal)
     keys = normal(1, 3, 5)
     xs = normal(2, 2, 5)
-    got = vectors.respond(keys[None], xs, square=0.5, zeros=2)[0]
-    counts = vectors.references(2, zeros=2)
+    got = vectors.respond(keys[None], xs, square=0.5, padding=2)[0]
+    counts = vectors.references(2, padding=2)
     for i, x in enumerate(xs):
         expected = np.zeros(4)
         for W, V in zip(truth.W.numpy(), truth.V.numpy(), strict=True):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from keyhole.core.float64 import EPSILON, random_stream
 from keyhole.oracle.protocol import Oracle, OracleError, ask, stated
 
 EXACT = 1e-12  # relative errors below this are rounding of float64
@@ -63,7 +64,7 @@ def digits(answers: Tensor) -> float:
     )
     if most >= _DIGITS and some.tolist() == [float(text) for text in printed]:
         return torch.finfo(torch.float32).eps / 2
-    return torch.finfo(torch.float64).eps
+    return EPSILON
 
 
 def decimals_of(answers: Tensor) -> int | None:
@@ -74,7 +75,7 @@ def decimals_of(answers: Tensor) -> int | None:
     for decimals in range(_DECIMALS + 1):
         shifted = answers * 10.0**decimals
         allowed = (shifted.abs() * torch.finfo(torch.float32).eps).clamp(min=1e-7)
-        if float(allowed.max()) > _ANY:
+        if allowed.max() > _ANY:
             single = bool((answers.float().double() == answers).all())
             return exact_decimals(answers, decimals, decimals if single else _DECIMALS)
         if _are_whole(shifted, allowed):
@@ -92,7 +93,7 @@ def exact_decimals(
     """
     for decimals in range(least, most + 1):
         shifted = answers * 10.0**decimals
-        if float(shifted.abs().max()) * torch.finfo(torch.float64).eps > _ANY:
+        if float(shifted.abs().max()) * EPSILON > _ANY:
             return None
         if _are_whole(shifted, torch.full_like(shifted, _WHOLE)):
             return decimals
@@ -124,12 +125,12 @@ def measured_errors(
     because such a change then moves answers far too much.
     """
     precision = digits(seen)
-    if precision > EXACT or not bool(answers.any()):
+    if precision > EXACT or not answers.any():
         return precision, 0.0
     changed = ask(oracle, sequences * (1 + _UNSEEN * _signs(sequences)))
     if torch.equal(changed, answers):
         return torch.finfo(torch.float32).eps / 2, 0.0
-    if answers.ndim > 1 or float((changed - answers).abs().max()) <= _NOISE * float(
+    if answers.ndim > 1 or (changed - answers).abs().max() <= _NOISE * float(
         answers.abs().max()
     ):
         return precision, 0.0
@@ -157,7 +158,7 @@ def own_error(
         (_last(answered(oracle, each)) - last).abs() for each in (*turned, swapped)
     ]
     *turns, swaps = (each.nan_to_num(0.0).amax(1) for each in differences)
-    if bool((swaps > _DOUBTFUL * last.abs().max()).any()):
+    if (swaps > _DOUBTFUL * last.abs().max()).any():
         swaps = turns[0]
     return torch.stack(
         [*turns, swaps, _last(rounding(oracle, answers, precision)).amax(1)]
@@ -211,5 +212,5 @@ def _last(answers: Tensor) -> Tensor:
 
 
 def _signs(sequences: Tensor) -> Tensor:
-    stream = torch.Generator().manual_seed(_STREAM)
+    stream = random_stream(_STREAM)
     return torch.randint(0, 2, sequences.shape, generator=stream).double() * 2 - 1

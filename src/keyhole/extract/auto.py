@@ -31,6 +31,7 @@ from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.core.errors import InputError
+from keyhole.core.float64 import EPSILON, random_stream, tensor, zeros
 from keyhole.extract.arithmetic import (
     EXACT,
     digits,
@@ -96,7 +97,7 @@ class Arithmetic:
     offset.
     """
 
-    precision: float = torch.finfo(torch.float64).eps
+    precision: float = EPSILON
     plain: bool = True
     absolute: float = 0.0
 
@@ -251,13 +252,13 @@ def _cost(result: Extraction) -> int:
 
 def choose(oracle: Oracle, seed: int = 0) -> Choice:
     """Send a few dozen queries and return the method that fits the answers."""
-    stream = torch.Generator().manual_seed(seed)
+    stream = random_stream(seed)
     a, b, x, y = random_units(4, oracle.dim, stream)
     first = torch.stack([torch.stack([a, b]), torch.stack([x, y])])
     pairs = ask(oracle, first)
     alone = ask(oracle, torch.stack([a, -a, b, -b, x, -x]).unsqueeze(1))
     seen = torch.cat([pairs.flatten(), alone.flatten()])
-    if bool(((seen == 0) | (seen == 1)).all()) and bool(seen.any()):
+    if ((seen == 0) | (seen == 1)).all() and seen.any():
         several = (FittedSigns(seed=seed),) if oracle.dim <= _WIDEST_SIGNS else ()
         return Choice(
             Kind.SIGNS,
@@ -265,9 +266,9 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
             "the answers are 0 and 1",
             fallbacks=several,
         )
-    if pairs.ndim == 1 and bool((seen == seen[0]).all()):
+    if pairs.ndim == 1 and (seen == seen[0]).all():
         seen = _further(oracle, torch.stack([a, -a, b, -b]), seen)
-    if pairs.ndim == 1 and bool((seen == seen[0]).all()):
+    if pairs.ndim == 1 and (seen == seen[0]).all():
         link = None if not float(seen[0]) else Link("identity", seen[0].clone())
         return Choice(Kind.HEAD, LowRank(seed=seed), "every answer is the same", link)
     precision, absolute = measured_errors(oracle, first[:1], pairs[:1], seen)
@@ -281,11 +282,11 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
         why = "answers do not grow with a token"
         return Choice(Kind.HEAD, fit, why, arithmetic=Arithmetic(precision))
     link, odd = find_link(oracle, seed, precision, absolute)
-    if noisy and bool((link.offset.abs() <= 2 * absolute).all()):
+    if noisy and (link.offset.abs() <= 2 * absolute).all():
         link = Link(
             link.name, torch.zeros_like(link.offset)
         )  # the offset is only noise
-    plain = link.name == "identity" and not bool(link.offset.any())
+    plain = link.name == "identity" and not link.offset.any()
     if pairs.ndim > 1 and link.name != "softmax":
         absolute = 0.0  # the methods for vectors have no absolute tolerance
     elif link.name != "identity":
@@ -417,7 +418,7 @@ def _flat(oracle: Oracle, tokens: Tensor, alone: Tensor) -> bool:
     signs = alone.view(-1, 2)
     off = (ask(oracle, 8 * tokens.unsqueeze(1)) - signs[:, 0]).abs().max()
     flat = bool(off <= _NEARLY_FLAT * (signs[:, 0] - signs[:, 1]).abs().max())
-    return flat and find_norm(oracle, torch.Generator().manual_seed(0)).normed
+    return flat and find_norm(oracle, random_stream(0)).normed
 
 
 def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> bool:
@@ -430,11 +431,11 @@ def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> b
         base = ask(oracle, (s * torch.stack([x, a, b])).unsqueeze(1))
         signal = torch.stack([base[1], base[2], base[1] + base[2]])
         alpha = (ask(oracle, tokens) - base[0]) / signal
-        if bool(((alpha < 1e-3) | (alpha > 1 - 1e-3)).any()):
+        if ((alpha < 1e-3) | (alpha > 1 - 1e-3)).any():
             square /= 16  # saturated, or several heads, whose α can be any number
             continue
         z = torch.logit(alpha)
-        if float(z.abs().max()) > 0.05:
+        if z.abs().max() > 0.05:
             return bool((z[0] + z[1] - z[2]).abs() <= same * z.abs().max())
         square *= 16
     return False
@@ -451,7 +452,7 @@ def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> b
 # the errors of the answers explain. y(0) is the offset, and y(1) + y(−1) = 2y(0) if the
 # target has only heads.
 
-_STEPS = torch.tensor([0.0, 1.0, 2.0, -1.0, -2.0], dtype=torch.float64)
+_STEPS = tensor([0.0, 1.0, 2.0, -1.0, -2.0])
 _RAYS = 3
 _TRIES = 16
 _FURTHER = 16.0  # factor on the length of tokens while the answers do not differ yet
@@ -466,7 +467,7 @@ def find_link(
 
     `precision` is the relative error of an answer, `absolute` its absolute error.
     """
-    stream = torch.Generator().manual_seed(seed ^ 0x4C494E4B)
+    stream = random_stream(seed ^ 0x4C494E4B)
     rays = _STEPS[1:, None, None] * random_units(_RAYS, oracle.dim, stream)
     questions = torch.cat(
         [torch.zeros_like(rays[0, :1]), rays.flatten(0, 1)]
@@ -481,7 +482,7 @@ def find_link(
         except (OracleError, InputError):
             break  # the target refuses such long tokens
         answers = _by_ray(flat)
-        if kept and bool(((answers.abs() == 1) | (answers == 0)).all()):
+        if kept and ((answers.abs() == 1) | (answers == 0)).all():
             break  # saturated
         error = max(precision, 1e-10) * answers.abs() + absolute
         names = [name for name in names if _possible(name, answers)]
@@ -509,7 +510,7 @@ def find_link(
             break
         scale *= 2 if spread > 8 * error.max() else _FURTHER
     if not names:  # no link makes answers linear: a target of another kind
-        return Link("identity", torch.zeros((), dtype=torch.float64)), odd["identity"]
+        return Link("identity", zeros()), odd["identity"]
     best = names[0]
     return Link(best, _offset(best, kept[best])), odd[best]
 
@@ -517,7 +518,7 @@ def find_link(
 def _by_ray(flat: Tensor) -> Tensor:
     """Return answers as (steps, rays, …), where step 0 is the zero token on every ray."""
     moved = flat[1:].unflatten(0, (len(_STEPS) - 1, _RAYS))
-    return torch.cat([flat[:1].expand_as(moved[0]).unsqueeze(0), moved])
+    return torch.cat([flat[:1].expand_as(moved[0])[None], moved])
 
 
 def _possible(name: str, answers: Tensor) -> bool:
@@ -527,7 +528,7 @@ def _possible(name: str, answers: Tensor) -> bool:
         return name == "identity"
     if name == "softmax":
         whole = answers.ndim > 2 and answers.shape[-1] > 1
-        if not whole or bool(((answers.sum(-1) - 1).abs() >= 1e-2).any()):
+        if not whole or ((answers.sum(-1) - 1).abs() >= 1e-2).any():
             return False
     low = -1.0 if name == "tanh" else 0.0
     inside = bool((answers >= low).all() & (answers <= 1).all())

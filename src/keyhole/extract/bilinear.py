@@ -29,25 +29,23 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import EPSILON, identity, normal
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 
-_PRECISION = (
-    1e-12  # a query with a larger error, relative to the largest form, is repeated
-)
-_EPSILON = torch.finfo(torch.float64).eps
+# a query with a larger error, relative to the largest form, is repeated
+_PRECISION = 1e-12
 _BATCH_BYTES = 32 << 20
 _SCALES = (2.0**-60, 2.0**60)  # the least and largest s² that are tried
-_SOUND = 0.1  # a logit known better than this shows the scale; a worse one is saturated
-_TRIES = 12
-_SPARE = (
-    0.5  # share of the queries that may be repeated: this bounds the cost on any oracle
-)
+SOUND = 0.1  # a score known better than this shows the scale; a worse one is saturated
+MAX_SCALES = 12  # scales that are tried
+# share of the queries that may be repeated: this bounds the cost on any oracle
+MAX_REPEATED = 0.5
 
 
 def read_values(oracle: Oracle) -> Tensor:
     """Return `v_i = f([e_i])`, which is exact, from d queries of length one."""
-    v = ask_scores(oracle, torch.eye(oracle.dim, dtype=torch.float64).unsqueeze(1))
-    if not bool(v.any()):
+    v = ask_scores(oracle, identity(oracle.dim)[:, None])
+    if not v.any():
         raise Unsuccessful(
             Status.NOT_IDENTIFIABLE, "v = 0: every answer is zero, whatever W may be"
         )
@@ -73,13 +71,13 @@ def ask_scores(oracle: Oracle, sequences: Tensor) -> Tensor:
     """
     answers: list[Tensor] = []
     try:
-        for part in sequences.split(batch_rows(*sequences.shape[1:])):
-            answers.append(scalar(ask(oracle, part)))
+        for _, part in in_batches(
+            oracle, len(sequences), sequences.__getitem__, sequences.shape[1]
+        ):
+            answers.append(part)
     except BudgetExhausted as end:
-        answers += [] if end.answers is None else [scalar(end.answers)]
-        raise BudgetExhausted(
-            end.budget, torch.cat(answers) if answers else None
-        ) from end
+        paid = torch.cat(answers) if answers else None
+        raise BudgetExhausted(end.budget, paid) from end
     return torch.cat(answers)
 
 
@@ -98,10 +96,13 @@ def ask_through(
 
 
 def in_batches(
-    oracle: Oracle, count: int, questions: Callable[[slice], Tensor]
+    oracle: Oracle,
+    count: int,
+    questions: Callable[[slice], Tensor],
+    length: int = 2,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the rows of each batch of token pairs with their scores, also when a budget ends."""
-    size = batch_rows(2, oracle.dim)
+    """Yield the rows of each batch of sequences with their scores, also when a budget ends."""
+    size = batch_rows(length, oracle.dim)
     for start in range(0, count, size):
         rows = slice(start, min(start + size, count))
         try:
@@ -128,10 +129,9 @@ class ProbeBasis:
     @classmethod
     def draw(cls, v: Tensor, stream: torch.Generator) -> ProbeBasis:
         v = v / v.abs().max()
-        unit_v = v / torch.linalg.vector_norm(v)
-        return cls(
-            equalised(unit_v[None], random_orthogonal(len(v), stream))[0], unit_v
-        )
+        unit_v = v / lengths(v)
+        Q = random_orthogonal(len(v), stream)
+        return cls(equalised(unit_v[None], Q)[0], unit_v)
 
     @property
     def deltas(self) -> Tensor:
@@ -152,20 +152,20 @@ def lengths(rows: Tensor) -> Tensor:
 def equalised(g: Tensor, Q: Tensor) -> Tensor:
     """Return the orthogonal rows Q reflected so that each has the same product > 0 with g."""
     target = Q.sum(0) / math.sqrt(len(Q))
-    mirror = g / lengths(g).unsqueeze(1) - target
+    mirror = g / lengths(g)[:, None] - target
     square = (mirror * mirror).sum(1).clamp(min=1e-28)[:, None, None]
-    return Q - (mirror @ Q.mT).unsqueeze(2) * (2 / square * mirror.unsqueeze(1))
+    return Q - (mirror @ Q.mT)[..., None] * (2 / square * mirror[:, None])
 
 
 def random_units(count: int, d: int, stream: torch.Generator) -> Tensor:
     """Return random tokens (count, d) of length one."""
-    raw = torch.randn(count, d, generator=stream, dtype=torch.float64)
-    return raw / lengths(raw).unsqueeze(1)
+    raw = normal(stream, count, d)
+    return raw / lengths(raw)[:, None]
 
 
 def random_orthogonal(d: int, stream: torch.Generator) -> Tensor:
     """Return a random orthogonal d×d matrix."""
-    Q, R = torch.linalg.qr(torch.randn(d, d, generator=stream, dtype=torch.float64))
+    Q, R = torch.linalg.qr(normal(stream, d, d))
     return Q * R.diagonal().sign()
 
 
@@ -187,21 +187,21 @@ class _Queries:
 
     def tokens(self, s: float) -> Tensor:
         """Return `[s(x+δ) ; sx]` for each pair."""
-        tokens = torch.empty(len(self.i), 2, self.xs.shape[1], dtype=torch.float64)
+        tokens = self.xs.new_empty(len(self.i), 2, self.xs.shape[1])
         torch.mul(self.xs[self.j], s, out=tokens[:, 1])
         torch.add(tokens[:, 1], self.deltas[self.i], alpha=s, out=tokens[:, 0])
         return tokens
 
     def gates(self, answers: Tensor, s: float) -> Tensor:
         """Return `α = (f − vᵀx) / vᵀδ` for the first `len(answers)` pairs."""
-        i = self.i[: len(answers)]
-        j = self.j[: len(answers)]
-        return (answers / s - self.v_x[j]) / self.v_delta[i]
+        count = len(answers)
+        alone = self.v_x[self.j[:count]]
+        return (answers / s - alone) / self.v_delta[self.i[:count]]
 
     def errors(self, alpha: Tensor, square: float) -> Tensor:
         """Return the errors that rounding of the answers causes in forms at gate α and scale s²."""
-        noise = _EPSILON * (1 + (self.v_x[self.j] / self.v_delta[self.i]).abs())
-        return noise / (alpha * (1 - alpha)).clamp(min=_EPSILON**2) / square
+        noise = EPSILON * (1 + (self.v_x[self.j] / self.v_delta[self.i]).abs())
+        return noise / (alpha * (1 - alpha)).clamp(min=EPSILON**2) / square
 
 
 class BilinearForms:
@@ -222,15 +222,15 @@ class BilinearForms:
 
     def grid(self, deltas: Tensor, xs: Tensor, out: Tensor) -> None:
         """Write `δ_iᵀ W x_j` to `out[j, i]`. If the budget ends, `out` holds what was answered."""
-        index = torch.arange(len(deltas) * len(xs))
-        self._measure(
-            deltas, xs, index % len(deltas), index // len(deltas), out.view(-1)
-        )
+        index = torch.arange(out.numel())
+        i = index % len(deltas)
+        j = index // len(deltas)
+        self._measure(deltas, xs, i, j, out.view(-1))
 
     def pairs(self, deltas: Tensor, xs: Tensor) -> Tensor:
         """Return `δ_kᵀ W x_k` for each k."""
         index = torch.arange(len(xs))
-        out = torch.empty(len(xs), dtype=torch.float64)
+        out = xs.new_empty(len(xs))
         self._measure(deltas, xs, index, index, out)
         return out
 
@@ -253,24 +253,24 @@ class BilinearForms:
 
     def _scout(self, queries: _Queries) -> int:
         """Find the scale with one query, then four more; return how many are answered."""
-        count = len(queries.i)
-        for rows in (torch.arange(min(1, count)), torch.arange(1, min(5, count))):
-            for _ in range(_TRIES):
+        first = torch.arange(min(5, len(queries.i)))
+        for rows in (first[:1], first[1:]):
+            for _ in range(MAX_SCALES):
                 if not len(rows):
                     break
                 square = self._square
                 self._ask(queries, rows)
-                rows = rows[queries.bounds[rows] * square > _SOUND]
+                rows = rows[queries.bounds[rows] * square > SOUND]
             else:
                 raise Unsuccessful(
                     Status.SATURATED, "attention is 0 or 1 however small the inputs are"
                 )
-        return min(5, count)
+        return len(first)
 
     def _ask(self, queries: _Queries, rows: Tensor) -> None:
         """Send one batch at the current scale, then adapt the scale to its answers."""
         square = self._square
-        s = math.sqrt(self._square)
+        s = math.sqrt(square)
         part = queries.part(rows)
         try:
             answers = scalar(ask(self._oracle, part.tokens(s)))
@@ -281,17 +281,19 @@ class BilinearForms:
             raise
         self._asked += len(answers)
         alpha = part.gates(answers, s)
-        if bool((alpha - 0.5).abs().min() > 1.0):
+        if (alpha - 0.5).abs().min() > 1.0:
             raise Unsuccessful(
                 Status.MISMATCH, "the answers leave the range that a single head allows"
             )
-        queries.forms[rows] = _logit(alpha) / square
-        queries.bounds[rows] = part.errors(alpha, square)
-        self._rescale(queries.forms[rows], queries.bounds[rows], square)
+        forms = _logit(alpha) / square
+        bounds = part.errors(alpha, square)
+        queries.forms[rows] = forms
+        queries.bounds[rows] = bounds
+        self._rescale(forms, bounds, square)
 
     def _repeat(self, queries: _Queries, rows: Tensor) -> None:
         """Measure again what was measured at a scale that proved unsuitable."""
-        for _ in range(_TRIES):
+        for _ in range(MAX_SCALES):
             rows = rows[queries.bounds[rows] > _PRECISION * self.largest]
             if not len(rows):
                 return
@@ -301,32 +303,35 @@ class BilinearForms:
             clear = torch.where(_clear(forms, bounds), forms, 0.0)
             alpha = torch.sigmoid(clear * self._square)
             rows = rows[queries.part(rows).errors(alpha, self._square) < bounds / 2]
-            if not 0 < len(rows) <= 16 + _SPARE * self._asked - self._repeated:
+            if not 0 < len(rows) <= 16 + MAX_REPEATED * self._asked - self._repeated:
                 return
             self._repeated += len(rows)
             self._ask(queries, rows)
 
     def _rescale(self, forms: Tensor, errors: Tensor, square: float) -> None:
         """Choose s² so that the largest form is about 1, unless it is near enough already."""
-        sound = errors * square <= _SOUND
+        sound = errors * square <= SOUND
         clear = forms[sound & _clear(forms, errors)]
         if len(clear):
             self.largest = max(self.largest, float(clear.abs().max()))
         # The first few forms may be far below the largest: leave headroom above them.
-        headroom = max(
-            self._headroom, 16 if self._asked == 1 else 4 if self._asked <= 5 else 1
-        )
+        headroom = self._headroom
+        if self._asked <= 5:
+            headroom = max(headroom, 16 if self._asked == 1 else 4)
         fitting = 1 / (headroom * self.largest) if self.largest else math.inf
-        if not bool(
-            sound.all()
-        ):  # saturated forms do not show by how much s is too large
+        if not sound.all():
+            # Saturated forms do not show by how much s is too large.
             wanted = min(square / 64, fitting)
         elif 0.25 < square / fitting < 4 * headroom:
             return
         else:
             wanted = min(square * 2.0**20, fitting)
-        low, high = _SCALES
-        self._square = 4.0 ** round(math.log(min(max(wanted, low), high), 4))
+        self._square = power_of_four(wanted, *_SCALES)
+
+
+def power_of_four(wanted: float, least: float, most: float) -> float:
+    """Return the power of four nearest to a square of scales, between `least` and `most`."""
+    return 4.0 ** round(math.log(min(max(wanted, least), most), 4))
 
 
 def _clear(forms: Tensor, errors: Tensor) -> Tensor:
@@ -335,4 +340,4 @@ def _clear(forms: Tensor, errors: Tensor) -> Tensor:
 
 
 def _logit(alpha: Tensor) -> Tensor:
-    return torch.logit(alpha, eps=_EPSILON)
+    return torch.logit(alpha, eps=EPSILON)

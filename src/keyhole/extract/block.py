@@ -65,6 +65,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import identity, normal, random_stream, zeros
 from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.arithmetic import EXACT, exact_decimals, measured_errors
 from keyhole.extract.bilinear import random_orthogonal
@@ -134,7 +135,7 @@ class TransformerBlock(Method):
         yield from blaming_inexact_answers(oracle, self._steps(oracle))
 
     def _steps(self, oracle: Oracle) -> Iterator[Step]:
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         device = torch.device(self.device)
         view = View.open(oracle, stream)
         if view.norm == "behind":
@@ -160,9 +161,7 @@ class TransformerBlock(Method):
 
         Attention is read again with other queries if an h was not the right one.
         """
-        tokens = torch.randn(
-            _CHECKED, _TOKENS, view.dim, generator=stream, dtype=torch.float64
-        )
+        tokens = normal(stream, _CHECKED, _TOKENS, view.dim)
         answers = last(view.oracle, tokens)
         why = "what was read gives other answers"
         for reach in REACHES.get(view.norm, (1.0,) * _PRE_NORM_ATTEMPTS):
@@ -173,7 +172,7 @@ class TransformerBlock(Method):
                     layer = peeled.attention(stream, reach)
                     model = peeled.block(peeled.polished(layer, stream))
                 off = (last(model, tokens) - answers).abs().max()
-                if float(off) <= _ROUGH * float(answers.abs().max()):
+                if off <= _ROUGH * float(answers.abs().max()):
                     return _fitted_together(view, model, stream)
             except (Unsuccessful, LinAlgError, NotFinite, LostSum) as error:
                 why = str(error)
@@ -199,7 +198,7 @@ def blaming_inexact_answers(oracle: Oracle, steps: Iterator[Step]) -> Iterator[S
 
 
 def _relative_error(oracle: Oracle) -> float:
-    x = torch.eye(oracle.dim, dtype=torch.float64)[:2].unsqueeze(0)
+    x = identity(oracle.dim)[:2][None]
     y = ask(oracle, x)
     decimals = exact_decimals(y)
     error, _ = measured_errors(oracle, x, y, y)
@@ -227,9 +226,7 @@ def _fitted_together(view: View, model: Block, stream: torch.Generator) -> Block
         return model
     names = [name for name in names if name != "b" or model.norm != "none"]
     sequences = math.ceil(answers_each * count(names) / view.numbers) + 16
-    tokens = torch.randn(
-        sequences, _TOKENS, view.dim, generator=stream, dtype=torch.float64
-    )
+    tokens = normal(stream, sequences, _TOKENS, view.dim)
     if model.norm == "behind":  # both ε have been read one by one so far
         names = [*names, "epsilon", "epsilon_behind"]
         # The first ε counts most next to short tokens, so half of them are short.
@@ -253,7 +250,7 @@ def _without_norm(view: View, seed: int, stream: torch.Generator) -> Peeled:
     z: `flips` finds these units.
     """
     d = view.dim
-    identity = torch.eye(d, dtype=torch.float64)
+    unit = identity(d)
     smooth = not kinks.straight(view.ask, d, stream)  # else the units are ReLU
 
     def start() -> tuple[Units, Tensor]:
@@ -282,8 +279,8 @@ def _without_norm(view: View, seed: int, stream: torch.Generator) -> Peeled:
         # If all weights are ½, v is p + x·M(1 + M)⁻¹/2, or p + x/4 for M = 1: a start
         # near enough.
         forth, back = single.inverse(y, p + both / 4).chunk(2)
-        R = identity - least_squares(basis, forth - back)  # 1 − M(1 + M)⁻¹ = (1 + M)⁻¹
-        flips = replace(units, A=units.A @ R.mT).flips(R @ linear[:-1] - identity)
+        R = unit - least_squares(basis, forth - back)  # 1 − M(1 + M)⁻¹ = (1 + M)⁻¹
+        flips = replace(units, A=units.A @ R.mT).flips(R @ linear[:-1] - unit)
         if flips is None:
             continue
         # Once the signs are known, 1 + M is the linear map of single tokens.
@@ -292,9 +289,7 @@ def _without_norm(view: View, seed: int, stream: torch.Generator) -> Peeled:
         placed = replace(units, A=A, G=G).flipped(flips)
         c = linear[-1] + units.C @ (flips * units.a)
         network = Network(view, placed, c, view.residual)
-        return Peeled(
-            view, network, through - identity, torch.zeros(d, dtype=torch.float64)
-        )
+        return Peeled(view, network, through - unit, zeros(d))
     raise not_a_block()
 
 
@@ -332,12 +327,12 @@ def _from_scores(peeled: Peeled, stream: torch.Generator) -> Block:
     missing = heads.v - (M @ w)[:, 0] / count
     O = M / count + missing[..., None] * w[:, 0] / w.square().sum()  # noqa: E741
     grow = math.sqrt(d / e)  # an RMS norm of the e coordinates returns √e instead of √d
-    identity = torch.eye(e, dtype=torch.float64).expand(count, e, e)
+    unit = identity(e).expand(count, e, e)
     layer = SubLayer(
         Q=grow * heads.W.mT,
         q=heads.c,
-        K=grow * identity,
-        V=grow * identity,
+        K=grow * unit,
+        V=grow * unit,
         O=O,
         b=peeled.b,
         frequencies=heads.c[:, :0],

@@ -26,6 +26,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_number
+from keyhole.core.float64 import EPSILON
 from keyhole.oracle.block import Block, Blocks
 from keyhole.oracle.planted import MultiHead
 from keyhole.oracle.sub_layer import rotated
@@ -90,7 +91,7 @@ def difference(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> str:
     for name, first, other in (("W", W, W2[partner]), ("v", v, v2[partner])):
         apart = (first - other).abs().max()
         largest = max(first.abs().max(), other.abs().max())
-        if float(apart) > tolerance * float(largest):
+        if apart > tolerance * float(largest):
             return (
                 f"{name} differs by {float(apart / largest):.1e} of its largest entry"
             )
@@ -104,7 +105,7 @@ def _groups(model: MultiHead, tolerance: float) -> tuple[list[list[int]], list[b
     equal = _distances(W, W) <= tolerance * float(W.abs().max())
     groups: list[list[int]] = []
     for head in range(len(W)):
-        home = next((group for group in groups if bool(equal[group[0], head])), None)
+        home = next((group for group in groups if equal[group[0], head]), None)
         if home is None:
             groups.append([head])
         else:
@@ -168,7 +169,7 @@ def canonical_block(block: Block) -> Block:
             c=block.c + mean * (block.w.sum() if block.scores else 1),
         )
     if block.norm == "behind":
-        sign = -1.0 if float(block.D.sum()) < 0 else 1.0
+        sign = -1.0 if block.D.sum() < 0 else 1.0
         scale = sign * (float(block.D.square().mean().sqrt()) or 1.0)
         block = replace(
             block,
@@ -195,7 +196,7 @@ def canonical_block(block: Block) -> Block:
         )
     if block.activation == "relu":
         length = block.A.norm(dim=1)
-        constant = length <= 16 * torch.finfo(torch.float64).eps * lengths_given
+        constant = length <= 16 * EPSILON * lengths_given
         length[constant] = 1
         block = replace(
             block, A=block.A / length[:, None], a=block.a / length, C=block.C * length
@@ -339,7 +340,7 @@ def _heads(block: Block, reach: int) -> dict[str, Tensor]:
         for part in (block.K, block.V, block.frequencies)
     )
     keys = [K]
-    if bool(turns.any()):
+    if turns.any():
         keys = [rotated(K, distance * turns[:, None]) for distance in _DISTANCES]
     parts = {
         "QK": torch.cat([block.Q @ each.mT for each in keys], 2),

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError
+from keyhole.core.float64 import normal, random_stream
 from keyhole.extract.arithmetic import within_own_error
+from keyhole.extract.bilinear import lengths
 from keyhole.oracle.protocol import (
     BudgetExhausted,
     Counted,
@@ -70,12 +72,12 @@ class Domain:
     @classmethod
     def of(cls, questions: Sequence[Tensor], answers: Sequence[Tensor] = ()) -> Domain:
         """Return the domain that sequences (b, n, d) and their answers cover."""
-        norms = [torch.linalg.vector_norm(part, dim=-1) for part in questions]
-        lengths = [part.shape[1] for part in questions]
+        norms = [lengths(part) for part in questions]
+        counts = [part.shape[1] for part in questions]
         low = min(float(n.min()) for n in norms)
         high = max(float(n.max()) for n in norms)
         largest = max((float(part.abs().max()) for part in answers), default=0.0)
-        return cls((min(lengths), max(lengths)), (low, high), largest)
+        return cls((min(counts), max(counts)), (low, high), largest)
 
     def joined(self, other: Domain) -> Domain:
         low, high = zip(self.lengths, other.lengths, strict=True)
@@ -99,7 +101,7 @@ def within_reach(oracle: Oracle, sequences: Tensor) -> tuple[Tensor, Tensor]:
         try:
             return sequences, ask(oracle, sequences)
         except OracleError as error:
-            if error.answers is None or not bool(error.answers.isinf().any()):
+            if error.answers is None or not error.answers.isinf().any():
                 raise
             beyond = ~error.answers.isfinite().reshape(len(sequences), -1).all(1)
         sequences = torch.where(beyond[:, None, None], sequences / 2, sequences)
@@ -122,7 +124,7 @@ class Explorer:
     max_norm: float = math.inf
 
     def __post_init__(self) -> None:
-        self._stream = torch.Generator().manual_seed(self.seed ^ _STREAM)
+        self._stream = random_stream(self.seed ^ _STREAM)
 
     def explore(self, known: Domain) -> tuple[Domain, bool]:
         """Return the domain in which the model agrees, and whether the target differs beyond it.
@@ -168,9 +170,7 @@ class Explorer:
         asked.
         """
         dim = self.oracle.dim
-        sequences = torch.randn(
-            2, _EACH, length, dim, generator=self._stream, dtype=torch.float64
-        )
+        sequences = normal(self._stream, 2, _EACH, length, dim)
         sequences[0] /= math.sqrt(dim)
         sequences = factor * sequences.flatten(0, 1)
         if repeats:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.extract.bilinear import batch_rows, scalar
+from keyhole.core.float64 import TINY, normal, ones, random_stream, tensor, zeros
+from keyhole.extract.bilinear import batch_rows, lengths, scalar
 from keyhole.extract.domain import Domain
 from keyhole.extract.extraction import Check, Step
 from keyhole.extract.gauss_newton import Pairs, SingleTokens
@@ -46,7 +47,7 @@ def _draw(
     size: float, length: int, count: int, dim: int, stream: torch.Generator
 ) -> Tensor:
     """Return random sequences (count, length, dim) of tokens of norm about `size`·√d."""
-    return size * torch.randn(count, length, dim, generator=stream, dtype=torch.float64)
+    return size * normal(stream, count, length, dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ class SignExam(Exam):
         """Return the exam with levels from 0.1 to `finest`; each level costs 40 queries."""
         decades = max(0, round(math.log10(_COARSEST / finest)))
         levels = (*(_COARSEST / 10**k for k in range(decades)), finest)
-        stream = torch.Generator().manual_seed(seed ^ _STREAM)
+        stream = random_stream(seed ^ _STREAM)
         sets: list[tuple[Tensor, Tensor]] = []
         sizes = 1 / math.sqrt(oracle.dim), 1.0
         for length in LENGTHS:
@@ -88,7 +89,7 @@ class SignExam(Exam):
     def grade(self, model: Oracle) -> Check:
         """Measure the error on each line: the finest level down to which all signs agree, or 1."""
         sign = SignOnly(model)
-        bounds = torch.tensor((1.0, *self.levels), dtype=torch.float64)
+        bounds = tensor((1.0, *self.levels))
         errors: list[Tensor] = []
         for questions, answers in self.sets:
             right = differences(sign, questions, answers) == 0
@@ -101,9 +102,9 @@ class SignExam(Exam):
 
     def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
         """Return whether the signs agree wherever `given`, the model's answer, is clear of zero."""
-        if bool(
-            ((given == 0) | (given == 1)).all()
-        ):  # signs: earlier answers of the target itself
+        if (
+            (given == 0) | (given == 1)
+        ).all():  # signs: earlier answers of the target itself
             return bool((given == answers).all())
         clear = given.abs() > max(allowed, NEARLY) * given.abs().max()
         return bool(((given > 0) == (answers > 0))[clear].all())
@@ -156,9 +157,9 @@ def _near_zero(
     rising = ask(model, start) < 0
     shape = (len(levels), len(size))
     sides = torch.randint(0, 2, shape, generator=stream).double() * 2 - 1
-    wanted = sides * torch.tensor(levels, dtype=torch.float64)[:, None] * size
-    low = torch.zeros(shape, dtype=torch.float64)
-    high = torch.ones(shape, dtype=torch.float64)
+    wanted = sides * tensor(levels)[:, None] * size
+    low = zeros(*shape)
+    high = ones(*shape)
 
     def at(place: Tensor) -> Tensor:
         return torch.lerp(start, end, place[..., None, None])
@@ -215,7 +216,7 @@ class AmplifiedExam(Exam):
         max_norm: float | None,
     ) -> AmplifiedExam:
         """Draw the exam; amplified tokens have norm `reach`, and all have at most `max_norm`."""
-        stream = torch.Generator().manual_seed(seed ^ _STREAM)
+        stream = random_stream(seed ^ _STREAM)
         # less rounding
         if max_norm is None:
             limit = math.inf
@@ -225,7 +226,7 @@ class AmplifiedExam(Exam):
         for length in LENGTHS:
             for size, amplified in ((1 / math.sqrt(oracle.dim), False), (1.0, True)):
                 sequences = _draw(size, length, PER_KIND, oracle.dim, stream)
-                largest = float(torch.linalg.vector_norm(sequences, dim=-1).max())
+                largest = float(lengths(sequences).max())
                 gain = reach / largest if amplified else min(1.0, limit / largest)
                 sequences[:, :-1] *= gain
                 # A single token has no attention to preserve, so it is made longer too.
@@ -239,7 +240,7 @@ class AmplifiedExam(Exam):
         """Measure errors relative to the largest answer of each set; ordinary ones less τ."""
         errors: list[Tensor] = []
         for number, (sequences, answers) in enumerate(self.sets):
-            scale = answers.abs().max().clamp(min=torch.finfo(torch.float64).tiny)
+            scale = answers.abs().max().clamp(min=TINY)
             excused = self.tolerance if number % 2 == 0 else 0.0
             wrong = differences(model, sequences, answers).reshape(-1) - excused
             errors.append(wrong.clamp(min=0) / scale)

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from keyhole.core import Status, Unsuccessful
 from keyhole.core.result import Result, environment
-from keyhole.core.status import Status
 from keyhole.extract.domain import Domain
 from keyhole.oracle.links import Linked
 from keyhole.oracle.protocol import Oracle
@@ -175,6 +175,12 @@ class Step:
         if self.unknowns is None:
             return None
         return math.ceil(self.unknowns / self.numbers)
+
+
+def expect_finite_weights(*weights: Tensor) -> None:
+    """Raise Unsuccessful if a solve gave NaN or infinity."""
+    if not all(part.isfinite().all() for part in weights):
+        raise Unsuccessful(Status.MISMATCH, "no finite weights explain the answers")
 
 
 @dataclass(frozen=True)

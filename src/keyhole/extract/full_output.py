@@ -35,16 +35,29 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import (
+    EPSILON,
+    full,
+    identity,
+    ones,
+    random_stream,
+    tensor,
+    zeros,
+)
 from keyhole.core.numerics import least_squares
 from keyhole.extract.arithmetic import EXACT, precision_of
 from keyhole.extract.bilinear import (
+    MAX_REPEATED,
+    MAX_SCALES,
+    SOUND,
     ProbeBasis,
     batch_rows,
     lengths,
+    power_of_four,
     random_orthogonal,
     random_units,
 )
-from keyhole.extract.extraction import Step
+from keyhole.extract.extraction import Step, expect_finite_weights
 from keyhole.extract.judge import Method
 from keyhole.oracle.planted import Attention
 from keyhole.oracle.protocol import Oracle, ask
@@ -70,56 +83,47 @@ class FullOutput(Method):
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         vectors, total = open_vectors(oracle)
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         for step in self._search(vectors, total, stream):
-            # If every token answers, one sequence could be long enough for everything.
-            numbers = vectors.outputs if not vectors.every_token else step.unknowns or 1
+            numbers = vectors.outputs
+            if vectors.every_token:
+                # One sequence could be long enough for everything.
+                numbers = step.unknowns or 1
             yield replace(step, numbers=numbers)
 
     def _search(
         self, vectors: VectorOracle, total: Tensor, stream: torch.Generator
     ) -> Iterator[Step]:
         """Try one head if the answers can be one head's, and then several."""
-        d = vectors.dim
-        unknowns = vectors.dim * (vectors.dim + vectors.outputs)
         # The number of heads, and so that of the unknowns, is not known yet.
-        first = Step(
-            _layer(vectors, torch.zeros(1, d, d), total[None]), total.numel(), None
-        )
-        yield first
+        only_values = Step(vectors.layer_of_values(total[None]), total.numel(), None)
+        yield only_values
         same = max(_SAME, 16 * self.tolerance)  # inexact answers differ by more
         if _may_be_one_head(vectors, total, stream, same):
-            if (yield from _one_head(vectors, total, stream, unknowns, same)):
+            if (yield from _one_head(vectors, total, stream, same)):
                 return
-            yield first  # only the sum of the values is known after all
-        yield from _several_heads(vectors, total, stream, unknowns, same)
+            yield only_values  # only the sum of the values is known after all
+        yield from _several_heads(vectors, total, stream, same)
 
 
 def _several_heads(
-    vectors: VectorOracle,
-    total: Tensor,
-    stream: torch.Generator,
-    unknowns: int,
-    same: float,
+    vectors: VectorOracle, total: Tensor, stream: torch.Generator, same: float
 ) -> Iterator[Step]:
     """Find values, then weights, with another key if two heads look like one at the first."""
-    d = vectors.dim
     for attempt in range(_ATTEMPTS):
-        last = attempt == _ATTEMPTS - 1
         try:
             V = separate_values(vectors, total, stream, pairs=16 * 4**attempt)
-            everything = len(V) * unknowns
-            yield Step(
-                _layer(vectors, torch.zeros(len(V), d, d), V), V.numel(), everything
-            )
-            layer = _layer(vectors, _all_heads(vectors, V, stream), V)
+            unknowns = len(V) * vectors.unknowns
+            yield Step(vectors.layer_of_values(V), V.numel(), unknowns)
+            layer = vectors.layer(_all_heads(vectors, V, stream), V)
         except Unsuccessful as end:
-            if last or end.status is Status.NOT_IDENTIFIABLE:
+            is_last = attempt == _ATTEMPTS - 1
+            if is_last or end.status is Status.NOT_IDENTIFIABLE:
                 raise
             continue
-        yield Step(layer, everything, None)
-        if _agrees(vectors, layer, stream, same):
-            yield Step(layer, everything, everything)
+        yield Step(layer, unknowns, None)
+        if vectors.agrees(layer, stream, same):
+            yield Step(layer, unknowns, unknowns)
             return
 
 
@@ -142,11 +146,7 @@ def _may_be_one_head(
 
 
 def _one_head(
-    vectors: VectorOracle,
-    V: Tensor,
-    stream: torch.Generator,
-    unknowns: int,
-    same: float,
+    vectors: VectorOracle, V: Tensor, stream: torch.Generator, same: float
 ) -> Generator[Step, None, bool]:
     """Read the answers as those of one head with values V; return whether that was right."""
     d = vectors.dim
@@ -157,26 +157,28 @@ def _one_head(
     def layer(Z: Tensor) -> Attention:
         """Solve `Z = X W Δᵀ`, known for the first rows of X; the others count as zero."""
         W = torch.linalg.solve(keys, (X[: len(Z)].mT @ Z).mT).mT
-        return _layer(vectors, W[None], V[None])
+        return vectors.layer(W[None], V[None])
 
     if vectors.every_token:
         more = random_units(_EXTRA, d, stream)
-        Z, errors = (part[0] for part in forms.measure(torch.cat([X, more])))
-        apart = (Z[d:] - (more @ X.mT) @ Z[:d]).abs() - errors[d:] - errors[:d].sum(0)
-        confirmed = bool((apart <= same * Z.abs().max()).all())
+        Z, errors = forms.measure(torch.cat([X, more]))[:, 0]
+        predicted = (more @ X.mT) @ Z[:d]
+        residual = (Z[d:] - predicted).abs() - errors[d:] - errors[:d].sum(0)
+        is_one_head = bool((residual <= same * Z.abs().max()).all())
         Z = Z[:d]
     else:
-        Z = torch.empty(0, d, dtype=torch.float64)
-        if_one_head = unknowns if vectors.outputs > 1 else None  # not tested for m = 1
+        Z = zeros(0, d)
+        # Answers of one number do not show whether it is one head.
+        if_one_head = vectors.unknowns if vectors.outputs > 1 else None
         while len(Z) < d:
             part, errors = forms.measure(X[len(Z) : 2 * len(Z) + 1])
             _require_known(errors)
             Z = torch.cat([Z, part[0]])
             yield Step(layer(Z), V.numel() + Z.numel(), if_one_head)
-        confirmed = _agrees(vectors, layer(Z), stream, same)
-    if confirmed:
-        yield Step(layer(Z), unknowns, unknowns)
-    return confirmed
+        is_one_head = vectors.agrees(layer(Z), stream, same)
+    if is_one_head:
+        yield Step(layer(Z), vectors.unknowns, vectors.unknowns)
+    return is_one_head
 
 
 def key_basis(V: Tensor) -> tuple[Tensor, int]:
@@ -203,7 +205,7 @@ def _all_heads(vectors: VectorOracle, V: Tensor, stream: torch.Generator) -> Ten
     for p in range(min(d, vectors.outputs // len(V)), 0, -1):
         blocks = list(keys.split(p))
         values = ((block @ V).flatten(0, 1) for block in blocks)
-        if all(float(torch.linalg.cond(each)) < _INDEPENDENT for each in values):
+        if all(torch.linalg.cond(each) < _INDEPENDENT for each in values):
             break
     else:
         raise Unsuccessful(
@@ -215,36 +217,11 @@ def _all_heads(vectors: VectorOracle, V: Tensor, stream: torch.Generator) -> Ten
     return X.mT @ Z @ keys
 
 
-def _agrees(
-    vectors: VectorOracle, layer: Attention, stream: torch.Generator, same: float
-) -> bool:
-    """Test the heads by one query with two keys and scores of about 1."""
-    keys = random_units(2, vectors.dim, stream)
-    x = random_units(1, vectors.dim, stream)
-    z = (x @ layer.W @ keys.mT).squeeze(1)  # (H, 2)
-    square = float(1 / z.abs().max().clamp(min=2.0**-80))
-    weights = (square * z).exp()
-    weights = weights / (1 + weights.sum(1, keepdim=True))
-    expected = torch.einsum("hj,jd,hdm->m", weights, keys, layer.V)
-    answer = vectors.respond(keys.unsqueeze(0), x, square)[0, 0]
-    return bool((answer - expected).abs().max() <= same * expected.abs().max())
-
-
 def _require_known(errors: Tensor) -> None:
-    if not bool(torch.isfinite(errors).any()):
+    if not errors.isfinite().any():
         raise Unsuccessful(
             Status.MISMATCH, "the answers leave the range that attention weights allow"
         )
-
-
-def _layer(vectors: VectorOracle, W: Tensor, V: Tensor) -> Attention:
-    W = W.to(torch.float64)
-    V = V.contiguous()
-    if not bool(torch.isfinite(W).all() and torch.isfinite(V).all()):
-        raise Unsuccessful(Status.MISMATCH, "no finite weights explain the answers")
-    return Attention(
-        W.contiguous(), V, every_token=vectors.every_token, causal=vectors.causal
-    )
 
 
 # Chosen keys and short queries, and what their answers show: scores and values of
@@ -275,7 +252,6 @@ _FAR = 2.0**60  # the length of keys in the far field
 # The same for answers of float32, where scores of two such keys would overflow.
 _SHORT_REACH = 2.0**24
 _SHORT_FAR = 2.0**34
-_EPSILON = torch.finfo(torch.float64).eps
 _LEAK = 2.0**-60
 _ALIKE = 1e-9  # rows that differ by less, relative to the largest, count as equal
 
@@ -295,34 +271,61 @@ class VectorOracle:
     def dim(self) -> int:
         return self.oracle.dim
 
+    @property
+    def unknowns(self) -> int:
+        """The number of unknowns of one head."""
+        return self.dim * (self.dim + self.outputs)
+
+    def layer(self, W: Tensor, V: Tensor) -> Attention:
+        """Return a layer of this kind with the weights W (H, d, d) and the values V (H, d, m)."""
+        expect_finite_weights(W, V)
+        return Attention(
+            W.contiguous(),
+            V.contiguous(),
+            every_token=self.every_token,
+            causal=self.causal,
+        )
+
+    def layer_of_values(self, V: Tensor) -> Attention:
+        return self.layer(zeros(len(V), self.dim, self.dim), V)
+
+    def agrees(self, layer: Attention, stream: torch.Generator, same: float) -> bool:
+        """Test the heads by one query with two keys and scores of about 1."""
+        keys = random_units(2, self.dim, stream)
+        x = random_units(1, self.dim, stream)
+        z = (x @ layer.W @ keys.mT)[:, 0]  # (H, 2)
+        square = float(1 / z.abs().max().clamp(min=2.0**-80))
+        weights = (square * z).exp()
+        weights = weights / (1 + weights.sum(1, keepdim=True))
+        expected = torch.einsum("hj,jd,hdm->m", weights, keys, layer.V)
+        residual = self.respond(keys[None], x, square)[0, 0] - expected
+        return bool(residual.abs().max() <= same * expected.abs().max())
+
     def respond(
-        self, keys: Tensor, xs: Tensor, square: float = 1.0, zeros: int = 0
+        self, keys: Tensor, xs: Tensor, square: float = 1.0, padding: int = 0
     ) -> Tensor:
         """Return `o_i / T`, (groups, len(xs), m), for groups of keys (groups, p, d) and each x."""
         s = math.sqrt(square)
         groups, p, d = keys.shape
-        asked = xs if self.every_token else xs[:1]
-        tokens = torch.zeros(p + zeros + len(asked), d, dtype=torch.float64)
+        long = keys * (s * self.reach)
+        short = xs * (s / self.reach)
         if self.every_token:
-            tokens[p + zeros :] = xs * (s / self.reach)
-            sequences = tokens.expand(groups, -1, -1).clone()
-            sequences[:, :p] = keys * (s * self.reach)
-        else:
-            sequences = tokens.expand(groups, len(xs), -1, -1).clone()
-            sequences[:, :, :p] = (keys * (s * self.reach)).unsqueeze(1)
-            sequences[:, :, -1] = xs * (s / self.reach)
-            sequences = sequences.flatten(0, 1)
-        answers = self.ask(sequences)
+            short = short.expand(groups, -1, -1)
+        else:  # each x is the last token of a sequence of its own
+            long = long.repeat_interleave(len(xs), 0)
+            short = short.repeat(groups, 1)[:, None]
+        between = long.new_zeros(len(long), padding, d)
+        answers = self.ask(torch.cat([long, between, short], 1))
         if self.every_token:
-            answers = answers[:, p + zeros :]
+            answers = answers[:, p + padding :]
         return answers.reshape(groups, len(xs), self.outputs) / (s * self.reach)
 
-    def references(self, queries: int, zeros: int) -> Tensor:
+    def references(self, queries: int, padding: int) -> Tensor:
         """Return c, the number of tokens of score 0 that each query sees, itself included."""
         if self.every_token and self.causal:
-            return zeros + torch.arange(1, queries + 1, dtype=torch.float64)
+            return padding + torch.arange(1, queries + 1, dtype=torch.float64)
         others = queries if self.every_token else 1
-        return torch.full((queries,), float(zeros + others), dtype=torch.float64)
+        return full(padding + others, queries)
 
     def ask(self, sequences: Tensor) -> Tensor:
         """Return answers in batches, each of the shape that this oracle has shown."""
@@ -332,15 +335,14 @@ class VectorOracle:
     def _one_batch(self, sequences: Tensor) -> Tensor:
         """Return the answers to one batch; raise Unsuccessful if their shape changes."""
         answers = ask(self.oracle, sequences)
-        count, length, _ = sequences.shape
+        expected = (len(sequences), self.outputs)
         if self.every_token:
-            wanted = (count, length, self.outputs)
-        else:
-            wanted = (count, self.outputs)
-        if answers.shape != wanted:
+            expected = (*sequences.shape[:2], self.outputs)
+        if answers.shape != expected:
             raise Unsuccessful(
                 Status.MISMATCH,
-                f"the answers change their shape: {wanted} before, {tuple(answers.shape)} now",
+                f"the answers change their shape: {expected} before, "
+                f"{tuple(answers.shape)} now",
             )
         return answers
 
@@ -355,31 +357,31 @@ def open_vectors(oracle: Oracle) -> tuple[VectorOracle, Tensor]:
     rows.
     """
     d = oracle.dim
-    basis = _REACH * torch.eye(d, dtype=torch.float64)
-    tokens = torch.zeros(1, 2 * d + 1, d, dtype=torch.float64)
+    basis = _REACH * identity(d)
+    count = 2 * d + 1
+    tokens = zeros(1, count, d)
     tokens[0, 1::2] = basis
     answers = ask(oracle, tokens)
-    if answers.ndim not in (2, 3) or (
-        answers.ndim == 3 and answers.shape[1] != 2 * d + 1
-    ):
+    every_token = answers.ndim == 3 and answers.shape[1] == count
+    if answers.ndim != 2 and not every_token:
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
             "expected a vector for the last token or for every token, "
             f"got answers of shape {tuple(answers.shape[1:])}",
         )
-    every_token = answers.ndim == 3
     means = answers[0, ::2] if every_token else answers
-    causal = bool((means - means[-1]).abs().max() > _ALIKE * answers.abs().max())
-    inexact = precision_of(oracle, answers) > EXACT
-    reach, far = (_SHORT_REACH, _SHORT_FAR) if inexact else (_REACH, _FAR)
-    vectors = VectorOracle(oracle, answers.shape[-1], every_token, causal, reach, far)
+    apart = (means - means[-1]).abs().max()
+    causal = bool(apart > _ALIKE * answers.abs().max())
+    vectors = VectorOracle(oracle, answers.shape[-1], every_token, causal)
+    if precision_of(oracle, answers) > EXACT:
+        vectors = replace(vectors, reach=_SHORT_REACH, far=_SHORT_FAR)
     if causal:
         # Row k of these sees 2k + 1 tokens.
-        seen = 2 * torch.arange(d + 1, dtype=torch.float64).unsqueeze(1) + 1
-        return vectors, (means * seen).diff(dim=0) / _REACH
-    last = means[-1:] * (2 * d + 1)
+        attended = torch.arange(1, count + 1, 2, dtype=torch.float64)[:, None]
+        return vectors, (means * attended).diff(dim=0) / _REACH
+    last = means[-1:] * count
     if d > 1:
-        rows = vectors.ask(basis[: d - 1].unsqueeze(1)).reshape(d - 1, vectors.outputs)
+        rows = vectors.ask(basis[: d - 1, None]).reshape(d - 1, vectors.outputs)
         last = torch.cat([rows, last - rows.sum(0)])
     return vectors, last / _REACH
 
@@ -393,22 +395,21 @@ def solve_scores(
     `V_hᵀδ_j`.
     """
     heads, p, _ = values.shape
-    inverse = torch.linalg.pinv(values.flatten(0, 1), rtol=_EPSILON)
+    inverse = torch.linalg.pinv(values.flatten(0, 1), rtol=EPSILON)
     weights = (answers @ inverse).unflatten(-1, (heads, p))
     size = lengths(answers)[..., None, None]
-    spread = torch.linalg.vector_norm(inverse, dim=0).reshape(heads, p)
+    spread = inverse.norm(dim=0).reshape(heads, p)
     # Answers also hold the values of the queries, each 1/R² of a key's; this allows for
     # many.
     leak = _LEAK * lengths(values).max()
-    noise = _EPSILON * (size * spread + weights.abs()) + leak * spread
-    rest = 1 - weights.sum(-1, keepdim=True)
-    tiny = _EPSILON**2
-    z = torch.log(
-        weights.clamp(min=tiny) / rest.clamp(min=tiny) * references[:, None, None]
-    )
-    errors = noise / weights.clamp(min=tiny)
-    errors = errors + (noise.sum(-1, keepdim=True) + _EPSILON) / rest.clamp(min=tiny)
-    return z, torch.where((weights > 0) & (rest > 0), errors, torch.inf)
+    noise = EPSILON * (size * spread + weights.abs()) + leak * spread
+    own_weight = 1 - weights.sum(-1, keepdim=True)
+    known = (weights > 0) & (own_weight > 0)
+    weights = weights.clamp(min=EPSILON**2)
+    own_weight = own_weight.clamp(min=EPSILON**2)
+    z = torch.log(weights / own_weight * references[:, None, None])
+    errors = noise / weights + (noise.sum(-1, keepdim=True) + EPSILON) / own_weight
+    return z, torch.where(known, errors, torch.inf)
 
 
 # Bilinear forms of every head of a layer whose values are known, at a scale that suits
@@ -422,25 +423,20 @@ def solve_scores(
 # heads far weaker than the others, are measured again at another.
 
 _RUNGS = 8.0 ** torch.arange(-5, 6, dtype=torch.float64)
-_SOUND = 0.1  # a score known better than this shows the scale; a worse one is saturated
 # scores outside are measured again at another scale
 _LARGE = 8.0
 _SMALL = 0.05
 # so are those that lost more than this because they are large
 _PRECISION = 1e-12
 _BLUNT = 4.0
-_TRIES = 12
 _SQUARES = (2.0**-80, 2.0**80)
-_SPARE = (
-    0.5  # share of the queries that may be repeated: this bounds the cost on any oracle
-)
-
-
-_Measured = tuple[Tensor, Tensor]  # forms and bounds on their errors
 
 
 class LayerForms:
-    """Measures `xᵀ W_h δ` for all keys δ in `blocks`; the keys of a block share a sequence."""
+    """Measures `xᵀ W_h δ` for all keys δ in `blocks`; the keys of a block share a sequence.
+
+    What is measured is a tensor of two rows: the forms, and bounds on their errors.
+    """
 
     def __init__(self, vectors: VectorOracle, V: Tensor, blocks: list[Tensor]) -> None:
         self._vectors = vectors
@@ -449,115 +445,105 @@ class LayerForms:
         self._square = 1.0
         self._settled = False
         self._asked = 0
-        self._again = 0
+        self._repeated = 0
 
-    def measure(self, xs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `x_iᵀ W_h δ_j` and bounds on their errors, both (H, len(xs), number of keys)."""
+    def measure(self, xs: Tensor) -> Tensor:
+        """Return `x_iᵀ W_h δ_j` and bounds on their errors, (2, H, len(xs), number of keys)."""
         parts = [self._block(block, xs) for block in self._blocks]
-        forms, errors = (torch.cat(part, dim=-1) for part in zip(*parts, strict=True))
-        return forms.transpose(0, 1), errors.transpose(0, 1)
+        return torch.cat(parts, dim=-1).transpose(1, 2)
 
-    def _block(self, block: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return forms and errors (len(xs), H, p) of the keys of one block."""
+    def _block(self, block: Tensor, xs: Tensor) -> Tensor:
+        """Return forms and errors (2, len(xs), H, p) of the keys of one block."""
         if self._vectors.every_token:
-            ends = float(_RUNGS[0]), float(_RUNGS[-1])
-            return self._fitting(lambda: self._ladder(block, xs), *ends)
-        if not self._settled:
-            self._settled = True
-            first = self._fitting(
-                lambda: self._at(self._square, block, xs[:1]), 1.0, 1.0
-            )
-            measured = [
-                first,
-                *([self._at(self._square, block, xs[1:])] if len(xs) > 1 else []),
-            ]
-            forms, errors = (torch.cat(parts) for parts in zip(*measured, strict=True))
+            return self._fitting(lambda: self._ladder(block, xs), _RUNGS.tolist())
+        if self._settled:
+            measured = self._at(self._square, block, xs)
         else:
-            forms, errors = self._at(self._square, block, xs)
+            self._settled = True
+            measured = self._fitting(
+                lambda: self._at(self._square, block, xs[:1]), [1.0]
+            )
+            if len(xs) > 1:
+                others = self._at(self._square, block, xs[1:])
+                measured = torch.cat([measured, others], 1)
         self._asked += len(xs)
-        self._mend(block, xs, forms, errors)
-        return forms, errors
+        self._repeat_unsuitable(block, xs, measured)
+        return measured
 
-    def _at(self, square: float, block: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return forms and errors (k, H, p) from one query each, all at one scale."""
-        zeros = len(block) - 1  # as much weight on the references as on the keys
-        answers = self._vectors.respond(block.unsqueeze(0), xs, square, zeros)[0]
-        references = self._vectors.references(len(xs), zeros)
-        z, errors = solve_scores(answers, block @ self._V, references)
-        return z / square, errors / square
+    def _at(self, square: float, block: Tensor, xs: Tensor) -> Tensor:
+        """Return forms and errors (2, k, H, p) from one query each, all at one scale."""
+        padding = len(block) - 1  # as much weight on the references as on the keys
+        answers = self._vectors.respond(block[None], xs, square, padding)[0]
+        references = self._vectors.references(len(xs), padding)
+        return torch.stack(solve_scores(answers, block @ self._V, references)) / square
 
-    def _fitting(
-        self, measure: Callable[[], _Measured], low: float, high: float
-    ) -> _Measured:
-        """Measure again until the scale, times `low` to `high`, fits."""
-        forms, errors = measure()
-        for _ in range(_TRIES):
-            if not self._move(forms, errors, low * self._square, high * self._square):
+    def _fitting(self, measure: Callable[[], Tensor], rungs: list[float]) -> Tensor:
+        """Measure again until the scale, times the first to the last of the rungs, fits."""
+        measured = measure()
+        for _ in range(MAX_SCALES):
+            if not self._rescale(measured, rungs[0], rungs[-1]):
                 break
-            forms, errors = measure()
-        return forms, errors
+            measured = measure()
+        return measured
 
-    def _ladder(self, block: Tensor, xs: Tensor) -> tuple[Tensor, Tensor]:
+    def _ladder(self, block: Tensor, xs: Tensor) -> Tensor:
         """Measure at all lengths of the ladder in one sequence, and keep the best of each entry."""
         rungs = _RUNGS[:, None, None]
-        forms, errors = self._at(self._square, block, (rungs * xs).flatten(0, 1))
-        forms = forms.unflatten(0, (-1, len(xs))) / rungs.unsqueeze(3)
-        errors = errors.unflatten(0, (-1, len(xs))) / rungs.unsqueeze(3)
-        best = errors.argmin(0, keepdim=True)
-        return forms.gather(0, best)[0], errors.gather(0, best)[0]
+        measured = self._at(self._square, block, (rungs * xs).flatten(0, 1))
+        measured = measured.unflatten(1, (-1, len(xs))) / rungs[..., None]
+        best = measured[1].argmin(0)
+        return measured.gather(1, best.expand(2, 1, *best.shape))[:, 0]
 
-    def _move(self, forms: Tensor, errors: Tensor, low: float, high: float) -> bool:
-        """Change the scale unless the forms fit between `low` and `high`; False if they do."""
-        step = max(64.0, high / low)
-        sound = errors * low <= _SOUND
-        largest = float(forms[sound].abs().max()) if bool(sound.any()) else math.inf
+    def _rescale(self, measured: Tensor, first: float, last: float) -> bool:
+        """Change the scale unless the forms fit between two rungs of it; False if they do."""
+        forms, errors = measured
+        low = first * self._square
+        high = last * self._square
+        step = max(64.0, last / first)
+        sound = errors * low <= SOUND
+        largest = math.inf
+        if sound.any():
+            largest = float(forms[sound].abs().max())
         if largest * low > _LARGE:
             wanted = self._square / step
         elif largest * high < _SMALL:
             wanted = self._square * min(step**2, 1 / max(largest * high, 1e-99))
         else:
             return False
-        wanted = 4.0 ** round(math.log(min(max(wanted, _SQUARES[0]), _SQUARES[1]), 4))
-        moved = wanted != self._square
-        self._square = wanted
-        return moved
+        before = self._square
+        self._square = power_of_four(wanted, *_SQUARES)
+        return self._square != before
 
-    def _mend(self, block: Tensor, xs: Tensor, forms: Tensor, errors: Tensor) -> None:
+    def _repeat_unsuitable(self, block: Tensor, xs: Tensor, measured: Tensor) -> None:
         """Measure again, at another scale, what was saturated or too faint; keep the better."""
+        forms, errors = measured
         for factor in (1 / 8, 1 / 64, 2.0**-12, 2.0**-18):
-            z = forms.abs() * self._square
-            blunt = (errors > _PRECISION * forms.abs().amax((0, 2), keepdim=True)) & (
-                z > _BLUNT
-            )
-            self._repeat(
-                self._square * factor, blunt.flatten(1).any(1), block, xs, forms, errors
-            )
-        sound = torch.where(errors * self._square < _SOUND, forms.abs(), 0.0)
-        for head in range(len(self._V) if len(self._V) > 1 else 0):
+            inexact = errors > _PRECISION * forms.abs().amax((0, 2), keepdim=True)
+            blunt = inexact & (forms.abs() * self._square > _BLUNT)
+            rows = blunt.flatten(1).any(1)
+            self._repeat(self._square * factor, rows, block, xs, measured)
+        if len(self._V) == 1:
+            return
+        sound = torch.where(errors * self._square < SOUND, forms.abs(), 0.0)
+        for head in range(len(self._V)):
             faint = float(sound[:, head].max()) * self._square
             if 0.0 < faint < _SMALL:
-                everyone = torch.ones(len(xs), dtype=torch.bool)
                 square = self._square / max(faint, 2.0**-30)
-                self._repeat(square, everyone, block, xs, forms, errors)
+                every_row = torch.ones(len(xs), dtype=torch.bool)
+                self._repeat(square, every_row, block, xs, measured)
 
     def _repeat(
-        self,
-        square: float,
-        rows: Tensor,
-        block: Tensor,
-        xs: Tensor,
-        forms: Tensor,
-        errors: Tensor,
+        self, square: float, rows: Tensor, block: Tensor, xs: Tensor, measured: Tensor
     ) -> None:
         """Measure some rows at another scale, within the limit on repeated queries."""
         count = int(rows.sum())
-        if not 0 < count <= 16 + _SPARE * self._asked * len(self._V) - self._again:
+        allowed = 16 + MAX_REPEATED * self._asked * len(self._V) - self._repeated
+        if not 0 < count <= allowed:
             return
-        self._again += count
-        fresh, bounds = self._at(square, block, xs[rows])
-        better = bounds < errors[rows]
-        forms[rows] = torch.where(better, fresh, forms[rows])
-        errors[rows] = torch.where(better, bounds, errors[rows])
+        self._repeated += count
+        again = self._at(square, block, xs[rows])
+        before = measured[:, rows]
+        measured[:, rows] = torch.where(again[1] < before[1], again, before)
 
 
 # The values of several heads, separated in the far field.
@@ -583,13 +569,12 @@ class LayerForms:
 # 0, never changes: its value is what the others leave of `Σ_h V_h`.
 
 _ROUNDS = 4  # batches of x, until their sign patterns tell the heads apart
-_MOST = 16
+_MAX_HEADS = 16
 _ZEROS = 15  # zero tokens, so that the weight of a constant head is far from ½
-_RESOLUTION = (
-    1e-10  # smaller singular values of D, relative to the largest, are rounding
-)
-_EXACT = 1e-6  # how far from ±1 a computed sign may be
-_STEPS = (2.0**-6, 2.0**-9, 2.0**-12, 2.0**-15)  # from δ₀ in step 3
+# smaller singular values of D, relative to the largest, are rounding
+_RESOLUTION = 1e-10
+_EXACT_SIGN = 1e-6  # how far from ±1 a computed sign may be
+_KEY_STEPS = (2.0**-6, 2.0**-9, 2.0**-12, 2.0**-15)  # from δ₀ in step 3
 
 
 @dataclass(frozen=True)
@@ -614,17 +599,17 @@ def separate_values(
     pairs = 256 if vectors.every_token else pairs
     xs, gates = _at_one_key(vectors, key @ total, key, stream, pairs)
     V = _solve_maps(vectors, total, ProbeBasis.draw(key, stream), gates, xs)
-    return torch.cat([V, (total - V.sum(0)).unsqueeze(0)]) if gates.constant else V
+    if not gates.constant:
+        return V
+    return torch.cat([V, (total - V.sum(0))[None]])
 
 
 def _far_field(
     vectors: VectorOracle, keys: Tensor, xs: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return answers (keys, xs, m), and the weight that a key of score 0 has in each."""
-    answers = (
-        vectors.respond((keys * vectors.far).unsqueeze(1), xs, zeros=_ZEROS)
-        / vectors.far
-    )
+    far_keys = (keys * vectors.far)[:, None]
+    answers = vectors.respond(far_keys, xs, padding=_ZEROS) / vectors.far
     return answers, 1 / (1 + vectors.references(len(xs), _ZEROS))
 
 
@@ -636,29 +621,29 @@ def _at_one_key(
     pairs: int,
 ) -> tuple[Tensor, _Gates]:
     """Run steps 1 and 2, with more and more x until exactly H sign vectors fit."""
-    xs = torch.empty(0, vectors.dim, dtype=torch.float64)
-    D = torch.empty(0, vectors.outputs, dtype=torch.float64)
-    totals = torch.empty_like(D)
+    xs = zeros(0, vectors.dim)
+    D = zeros(0, vectors.outputs)
+    totals = D
     heads = 0
     signs = xs
     for _ in range(_ROUNDS):
         more = random_units(pairs, vectors.dim, stream)
-        apart, total = _pairs(vectors, whole, key, more)
+        difference, total = _pairs(vectors, whole, key, more)
         xs = torch.cat([xs, more])
-        D = torch.cat([D, apart])
+        D = torch.cat([D, difference])
         totals = torch.cat([totals, total])
         left, sizes, _ = torch.linalg.svd(D, full_matrices=False)
         heads = int((sizes > _RESOLUTION * sizes[0]).sum())
-        if heads > _MOST:
+        if heads > _MAX_HEADS:
             break
         signs = _sign_vectors(left[:, :heads])
         if signs.shape[1] <= heads < len(xs) / 2:
             break
-    if not (0 < heads == signs.shape[1] == int(torch.linalg.matrix_rank(signs))):
+    if not (0 < heads == signs.shape[1] == torch.linalg.matrix_rank(signs)):
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
             f"the far field has rank {heads}, but {signs.shape[1]} gates fit: heads outnumber the "
-            f"dimensions, the outputs or {_MOST}, or their values depend on each other",
+            f"dimensions, the outputs or {_MAX_HEADS}, or their values depend on each other",
         )
     return xs, _orient(signs, least_squares(signs, D), totals.mean(0), whole)
 
@@ -667,12 +652,11 @@ def _pairs(
     vectors: VectorOracle, whole: Tensor, key: Tensor, xs: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return `o(x) − o(−x)` and `o(x) + o(−x)` for each x, without a constant head."""
-    answers, flat = _far_field(
-        vectors, key.unsqueeze(0), torch.stack([xs, -xs], 1).flatten(0, 1)
-    )
+    both = torch.stack([xs, -xs], 1).flatten(0, 1)
+    answers, flat = _far_field(vectors, key[None], both)
     answers = answers[0].unflatten(0, (-1, 2))
     flat = flat.unflatten(0, (-1, 2))
-    if not bool(answers.any() | whole.any()):
+    if not (answers.any() or whole.any()):
         raise Unsuccessful(
             Status.NOT_IDENTIFIABLE, "V = 0: every answer is zero, whatever W may be"
         )
@@ -681,7 +665,8 @@ def _pairs(
     twice = flat.sum(1, keepdim=True)
     total = (answers.sum(1) - twice * whole) / (1 - twice)
     constant = whole - total.mean(0)
-    return answers[:, 0] - answers[:, 1] - (flat[:, :1] - flat[:, 1:]) * constant, total
+    weight = flat[:, :1] - flat[:, 1:]
+    return answers[:, 0] - answers[:, 1] - weight * constant, total
 
 
 def _orient(signs: Tensor, U: Tensor, total: Tensor, whole: Tensor) -> _Gates:
@@ -690,17 +675,17 @@ def _orient(signs: Tensor, U: Tensor, total: Tensor, whole: Tensor) -> _Gates:
     `whole` is that sum with the value of a constant head, if there is one.
     """
     size = torch.maximum(U.abs().max(), whole.abs().max())
-    rows = least_squares(U.mT, total.unsqueeze(1))[:, 0]
-    odd = (rows.abs() - 1).abs().max() + (rows @ U - total).abs().max() / size
-    if not bool(odd < _EXACT):
+    rows = least_squares(U.mT, total[:, None])[:, 0]
+    residual = (rows @ U - total).abs().max() / size
+    if not (rows.abs() - 1).abs().max() + residual < _EXACT_SIGN:
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
             "the answers to long tokens do not add up: two heads may have opposite scores, which "
             "sequences of two tokens do not show",
         )
-    constant = bool((total - whole).abs().max() > _EXACT * size)
+    constant = bool((total - whole).abs().max() > _EXACT_SIGN * size)
     rows = rows.sign()
-    return _Gates((signs * rows + 1) / 2, rows.unsqueeze(1) * U, constant)
+    return _Gates((signs * rows + 1) / 2, rows[:, None] * U, constant)
 
 
 def _sign_vectors(basis: Tensor) -> Tensor:
@@ -709,24 +694,25 @@ def _sign_vectors(basis: Tensor) -> Tensor:
     rows = _pivots(basis * math.sqrt(len(basis)), heads, basis[:0])
     if len(rows) < heads:
         return basis[:, :0]
-    choices = torch.tensor(
-        list(itertools.product((1.0, -1.0), repeat=heads)), dtype=torch.float64
-    )
+    choices = tensor(list(itertools.product((1.0, -1.0), repeat=heads)))
     choices = choices[: len(choices) // 2]  # the first sign is +: each only once
     vectors = basis @ torch.linalg.solve(basis[rows], choices.mT)
-    return vectors[:, ((vectors.abs() - 1).abs() < _EXACT).all(0)].round()
+    fits = ((vectors.abs() - 1).abs() < _EXACT_SIGN).all(0)
+    return vectors[:, fits].round()
 
 
 def _pivots(rows: Tensor, count: int, before: Tensor) -> list[int]:
     """Return up to `count` rows, each the furthest from the span of `before` and earlier ones."""
     chosen: list[int] = []
-    rows = rows - rows @ torch.linalg.pinv(before) @ before if len(before) else rows
+    if len(before):
+        rows = rows - rows @ torch.linalg.pinv(before) @ before
     for _ in range(min(count, len(rows))):
         norms = lengths(rows)
-        if not bool(norms.max() > _EXACT):
+        if not norms.max() > _EXACT_SIGN:
             break
-        chosen.append(int(norms.argmax()))
-        unit = rows[chosen[-1]] / norms.max()
+        furthest = int(norms.argmax())
+        chosen.append(furthest)
+        unit = rows[furthest] / norms.max()
         rows = rows - torch.outer(rows @ unit, unit)
     return chosen
 
@@ -736,9 +722,9 @@ def _solve_maps(
 ) -> Tensor:
     """Return V_h of all heads but a constant one, from linear maps at enough x."""
     d = vectors.dim
-    heads = gates.open.shape[1]
+    heads = len(gates.values)
 
-    def linear_maps(rows: Tensor, step: float) -> tuple[Tensor, Tensor]:
+    def linear_maps(rows: list[int], step: float) -> tuple[Tensor, Tensor]:
         """Return maps (k, d, m) and their weights (k, H) for those x where no gate flipped.
 
         Around δ₀ they are `o − w·Σ_h V_hᵀδ = Σ_h (open_h − w)·V_hᵀδ`, with w the weight
@@ -748,28 +734,26 @@ def _solve_maps(
         keys = basis.unit_v + step * basis.Q
         answers, flat = _far_field(vectors, keys, xs[rows])
         answers = answers.transpose(0, 1) - flat[:, None, None] * (keys @ total)
-        weights = gates.open[rows] - flat.unsqueeze(1)
-        at_key = (weights @ gates.values).unsqueeze(1)
+        weights = gates.open[rows] - flat[:, None]
+        at_key = (weights @ gates.values)[:, None]
         # The keys add up to a multiple of δ₀, so a gate that flipped at one of them
         # shows here.
-        apart = answers.sum(1, keepdim=True) / (d + step * math.sqrt(d)) - at_key
-        calm = apart.abs().amax((1, 2)) <= _EXACT / d * gates.values.abs().max()
+        mean = answers.sum(1, keepdim=True) / (d + step * math.sqrt(d))
+        allowed = _EXACT_SIGN / d * gates.values.abs().max()
+        calm = (mean - at_key).abs().amax((1, 2)) <= allowed
         return basis.Q.mT @ (answers - at_key)[calm] / step, weights[calm]
 
-    ones = torch.ones(1, heads, dtype=torch.float64)
-    known = ones[:0] if gates.constant else ones
-    maps = total.unsqueeze(0)[: len(known)]
-    weights = known
-    for step in _STEPS:
+    weights = zeros(0, heads) if gates.constant else ones(1, heads)
+    maps = total[None][: len(weights)]
+    for step in _KEY_STEPS:
         left = torch.ones(len(xs), dtype=torch.bool)
-        while len(weights) < heads and bool(left.any()):
-            wanted = _pivots(
-                gates.open * left.unsqueeze(1), heads - len(weights), weights
-            )
-            if not wanted:
+        while len(weights) < heads and left.any():
+            rows = _pivots(gates.open * left[:, None], heads - len(weights), weights)
+            if not rows:
                 break
-            # If every token answers, queries that share a sequence cost nothing.
-            rows = left.nonzero()[:, 0] if vectors.every_token else torch.tensor(wanted)
+            if vectors.every_token:
+                # Queries that share a sequence cost nothing.
+                rows = left.nonzero()[:, 0].tolist()
             left[rows] = False
             fresh, patterns = linear_maps(rows, step)
             best = _pivots(patterns, heads - len(weights), weights)

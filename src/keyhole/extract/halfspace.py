@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.extract.bilinear import ask_scores, random_orthogonal
+from keyhole.core.float64 import EPSILON, ones, zeros
+from keyhole.extract.bilinear import ask_scores, lengths, random_orthogonal
 from keyhole.oracle.protocol import Oracle
 
-EPSILON = torch.finfo(torch.float64).eps
+EPSILON = EPSILON
 _LEVELS = 200  # of bisection: a bound, since an oracle may answer anything
 
 
 def signs(oracle: Oracle, sequences: Tensor) -> Tensor:
     """Return which of the scores are positive."""
     answers = ask_scores(oracle, sequences)
-    if not bool(((answers == 0) | (answers == 1)).all()):
+    if not ((answers == 0) | (answers == 1)).all():
         raise Unsuccessful(
             Status.NOT_APPLICABLE, "the answers are no signs: each must be 1.0 or 0.0"
         )
@@ -54,8 +55,8 @@ class Ratios:
         others = [i for i in range(len(Q)) if i != largest]
         self._top = Q[largest]
         self._Q = Q[others]
-        self._low = torch.zeros(len(others), dtype=torch.float64)
-        self._high = torch.ones(len(others), dtype=torch.float64)
+        self._low = zeros(len(others))
+        self._high = ones(len(others))
 
     @property
     def _raw(self) -> Tensor:
@@ -63,19 +64,19 @@ class Ratios:
 
     @property
     def v(self) -> Tensor:
-        return self._raw / torch.linalg.vector_norm(self._raw)
+        return self._raw / lengths(self._raw)
 
     @property
     def error(self) -> float:
         """A bound on ‖v̂ − v‖: the sine of the angle is at most the error over the length."""
-        norm = float(torch.linalg.vector_norm(self._raw))
-        error = float(torch.linalg.vector_norm(self._high - self._low)) / 2
+        norm = float(lengths(self._raw))
+        error = float(lengths(self._high - self._low)) / 2
         sine = min(1.0, error / norm)
         return 2 * math.sin(math.asin(sine) / 2) + len(self._top) * EPSILON
 
     def sharpen(self, error: float) -> None:
         """Bisect until `self.error` is at most `error`."""
-        norm = float(torch.linalg.vector_norm(self._raw))
+        norm = float(lengths(self._raw))
         width = 2 * error * (norm - error) / math.sqrt(max(1, len(self._Q)))
         width = max(width, 4 * EPSILON)
 
@@ -90,7 +91,7 @@ class Ratios:
         low, high = (
             self._Q - end.unsqueeze(1) * self._top for end in (self._low, self._high)
         )  # as in `sharpen`
-        tokens = torch.cat([self._top.unsqueeze(0), low, high])
+        tokens = torch.cat([self._top[None], low, high])
         return tokens, torch.arange(len(tokens)) <= len(low)
 
     def _positive(self, tokens: Tensor) -> Tensor:

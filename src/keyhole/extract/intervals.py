@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import TINY, full, tensor
 from keyhole.extract.bilinear import in_batches
 from keyhole.extract.gauss_newton import Pairs
 from keyhole.oracle.protocol import Oracle
@@ -46,9 +47,7 @@ class Interval:
 
     @classmethod
     def unknown(cls, *shape: int, bound: float | None = None) -> Interval:
-        high = torch.full(
-            shape, math.inf if bound is None else bound, dtype=torch.float64
-        )
+        high = full(math.inf if bound is None else bound, *shape)
         return cls(-high, high)
 
     @classmethod
@@ -83,7 +82,7 @@ class Interval:
         low = self.low.maximum(other.low)
         high = self.high.minimum(other.high)
         apart = low - high
-        if bool((apart > _SLACK * torch.maximum(low.abs(), high.abs())).any()):
+        if (apart > _SLACK * torch.maximum(low.abs(), high.abs())).any():
             raise Unsuccessful(
                 Status.MISMATCH,
                 f"two measurements of {what} contradict each other: not one head, or not within ±τ",
@@ -128,13 +127,13 @@ class Forms:
             scouts = torch.randperm(len(everything), generator=stream)[:_SCOUTS]
             size = self._scout(scouts)
             left = everything[~torch.isin(everything, scouts)]
-            sizes = torch.full((len(everything),), size, dtype=torch.float64)
+            sizes = full(size, len(everything))
         else:
             left = everything
             sizes = self._foreseen(W).flatten()
         self._ask(left, self._short(sizes[left]))
         self._repeat()
-        if not bool(self.interval.finite.all()):
+        if not self.interval.finite.all():
             missing = int((~self.interval.finite).sum())
             raise Unsuccessful(
                 Status.NOT_IDENTIFIABLE,
@@ -166,10 +165,10 @@ class Forms:
         start = 1.0 if self._bound is None else self._bound
         best = best_logit(self._error)
         limit = self._reach / 3
-        xi = float(self._short(torch.tensor(start, dtype=torch.float64)))
+        xi = float(self._short(tensor(start)))
         size = math.inf
         for _ in range(_TRIES):
-            self._ask(rows, torch.full((len(rows),), xi, dtype=torch.float64))
+            self._ask(rows, full(xi, len(rows)))
             size = float(self.interval.largest.view(-1)[rows].max())
             if not math.isfinite(size):
                 xi /= _FURTHER
@@ -186,7 +185,7 @@ class Forms:
                 Status.NOT_IDENTIFIABLE,
                 f"±{self._tolerance:g} leaves W without any bound",
             )
-        return _MARGIN * max(size, torch.finfo(torch.float64).tiny)
+        return _MARGIN * max(size, TINY)
 
     def _foreseen(self, W: Interval) -> Tensor:
         """Return the sizes of forms as W's interval predicts them, at least 1/16 of the largest."""
@@ -201,7 +200,7 @@ class Forms:
         sizes = self.interval.largest.view(-1)
         radius = self.interval.radius.view(-1)
         finite = sizes.isfinite()
-        usual = float(sizes[finite].max()) if bool(finite.any()) else 1.0
+        usual = float(sizes[finite].max()) if finite.any() else 1.0
         sizes = torch.where(finite, sizes, _FURTHER * usual).clamp(min=usual / _FURTHER)
         slope = 2 + 2 * math.cosh(best_logit(self._error))
         hoped = (
@@ -228,7 +227,7 @@ class Forms:
         alpha = (answers - xi * self._v_x[j]) / (g * signal.middle[i])
         noise = self._tolerance + xi * self._noise_x[j] + g * self._rounding[i]
         error = (noise / g + alpha.abs() * signal.radius[i]) / signal.low[i]
-        if bool(((alpha - error > 1) | (alpha + error < 0)).any()):
+        if ((alpha - error > 1) | (alpha + error < 0)).any():
             raise Unsuccessful(
                 Status.MISMATCH, "the answers leave the range that a single head allows"
             )

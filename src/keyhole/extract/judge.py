@@ -20,6 +20,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
+from keyhole.core.float64 import TINY, normal, random_stream
 from keyhole.core.numerics import LinAlgError
 from keyhole.core.text import percent
 from keyhole.extract.arithmetic import (
@@ -125,11 +126,11 @@ class Exam:
         With a `gain`, all tokens but the last are so much longer and the last one so
         much shorter, which leaves the attention as it is and makes the answers larger.
         """
-        stream = torch.Generator().manual_seed(seed ^ JUDGE_STREAM)
+        stream = random_stream(seed ^ JUDGE_STREAM)
         sets: list[tuple[Tensor, Tensor]] = []
         for length in lengths:
             shape = (2, PER_KIND, length, oracle.dim)
-            sequences = torch.randn(shape, generator=stream, dtype=torch.float64)
+            sequences = normal(stream, *shape)
             sequences[0] /= math.sqrt(oracle.dim)
             sequences[..., :-1, :] *= gain
             sequences[..., -1, :] *= gain if length == 1 else 1 / gain
@@ -167,7 +168,7 @@ class Exam:
         """The largest answer to tokens of norm about 1 and about √d, (2,) for each set."""
         largest = max(float(answers.abs().max()) for _, answers in self.sets)
         # Answers of one length and norm may all cancel to rounding errors.
-        least = max(_TINY_SHARE * largest, torch.finfo(torch.float64).tiny)
+        least = max(_TINY_SHARE * largest, TINY)
         sizes = [
             answers.abs().unflatten(0, (2, -1)).flatten(1).amax(1)
             for _, answers in self.sets

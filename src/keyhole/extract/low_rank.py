@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count
+from keyhole.core.float64 import random_stream, zeros
 from keyhole.extract.bilinear import (
     BilinearForms,
     ProbeBasis,
+    lengths,
     random_orthogonal,
     read_values,
 )
@@ -62,7 +64,7 @@ class LowRank(Method):
         d = oracle.dim
         limit = d if self.rank is None else self.rank
         v = read_values(oracle)
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         probes = ProbeBasis.draw(v, stream)
         X = random_orthogonal(d, stream)
         # One column of a matrix of rank 1 says little about the size of the others.
@@ -109,9 +111,7 @@ class _Cross:
         self._deltas = deltas
         self._X = X
         self._Zt = torch.full_like(X, math.nan)  # [j, i] = δ_iᵀ W x_j
-        self._span = torch.empty(
-            0, len(X), dtype=torch.float64
-        )  # orthonormal, of the columns
+        self._span = zeros(0, len(X))  # orthonormal, of the columns
         self._largest = 0.0
         self.columns = 0
         self.rows: list[int] = []
@@ -125,14 +125,14 @@ class _Cross:
         self._fill([i for i in range(len(self._X)) if i not in self.rows], [j])
         self.columns += 1
         column = self._Zt[j]
-        self._largest = max(self._largest, float(torch.linalg.vector_norm(column)))
+        self._largest = max(self._largest, float(lengths(column)))
         fresh = column
         for _ in range(2):  # twice against rounding
             fresh = fresh - (fresh @ self._span.mT) @ self._span
-        norm = torch.linalg.vector_norm(fresh)
+        norm = lengths(fresh)
         if self._forms.largest == 0 or norm <= resolution * self._largest:
             return False  # only rounding is outside of the span
-        span = torch.cat([self._span, (fresh / norm).unsqueeze(0)])
+        span = torch.cat([self._span, (fresh / norm)[None]])
         row = self._pivot(span)
         self._fill([row], range(self.columns, len(self._X)))
         self._span = span

@@ -52,6 +52,15 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_count
+from keyhole.core.float64 import (
+    EPSILON,
+    full,
+    identity,
+    normal,
+    random_stream,
+    tensor,
+    zeros,
+)
 from keyhole.extract.arithmetic import EXACT, digits, exact_decimals, own_error
 from keyhole.extract.bilinear import ask_scores, lengths
 from keyhole.extract.extraction import Extraction, Step, setting
@@ -127,9 +136,9 @@ class MultiHead(Method):
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         v = _sum_of_values(oracle, stream)
-        nothing = torch.zeros(d, d, dtype=torch.float64)
+        nothing = zeros(d, d)
         unknowns = None if self.heads is None else self.heads * (d * d + d)
         yield Step(planted.MultiHead([nothing], [v]), d, unknowns)
         best: Step | None = None
@@ -168,12 +177,12 @@ class MultiHead(Method):
 
 def _inexact(oracle: Oracle) -> bool:
     """Return whether answers are rounded, or change for equivalent queries."""
-    draw = torch.Generator().manual_seed(0)
-    questions = torch.randn(4, 2, oracle.dim, generator=draw, dtype=torch.float64)
+    draw = random_stream(0)
+    questions = normal(draw, 4, 2, oracle.dim)
     answers = ask_scores(oracle, questions)
-    if bool((answers == answers[0]).all()):
+    if (answers == answers[0]).all():
         return False
-    own = own_error(oracle, questions, answers, torch.finfo(torch.float64).eps)
+    own = own_error(oracle, questions, answers, EPSILON)
     rounded = (
         digits(answers) > EXACT or exact_decimals(answers, most=_DECIMALS) is not None
     )
@@ -187,13 +196,13 @@ def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
     rounding.
     """
     d = oracle.dim
-    v = ask_scores(oracle, torch.eye(d, dtype=torch.float64).unsqueeze(1))
-    x = torch.randn(d, generator=stream, dtype=torch.float64)
-    factors = torch.tensor([1.0, -1e3, 0.0], dtype=torch.float64)
+    v = ask_scores(oracle, identity(d).unsqueeze(1))
+    x = normal(stream, d)
+    factors = tensor([1.0, -1e3, 0.0])
     tests = factors.unsqueeze(1) * x
     answers = ask_scores(oracle, tests.unsqueeze(1))
-    pair = torch.stack([-2 * x.roll(1), x]).unsqueeze(0)
-    norm = float(torch.linalg.vector_norm(v) * torch.linalg.vector_norm(x))
+    pair = torch.stack([-2 * x.roll(1), x])[None]
+    norm = float(lengths(v) * lengths(x))
     size = max(norm, float(ask_scores(oracle, pair).abs()))
     miss = float(((answers - tests @ v) / factors.abs().clamp(min=1)).abs().max())
     if miss > _LINEAR * size:
@@ -214,7 +223,7 @@ def _attempt(
             raise BadToken(
                 Status.NOT_APPLICABLE, "heads with proportional W and v that cancel"
             )
-        if not bool(rays.v0.any()):
+        if not rays.v0.any():
             raise Unsuccessful(
                 Status.NOT_IDENTIFIABLE, "every answer is zero: no head is visible"
             )
@@ -253,8 +262,8 @@ def _step(rays: Rays, columns: Columns | None) -> Step:
     if columns is not None:
         known = columns.known
         unknowns = columns.unknowns
-    if bool(rays.v0.any()):
-        W.append(torch.zeros(d, d, dtype=torch.float64))
+    if rays.v0.any():
+        W.append(zeros(d, d))
         v.append(rays.v0)
         extra += d
     model = planted.MultiHead(W, v)
@@ -279,7 +288,7 @@ def _remark(rays: Rays, columns: Columns | None) -> str:
         parts.append(
             f"{proportional} group{'s' if proportional > 1 else ''} of proportional W"
         )
-    if bool(rays.v0.any()):
+    if rays.v0.any():
         parts.append("one with W = 0" if heads > 1 else "with W = 0")
     return ", ".join(parts)
 
@@ -304,7 +313,7 @@ def _remark(rays: Rays, columns: Columns | None) -> str:
 # instead of d: about `rd + (d − r)r` in all, and d − r more for each column that
 # brought nothing new.
 
-_EPSILON = torch.finfo(torch.float64).eps
+_EPSILON = EPSILON
 _HALVINGS = 14
 _REACH = 6.0  # the largest gᵀδ of probes, for which masks are made
 _NOISE = 256.0  # a column must be so many times above rounding to count as new
@@ -342,10 +351,8 @@ class Columns:
         # η_j / |x_0| to begin with: masks of little margin hold less far from x_0.
         step = min(0.5, 0.4 * float(masks.margin.min()) * d**0.5 / 3.5) / caution
         self._tokens = last_tokens(self._isolated, lines, rays, v, step, stream)
-        self._rows = Rows.design(rays.frame.unsqueeze(0), rays)
-        self._measured = torch.zeros(
-            len(rays), d, d, dtype=torch.float64
-        )  # g_0, then g_j − g_0
+        self._rows = Rows.design(rays.frame[None], rays)
+        self._measured = zeros(len(rays), d, d)  # g_0, then g_j − g_0
         self._measured[:, 0] = rays.g
         self._basis = torch.zeros_like(self._measured)
         self._basis[:, 0] = rays.g / lengths(rays.g).unsqueeze(1)
@@ -415,11 +422,11 @@ class Columns:
         asked = read_logits(
             self._isolated, self._rays, tokens.x[some], tokens.base[some], rows, owner
         )
-        if bool(asked.isnan().any()):
+        if asked.isnan().any():
             raise BadToken(
                 Status.MISMATCH, "an isolated gate answers outside its range"
             )
-        z = torch.zeros(stop - start, *used.shape, dtype=torch.float64)
+        z = zeros(stop - start, *used.shape)
         z[:, used] = asked
         return z
 
@@ -471,7 +478,7 @@ def last_tokens(
     """Return x_j as far from x_0 as every mask allows, each tested by the answer at δ = 0."""
     count, d = rays.g.shape
     size = float(lengths(rays.x))
-    B = starting_with(rays.x.unsqueeze(0), rays.frame.unsqueeze(0))[0]
+    B = starting_with(rays.x[None], rays.frame[None])[0]
     B[0] = rays.x / size
     probes = leak_probes(lines, rays.line, rays.g, rays.V, stream)
     k = probes.shape[1]
@@ -481,7 +488,7 @@ def last_tokens(
     def answers(x: Tensor) -> Tensor:
         return isolated.grid(x, rows, owner).view(len(x), count, k)
 
-    origin = answers(rays.x.unsqueeze(0))
+    origin = answers(rays.x[None])
     shift = origin - v @ rays.x  # the same at every x while masks hold
     values = float(lengths(rays.V).max())
     noise = 2e-14 * values * (lengths(isolated.D).amax(1) + size)
@@ -489,7 +496,7 @@ def last_tokens(
         rays.slopes > 1, 1e-10, 1e-12 if k > 1 else 2e-14
     )  # of own values
     noise = noise + inexact * values * lengths(probes).amax(1)
-    eta = torch.full((d,), step * size, dtype=torch.float64)
+    eta = full(step * size, d)
     eta[0] = size
     base = origin[:, :, 0].repeat(d, 1)
     pending = torch.arange(1, d)

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count
+from keyhole.core.float64 import full, identity, normal, ones, random_stream, zeros
 from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.extraction import Step, setting
 from keyhole.extract.judge import Method
@@ -60,9 +61,9 @@ class MultiHeadAsPublished(Method):
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
         H = self.heads
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         # Forms δᵀWx are about 1 if W is of ordinary size.
-        delta, x = torch.randn(2, d, d, generator=stream, dtype=torch.float64) / d**0.25
+        delta, x = normal(stream, 2, d, d) / d**0.25
         alone = ask_scores(oracle, x[:1].unsqueeze(1)).expand(d)
         own = self._separated(oracle, delta, x[:1].expand_as(x), alone)
         sums = self._separated(
@@ -72,11 +73,11 @@ class MultiHeadAsPublished(Method):
             [own[0], *map(_in_order, own[:1].expand_as(sums), own[1:], sums)]
         )
         values = torch.linalg.solve(delta, at_first[:, :, 0]).mT  # (H, d)
-        forms = torch.zeros(H, d, d, dtype=torch.float64)  # δ_iᵀ W_h x_j
+        forms = zeros(H, d, d)  # δ_iᵀ W_h x_j
         forms[:, :, 0] = at_first[:, :, 1].mT
         self._require_finite(values)
         unknowns = H * (d * d + d)
-        nothing = torch.zeros(H, d, d, dtype=torch.float64)
+        nothing = zeros(H, d, d)
         yield Step(planted.MultiHead(list(nothing), list(values)), H * d, unknowns)
         v = values.sum(0)
         for j in range(1, d):
@@ -93,7 +94,7 @@ class MultiHeadAsPublished(Method):
         yield Step(planted.MultiHead(list(W), list(values)), unknowns, unknowns)
 
     def _require_finite(self, found: Tensor) -> None:
-        if not bool(found.isfinite().all()):
+        if not found.isfinite().all():
             raise Unsuccessful(
                 Status.UNVERIFIED,
                 f"no {self.heads} heads interpolate the answers: fewer answer, or float64 has too "
@@ -105,7 +106,7 @@ class MultiHeadAsPublished(Method):
     ) -> Tensor:
         """Return a_h and δᵀW_hx of all heads, (n, H, 2), for n pairs (δ, x) with f([x]) `alone`."""
         if not len(x):
-            return torch.zeros(0, self.heads, 2, dtype=torch.float64)
+            return zeros(0, self.heads, 2)
         copies = torch.arange(1, 2 * self.heads + 1, dtype=torch.float64)
         key = (x + delta).unsqueeze(1)
         last = x.unsqueeze(1)
@@ -134,13 +135,13 @@ def _residues_and_forms(p: Tensor, q: Tensor) -> Tensor:
     The residue at a pole −t_h is P there, divided by the distances from the other
     poles.
     """
-    if not bool((p.isfinite() & q.isfinite()).all()):
-        return torch.full((len(q), 2), math.nan, dtype=torch.float64)
-    companion = torch.diag(torch.ones(len(q) - 1, dtype=torch.float64), -1)
+    if not (p.isfinite() & q.isfinite()).all():
+        return full(math.nan, len(q), 2)
+    companion = torch.diag(ones(len(q) - 1), -1)
     companion[:, -1] = -q
     poles = torch.linalg.eigvals(companion).real
     powers = poles[:, None] ** torch.arange(len(q), dtype=torch.float64)
-    apart = poles[:, None] - poles + torch.eye(len(q), dtype=torch.float64)
+    apart = poles[:, None] - poles + identity(len(q))
     return torch.stack([powers @ p / apart.prod(1), -(-poles).log()], 1)
 
 

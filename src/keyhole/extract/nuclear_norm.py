@@ -30,6 +30,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count, expect_number, optional
+from keyhole.core.float64 import normal, random_stream, zeros
 from keyhole.extract.bilinear import BilinearForms, read_values
 from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.judge import Method
@@ -67,12 +68,10 @@ class NuclearNorm(Method):
         d = oracle.dim
         unknowns = degrees_of_freedom(d, self.rank)
         v = read_values(oracle)
-        yield Step(
-            Head(torch.zeros(d, d, dtype=torch.float64), v), known=d, unknowns=unknowns
-        )
+        yield Step(Head(zeros(d, d), v), known=d, unknowns=unknowns)
         count = self._measurements(d)
-        stream = torch.Generator().manual_seed(self.seed)
-        deltas, xs = torch.randn(2, count, d, generator=stream, dtype=torch.float64)
+        stream = random_stream(self.seed)
+        deltas, xs = normal(stream, 2, count, d)
         y = BilinearForms(oracle, v).pairs(deltas, xs)
         W = self._program(deltas, xs, y)
         yield Step(Head(W, v), known=min(unknowns, d + count), unknowns=unknowns)

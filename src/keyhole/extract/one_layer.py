@@ -32,7 +32,8 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
-from keyhole.extract.bilinear import ask_through
+from keyhole.core.float64 import zeros
+from keyhole.extract.bilinear import ask_through, lengths
 from keyhole.extract.extraction import Step, setting
 from keyhole.extract.judge import Method
 from keyhole.extract.relu_network import ReluNetwork
@@ -86,7 +87,7 @@ class OneLayerTransformer(Method):
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
-        nothing = torch.zeros(d, d, dtype=torch.float64)
+        nothing = zeros(d, d)
         network = ReluFfn(nothing[:0], nothing[:0, 0])
         known = 0
         unknowns = None
@@ -119,14 +120,14 @@ def _sum(*counts: int | None) -> int | None:
 
 def _as_head(oracle: Oracle, network: ReluFfn) -> Oracle:
     """Return a head with the oracle's W, seen through the known network."""
-    size = torch.linalg.vector_norm(network.A, dim=1) @ network.w.abs()
+    size = lengths(network.A) @ network.w.abs()
     if size == 0:
         raise Unsuccessful(
             Status.NOT_IDENTIFIABLE,
             "the network is zero: so is every answer, whatever W may be",
         )
     v = network.w @ network.A
-    if torch.linalg.vector_norm(v) > _WEAK * size:
+    if lengths(v) > _WEAK * size:
         return _Antisymmetric(oracle, v)
     return _InOneRegion(oracle, network)
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.core.files import read_tensors
+from keyhole.core.float64 import identity, normal, random_stream, zeros
 from keyhole.extract.bilinear import (
     BilinearForms,
     ProbeBasis,
@@ -98,8 +99,8 @@ class OrthogonalHeads(Method):
         unknowns = sum(basis.shape[1] * (basis.shape[1] + 1) for basis in bases)
         v = read_values(_Inside(oracle, torch.cat(list(bases), dim=1)))
         values = v.split([basis.shape[1] for basis in bases])
-        stream = torch.Generator().manual_seed(self.seed)
-        nothing = torch.zeros(d, d, dtype=torch.float64)
+        stream = random_stream(self.seed)
+        nothing = zeros(d, d)
         heads = [
             (nothing, basis @ v_h, basis)
             for basis, v_h in zip(bases, values, strict=True)
@@ -116,9 +117,9 @@ class OrthogonalHeads(Method):
     def _search(self, oracle: Oracle) -> Iterator[Step]:
         """Find the subspaces by Hessians, and grow each head from its part."""
         d = oracle.dim
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         v = read_values(oracle)
-        nothing = torch.zeros(d, d, dtype=torch.float64)
+        nothing = zeros(d, d)
         yield Step(MultiHead([nothing], [v]), known=d, unknowns=d * d + d)
         blocks = self._blocks(oracle, v, stream)
         heads: list[_Growth] = []
@@ -222,8 +223,8 @@ class _Growth:
         self._X = _complement(others, len(v))
         self._resolution = resolution
         self._unit = self.v / lengths(self.v)
-        self._along_v = self._measure(self._unit.unsqueeze(0))
-        self.basis = self._unit.unsqueeze(0)  # orthonormal rows
+        self._along_v = self._measure(self._unit[None])
+        self.basis = self._unit[None]  # orthonormal rows
         self._rows = self._along_v  # W_hᵀ of each
 
     def weights(self) -> Tensor:
@@ -237,14 +238,11 @@ class _Growth:
 
     def extend(self, directions: Tensor, stream: torch.Generator) -> None:
         """Add directions that this head may have too, if one query shows that it has any."""
-        mix = (
-            torch.randn(len(directions), generator=stream, dtype=torch.float64)
-            @ directions
-        )
-        x = torch.randn(len(self._X), generator=stream, dtype=torch.float64) @ self._X
+        mix = normal(stream, len(directions)) @ directions
+        x = normal(stream, len(self._X)) @ self._X
         mix = mix / lengths(mix)
         x = x / lengths(x)
-        form = self._forms.pairs((mix + self._unit).unsqueeze(0), x.unsqueeze(0))[0]
+        form = self._forms.pairs((mix + self._unit)[None], x[None])[0]
         if (form - self._along_v[0] @ x).abs() > self._resolution * self._rows.norm():
             self._add(directions)
 
@@ -263,7 +261,7 @@ class _Growth:
 
     def _outside(self, rows: Tensor) -> Tensor:
         """Return orthonormal directions of the rows that are not in the basis yet."""
-        size = torch.linalg.vector_norm(rows, dim=1).max()
+        size = lengths(rows).max()
         for _ in range(2):
             rows = rows - (rows @ self.basis.mT) @ self.basis
         _, sizes, directions = torch.linalg.svd(rows, full_matrices=False)
@@ -273,9 +271,7 @@ class _Growth:
 def _rest(heads: list[_Growth], v: Tensor, resolution: float) -> Tensor:
     """Return the direction of what the heads leave of v, as a row; no row if they leave nothing."""
     rest = v - torch.stack([head.v for head in heads]).sum(0)
-    return (rest / lengths(rest)).unsqueeze(0)[
-        : int(lengths(rest) > resolution * lengths(v))
-    ]
+    return (rest / lengths(rest))[None][: int(lengths(rest) > resolution * lengths(v))]
 
 
 def _step(heads: list[_Growth], v: Tensor, resolution: float) -> Step:
@@ -283,7 +279,7 @@ def _step(heads: list[_Growth], v: Tensor, resolution: float) -> Step:
     d = len(v)
     parts = [(head.weights(), head.v) for head in heads]
     for unit in _rest(heads, v, resolution):
-        parts.append((torch.zeros(d, d, dtype=torch.float64), (v @ unit) * unit))
+        parts.append((zeros(d, d), (v @ unit) * unit))
     known = d + sum(len(head.basis) ** 2 for head in heads)
     return Step(_heads(parts), known, max(known, d * d + d))
 
@@ -291,7 +287,7 @@ def _step(heads: list[_Growth], v: Tensor, resolution: float) -> Step:
 def _complement(parts: list[Tensor], d: int) -> Tensor:
     """Return orthonormal rows that span the complement of the given rows."""
     if not parts:
-        return torch.eye(d, dtype=torch.float64)
+        return identity(d)
     _, sizes, right = torch.linalg.svd(torch.cat(parts), full_matrices=True)
     return right[int((sizes > 0.5).sum()) :]
 
@@ -332,7 +328,7 @@ def _check_bases(bases: Sequence[Tensor]) -> None:
                 f"expected float64 bases of shape (d, k), got {shape} in {kind}"
             )
     every = torch.cat(list(bases), dim=1)
-    eye = torch.eye(every.shape[1], dtype=torch.float64)
+    eye = identity(every.shape[1])
     apart = float((every.mT @ every - eye).abs().max())
     if not apart <= _ORTHOGONAL:
         raise InputError(
@@ -382,14 +378,14 @@ class QuadraticForms:
         i, j = torch.triu_indices(d, d)
         square = self._scale(Q, x)
         if square is None:
-            return torch.zeros(d, d, dtype=torch.float64)
+            return zeros(d, d)
         # (q_i + q_j)/√2 has length 1 off the diagonal, q_i on it.
         pairs = torch.where((i == j).unsqueeze(1), Q[i], (Q[i] + Q[j]) / 2**0.5)
         forms = self._extrapolated(pairs, x, square)
-        H = torch.zeros(d, d, dtype=torch.float64)
+        H = zeros(d, d)
         H[i, j] = H[j, i] = 2 * forms
         half = H.diagonal() / 2
-        off = H - half.unsqueeze(0) - half.unsqueeze(1)
+        off = H - half[None] - half.unsqueeze(1)
         off.diagonal().copy_(H.diagonal())
         return Q.mT @ off @ Q
 
@@ -417,7 +413,7 @@ class QuadraticForms:
 
     def _scale(self, Q: Tensor, x: Tensor) -> float | None:
         """Return the square with scores of about the size `step`; None if nothing is curved."""
-        probes = (self.v / torch.linalg.vector_norm(self.v) + Q[:4]) / 2**0.5
+        probes = (self.v / lengths(self.v) + Q[:4]) / 2**0.5
         square = _START
         for _ in range(_TRIES):
             size = (
@@ -443,11 +439,11 @@ def finest_blocks(
     `noise` is the error of the matrices, relative to the largest.
     """
     left, sizes, _ = torch.linalg.svd(torch.cat(hessians, dim=1))
-    if not bool(sizes[0] > 0):
+    if not (sizes[0] > 0):
         return []
     frame = left[:, : _gap(sizes / sizes[0], noise)]
     commuting = _commutant([frame.mT @ H @ frame / sizes[0] for H in hessians], noise)
-    mix = torch.randn(len(commuting), generator=stream, dtype=torch.float64)
+    mix = normal(stream, len(commuting))
     values, vectors = torch.linalg.eigh(torch.einsum("c,cij->ij", mix, commuting))
     # There are as many eigenvalues as the commutant has dimensions: cut at the widest
     # gaps.
@@ -471,7 +467,7 @@ def _commutant(matrices: list[Tensor], noise: float) -> Tensor:
     """Return an orthonormal basis (c, n, n) of the symmetric matrices that commute with all."""
     n = len(matrices[0])
     i, j = torch.triu_indices(n, n)
-    basis = torch.zeros(len(i), n, n, dtype=torch.float64)
+    basis = zeros(len(i), n, n)
     weight = torch.where(i == j, 1.0, 0.5**0.5).to(torch.float64)
     index = torch.arange(len(i))
     basis[index, i, j] = basis[index, j, i] = weight

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_count
+from keyhole.core.float64 import TINY, ones, random_stream, zeros
 from keyhole.core.machine import expect_memory
 from keyhole.extract.arithmetic import decimals_of
 from keyhole.extract.extraction import Check, Extraction, LastLayer, Step, setting
@@ -98,7 +99,7 @@ class OutputLayer(Method):
     def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         if not isinstance(step, LayerStep) or step.layer is None:
             raise AssertionError  # `steps` yields nothing else
-        stream = torch.Generator().manual_seed(self.seed ^ JUDGE_STREAM)
+        stream = random_stream(self.seed ^ JUDGE_STREAM)
         return LayerExam.fresh(step, step.layer, Prompts(self.length, stream))
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
@@ -108,7 +109,7 @@ class OutputLayer(Method):
                 "it takes a language model that is asked by token ids: http://host:port, a "
                 "model's folder, or a function of ids",
             )
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         answers = self._answers(oracle, stream)
         width = stated(oracle, "width")
         look = None
@@ -247,7 +248,7 @@ class _Look:
             differing = torch.linalg.svd(R - mean)[0][:, : rank - 1]
             shared = basis @ (basis.mT @ mean)
             shared = shared - differing @ (differing.mT @ shared)
-            basis = torch.cat([differing, shared / torch.linalg.vector_norm(shared)], 1)
+            basis = torch.cat([differing, shared / shared.norm()], 1)
         tokens = self.answers.tokens.double()
         return OutputMatrix(
             (Q @ basis).contiguous(), tokens, self.cliff.constant, self.cliff.blocks
@@ -395,20 +396,21 @@ def ellipsoid(z: Tensor, width: int, shifted: bool) -> tuple[Tensor, float] | No
     if shifted:
         terms = torch.cat([terms, u], 1)
     fitted = terms[:-_KEPT]
-    ones = torch.ones(len(u) - _KEPT, 1, dtype=torch.float64)
     Q, R = torch.linalg.qr(fitted)
     pivots = R.diagonal().abs()
-    if not float(pivots.min()) > _REGULAR * float(pivots.max()):
+    if not pivots.min() > _REGULAR * float(pivots.max()):
         return None
-    solution = torch.linalg.solve_triangular(R, Q.mT @ ones, upper=True)[:, 0]
-    M = torch.zeros(u.shape[1], u.shape[1], dtype=torch.float64)
+    solution = torch.linalg.solve_triangular(
+        R, Q.mT @ ones(len(fitted), 1), upper=True
+    )[:, 0]
+    M = zeros(u.shape[1], u.shape[1])
     M[rows, columns] = M[columns, rows] = solution[: len(rows)]
-    centre = torch.zeros(u.shape[1], dtype=torch.float64)
+    centre = zeros(u.shape[1])
     if shifted:
         centre = torch.linalg.solve(M, -0.5 * solution[len(rows) :])
     N = white @ M @ white.mT / (1 + centre @ M @ centre)
     axes, sides = torch.linalg.eigh(N)
-    if not float(axes[0]) > 0:
+    if not axes[0] > 0:
         return None
     off = float((terms[-_KEPT:] @ solution - 1).abs().max())
     return (sides / (width * axes).sqrt()) @ sides.mT, off
@@ -422,7 +424,7 @@ def ellipsoid(z: Tensor, width: int, shifted: bool) -> tuple[Tensor, float] | No
 # them.
 
 _FRESH = 8
-_TINY = torch.finfo(torch.float64).tiny
+_TINY = TINY
 _ROUNDED = 0.1  # the largest share of rounded answers that a right matrix leaves
 
 
@@ -461,9 +463,7 @@ class LayerExam(Exam):
         status, reason = super().verdict(check, step, accepted)
         if status is Status.MISMATCH and self.layer.decimals is not None:
             ((rows, _),) = self.sets
-            share = float(
-                torch.linalg.vector_norm(self.outside) / torch.linalg.vector_norm(rows)
-            )
+            share = float(self.outside.norm() / rows.norm())
             if share <= _ROUNDED:
                 return (
                     Status.INEXACT,

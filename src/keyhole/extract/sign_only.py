@@ -42,6 +42,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_number
+from keyhole.core.float64 import TINY, full, random_stream
 from keyhole.extract.bilinear import ProbeBasis
 from keyhole.extract.exams import SignMethod, labels_again
 from keyhole.extract.extraction import Step, setting
@@ -78,7 +79,7 @@ class SignOnly(SignMethod):
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         direction = Ratios(oracle, stream)
         # Enough for a W of size 1; for a larger one, v is sharpened again below.
         direction.sharpen(self._needed(d, 1.0))
@@ -132,7 +133,7 @@ class _Forms:
         self._P = ProbeBasis.draw(direction.v, stream).Q
         self._X = -ProbeBasis.draw(direction.v, stream).Q
         d = oracle.dim
-        self._low = torch.full((d * d,), -math.inf, dtype=torch.float64)
+        self._low = full(-math.inf, d * d)
         self._high = -self._low
         self._stream = stream
         self.largest = (
@@ -166,9 +167,7 @@ class _Forms:
             # A scale that was found too small by 4 may be too large by 2, no more.
             step = 4 if self.largest <= 1 else 2
             self.largest /= step
-            if bool(
-                (self._compare(rows, sides * self.largest) == (sides[rows] > 0)).any()
-            ):
+            if (self._compare(rows, sides * self.largest) == (sides[rows] > 0)).any():
                 self.largest *= step
                 return
 
@@ -254,7 +253,7 @@ class _Forms:
         self._high[rows] = torch.where(
             above, self._high[rows], high.minimum(self._high)[rows]
         )
-        if bool((self._low > self._high).any()):
+        if (self._low > self._high).any():
             raise Unsuccessful(
                 Status.MISMATCH,
                 "the signs contradict each other: above one threshold, not a lower",
@@ -275,7 +274,7 @@ class _Forms:
 
     def _above(self, rows: Tensor, thresholds: Tensor) -> Tensor:
         """Return which of the forms are above their thresholds, with one query each."""
-        if not bool(thresholds[rows].isfinite().all()):
+        if not thresholds[rows].isfinite().all():
             raise Unsuccessful(Status.MISMATCH, "the signs of some pairs never change")
         return signs(self._oracle, self._pairs(rows, thresholds))
 
@@ -286,9 +285,7 @@ class _Forms:
         p = self._P[rows // d]
         x = self._X[rows % d]
         c = 1 / self.largest
-        gate = torch.sigmoid(thresholds[rows] * c).clamp(
-            min=torch.finfo(torch.float64).tiny
-        )
+        gate = torch.sigmoid(thresholds[rows] * c).clamp(min=TINY)
         scale = (gate * c * (p @ v) / -(x @ v)).sqrt().unsqueeze(1)
         last = scale * x
         return torch.stack([last + c / scale * p, last], dim=1)

@@ -40,6 +40,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_number
+from keyhole.core.float64 import EPSILON, full, identity, random_stream, zeros
 from keyhole.core.text import percent
 from keyhole.extract.bilinear import lengths, random_units
 from keyhole.extract.exams import SignMethod, labels_again
@@ -76,12 +77,12 @@ def _average(oracle: Oracle, stream: torch.Generator, count: int) -> Tensor:
             Status.NOT_APPLICABLE,
             f"averaging would take {count:.1e} queries for this accuracy: bisect, or ask less",
         )
-    total = torch.zeros(d, dtype=torch.float64)
+    total = zeros(d)
     for rows in range(count, 0, -_SAMPLES_AT_ONCE):
         x = random_units(min(rows, _SAMPLES_AT_ONCE), d, stream)
         total += (signs(oracle, x.unsqueeze(1)).double() * 2 - 1) @ x
     v = total / (count * mean_length(d))
-    if float(lengths(v)) < 0.5:  # it is about 1 for a halfspace
+    if lengths(v) < 0.5:  # it is about 1 for a halfspace
         raise Unsuccessful(
             Status.NOT_IDENTIFIABLE,
             "the signs of single tokens favour no direction: v = 0?",
@@ -166,9 +167,9 @@ class SignOnlyAsPublished(SignMethod):
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         plan = self.plan(oracle.dim)
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         v = _average(oracle, stream, plan.samples)
-        if float(v.abs().min()) < self.margin - plan.values_error:
+        if v.abs().min() < self.margin - plan.values_error:
             raise Unsuccessful(
                 Status.NOT_APPLICABLE,
                 f"the margin {self.margin:g} does not hold: some |v_i| is about "
@@ -225,8 +226,8 @@ class _Entries:
         self._oracle = oracle
         self._i, self._j = torch.arange(d * d) // d, torch.arange(d * d) % d
         self._c = -(v[self._i] * v[self._j]).sign() / method.bound
-        self._low = torch.full((d * d,), plan.least, dtype=torch.float64)
-        self._high = torch.full((d * d,), plan.most, dtype=torch.float64)
+        self._low = full(plan.least, d * d)
+        self._high = full(plan.most, d * d)
 
     @property
     def relative_width(self) -> Tensor:
@@ -245,7 +246,7 @@ class _Entries:
 
     def _pairs(self, rows: Tensor, scales: Tensor) -> Tensor:
         """Return sequences `[λe_j + (c/λ)e_i ; λe_j]` for some entries."""
-        units = torch.eye(len(self.v), dtype=torch.float64)
+        units = identity(len(self.v))
         scale = scales[rows, None]
         last = scale * units[self._j[rows]]
         return torch.stack(
@@ -274,7 +275,7 @@ class _Entries:
             )
         )
         shape = len(self.v), len(self.v)
-        rounding = 64 * torch.finfo(torch.float64).eps * self._bound
+        rounding = 64 * EPSILON * self._bound
         low = torch.minimum(first, second) - rounding
         high = torch.maximum(first, second) + rounding
         return W.view(shape), Interval(low.view(shape), high.view(shape))

@@ -21,8 +21,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
+from keyhole.core.float64 import full, random_stream
 from keyhole.extract.bilinear import (
     BilinearForms,
     ProbeBasis,
@@ -48,10 +47,10 @@ class SingleHead(Method):
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
         v = read_values(oracle)
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         probes = ProbeBasis.draw(v, stream)
         X = random_orthogonal(d, stream)
-        Zt = torch.full((d, d), math.nan, dtype=torch.float64)  # Zᵀ: row j is Δ W x_j
+        Zt = full(math.nan, d, d)  # Zᵀ: row j is Δ W x_j
 
         def step_after(columns: int) -> Step:
             # X is orthogonal, so W = Δ⁻¹ZX. Of fewer columns of Z and rows of X this is

@@ -51,6 +51,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import ones, random_stream, zeros
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.extraction import Step
@@ -103,7 +104,7 @@ class AttentionSubLayer(Method):
         return 7 * dim
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         model = read_attention(open_surroundings(oracle, stream), stream)
         yield Step(
             model,
@@ -308,7 +309,7 @@ def read_factors(
         K.append(keys.mT @ right / length**2)
         planes.append(plane)
     Q, q = _read_queries(reader, groups, K, planes, (length, longer), stream)
-    none = torch.zeros(0, dtype=torch.float64)
+    none = zeros(0)
     frequencies = [none if plane is None else plane.frequencies for plane in planes]
     return Factors(Q, q, torch.stack(K), torch.stack(frequencies))
 
@@ -322,7 +323,7 @@ def _keys_of(
     moved ones.
     """
     left, sizes, right = torch.linalg.svd(scores[0], full_matrices=False)
-    if len(sizes) > k and float(sizes[k]) > noise * float(sizes[0]):
+    if len(sizes) > k and sizes[k] > noise * float(sizes[0]):
         raise Unsuccessful(
             Status.MISMATCH,
             f"the scores of heads that share values have a rank above {k}, the width of the values",
@@ -357,7 +358,7 @@ def _read_queries(
     heads = sum(len(group) for group in groups)
     Q = torch.empty(heads, d, k, dtype=torch.float64)
     q = torch.empty(heads, k, dtype=torch.float64)
-    affine = torch.cat([torch.ones(d + 1, 1, dtype=torch.float64), points], 1)
+    affine = torch.cat([ones(d + 1, 1), points], 1)
     for group, keys_of, plane in zip(groups, K, planes, strict=True):
         parts = [part @ keys_of for part in keys]
         if plane is not None:
@@ -416,7 +417,7 @@ def find_planes(
     values, vectors = values[values.imag != 0], vectors[:, values.imag != 0]
     turns = [_turn(vectors, matrix) for matrix in (short, long)]
     fits = torch.stack([(turn.abs() - 1).abs() for turn in turns]).amax()
-    if vectors.shape[1] < keys.shape[1] or not bool(fits < _TURN):
+    if vectors.shape[1] < keys.shape[1] or not (fits < _TURN):
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
             "positions change the scores otherwise than rotary positions do",
@@ -520,7 +521,7 @@ class Reader:
             and not gap
         ):
             return self._in_pairs(keys, xs)
-        zero = torch.zeros(1, d, dtype=torch.float64)
+        zero = zeros(1, d)
         ahead = torch.cat([zero, keys, zero.expand(gap, d)]).expand(len(xs), -1, -1)
         sequences = torch.cat([ahead, xs.unsqueeze(1)], 1)
         own = self._written(xs).mT
@@ -579,13 +580,13 @@ class Reader:
         rest = (both - own.sum(1))[..., None]
         z = torch.linalg.lstsq((other - own).mT, rest).solution[..., 0]
         weights = torch.stack([z, s], -1)
-        if not bool(((weights > 0) & (weights < 1)).all()):
+        if not ((weights > 0) & (weights < 1)).all():
             raise out_of_range()
         return torch.logit(weights).sum(-1, keepdim=True)
 
 
 def _logarithms(weights: Tensor, rest: Tensor) -> Tensor:
     """Scores, as logarithms of weights over `rest`, the weight of a token with score 0."""
-    if not bool((weights > 0).all() & (rest > 0).all()):
+    if not ((weights > 0).all() & (rest > 0).all()):
         raise out_of_range()
     return torch.log(weights / rest)

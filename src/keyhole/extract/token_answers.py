@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import full, tensor, zeros
 from keyhole.core.machine import expect_memory
 from keyhole.oracle.protocol import Oracle, ask
 from keyhole.oracle.token_questions import ABSENT, question
@@ -202,7 +203,7 @@ class ChosenTokens:
         for _ in range(_MAX_UNUSABLE):
             prompt = prompts.draw(self.vocabulary)
             row = self._read([prompt], [self._chosen])[0]
-            if float(row.min()) > _GIVEN:
+            if row.min() > _GIVEN:
                 return prompt, row
         raise Unsuccessful(
             Status.NOT_APPLICABLE, "the target gives no number for some tokens"
@@ -217,7 +218,7 @@ class ChosenTokens:
         )
         for place, row, rest in zip(places, known, more, strict=True):
             self._rows[place] = torch.cat([row, rest])
-            if float(self._rows[place].min()) <= _GIVEN:
+            if self._rows[place].min() <= _GIVEN:
                 self._row_prompts[place], self._rows[place] = self._new_row(
                     self._prompts
                 )
@@ -235,12 +236,10 @@ class ChosenTokens:
                 values = self._logits([prompt], [ids])[0]
             else:
                 values = self._differences(prompt, *ids)
-            if float(values.min()) > ABSENT:
+            if values.min() > ABSENT:
                 self._chosen = [reference]
                 self._row_prompts = [prompt]
-                self._rows = [
-                    values if self._top == 1 else torch.zeros(1, dtype=torch.float64)
-                ]
+                self._rows = [values if self._top == 1 else zeros(1)]
                 return
             if tried == _MAX_UNUSABLE:
                 break
@@ -280,7 +279,7 @@ class ChosenTokens:
         ] = []  # the prompt's number, and what is raised
         for number, (prompt, wanted) in enumerate(zip(prompts, tokens, strict=True)):
             others = [token for token in wanted if self._top == 1 or token != reference]
-            parts.append([torch.zeros(len(wanted) - len(others), dtype=torch.float64)])
+            parts.append([zeros(len(wanted) - len(others))])
             if not self._top:
                 parts[number].append(self._differences(prompt, reference, *others))
             elif self._top == 1:
@@ -309,12 +308,10 @@ class ChosenTokens:
         answer has a number for the token that is sampled and ABSENT for the other, or a
         number for both.
         """
-        low = torch.full((len(others),), -_RANGE, dtype=torch.float64)
+        low = full(-_RANGE, len(others))
         step = torch.full_like(low, 2 * _RANGE)
         sampled = torch.ones(len(others), dtype=torch.bool)
-        pairs = torch.tensor(
-            [[reference, token] for token in others], dtype=torch.float64
-        )
+        pairs = tensor([[reference, token] for token in others])
         start = question(prompt).expand(len(others), -1, -1)
         for _ in range(_BITS if others else 0):
             step = step / 2
@@ -341,7 +338,7 @@ class ChosenTokens:
         more with `_EXTRA_BIAS`.
         """
         tokens = torch.tensor(groups)
-        values = torch.full(tokens.shape, ABSENT, dtype=torch.float64)
+        values = full(ABSENT, *tokens.shape)
         more = torch.zeros_like(values)
         left = torch.arange(len(groups))
         ladder = [bias for bias in _BIASES if bias >= self._bias]
@@ -364,7 +361,7 @@ class ChosenTokens:
         return values
 
 
-_NONE = torch.empty(0, dtype=torch.float64)
+_NONE = zeros(0)
 Answers = (
     WholeVectors | ChosenTokens
 )  # rows of answers, and the tokens that they are about

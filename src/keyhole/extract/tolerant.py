@@ -43,7 +43,8 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count, expect_number
-from keyhole.extract.bilinear import ProbeBasis, ask_scores, random_orthogonal
+from keyhole.core.float64 import EPSILON, identity, random_stream, zeros
+from keyhole.extract.bilinear import ProbeBasis, ask_scores, lengths, random_orthogonal
 from keyhole.extract.exams import AmplifiedExam, asked_again
 from keyhole.extract.extraction import Step, setting
 from keyhole.extract.gauss_newton import Pairs, SingleTokens, refined
@@ -68,7 +69,7 @@ class Tolerant(Method):
     margin: float | None = setting(None, "no |v_i| lies between 0 and this")
     max_norm: float | None = setting(None, "tokens may not be longer than this")
     precision: float = setting(
-        torch.finfo(torch.float64).eps,
+        EPSILON,
         "relative precision of the target; 6e-8 for float32",
     )
     repeats: int = setting(
@@ -112,13 +113,13 @@ class Tolerant(Method):
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         state = _State(self, d)
         for number in range(self.repeats):
             if number:
                 basis = random_orthogonal(d, stream)
             else:
-                basis = torch.eye(d, dtype=torch.float64)
+                basis = identity(d)
             state.read_values(oracle, basis)
             if number == 0:
                 yield state.step()
@@ -159,7 +160,7 @@ class _State:
         if margin is not None:
             zero = self.v.largest < margin
             refuted = zero & ((self.v.low > 0) | (self.v.high < 0))
-            if bool(refuted.any()):
+            if refuted.any():
                 value = float(self.v.middle[refuted].abs().min())
                 raise Unsuccessful(
                     Status.NOT_APPLICABLE,
@@ -168,7 +169,7 @@ class _State:
             self.v = Interval(
                 self.v.low.masked_fill(zero, 0.0), self.v.high.masked_fill(zero, 0.0)
             )
-        if not bool((self.v.low > 0).any() | (self.v.high < 0).any()):
+        if not ((self.v.low > 0).any() | (self.v.high < 0).any()):
             raise Unsuccessful(
                 Status.NOT_IDENTIFIABLE,
                 f"v cannot be distinguished from 0 by answers within ±{self._method.tolerance:g}",
@@ -184,7 +185,7 @@ class _State:
         reach = method.reach(max(guess, method.precision))
         computed = Interval.around(deltas @ v.middle, deltas.abs() @ v.radius)
         signal = computed.meet(self._ask_alone(oracle, deltas, reach), "v")
-        if not bool((signal.low > 0).all()):
+        if not (signal.low > 0).all():
             raise Unsuccessful(
                 Status.NOT_IDENTIFIABLE,
                 f"answers within ±{method.tolerance:g} leave vᵀδ without a sign: v is too small",
@@ -216,7 +217,7 @@ class _State:
         if self._estimates:
             return
         columns = forms.interval.finite.all(0)
-        if self._method.bound is None and bool(columns.any()):
+        if self._method.bound is None and columns.any():
             forms.forget(~columns)
             self._estimates.append(self._solve(forms, probes)[0])
             self._known = int(columns.sum()) * len(columns)
@@ -225,7 +226,7 @@ class _State:
         """Return the best estimate so far, and what is proved of it."""
         d = self.v.low.numel()
         v = torch.stack(self._values).mean(0)
-        W = torch.zeros(d, d, dtype=torch.float64)
+        W = zeros(d, d)
         if self._estimates:
             W = torch.stack(self._estimates).mean(0)
         if len(self._estimates) > 1 and self._method.refine and d * d + d <= _FITTED:
@@ -258,7 +259,7 @@ class _State:
 
     def _solve(self, forms: Forms, probes: ProbeBasis) -> tuple[Tensor, Tensor]:
         """Return W from the forms, and a bound on the error of each entry."""
-        inverse = probes.solve(torch.linalg.vector_norm(probes.deltas, dim=1).diag())
+        inverse = probes.solve(lengths(probes.deltas).diag())
         W = inverse @ forms.interval.middle @ forms.X
         d = len(W)
         # To first order: rounding of scores, of their exponentials and of this solve.

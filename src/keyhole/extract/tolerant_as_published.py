@@ -44,6 +44,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_number
+from keyhole.core.float64 import EPSILON, full, identity
 from keyhole.extract.bilinear import ask_scores, in_batches
 from keyhole.extract.exams import AmplifiedExam, asked_again
 from keyhole.extract.extraction import Statement, Step
@@ -54,7 +55,7 @@ from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
 _EXACT = 1e-8  # relative error on fresh queries up to which a model counts as recovered
-_EPSILON = torch.finfo(torch.float64).eps
+_EPSILON = EPSILON
 _DELTA = 0.5  # a: how much of u is added to a token
 # bounds on |ab·uᵀWe_j| for u = e_i and u = e_i + e_k
 _SINGLE = 0.5
@@ -114,11 +115,11 @@ class TolerantAsPublished(Method):
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
-        tokens = torch.eye(d, dtype=torch.float64)
+        tokens = identity(d)
         alone = SingleTokens(tokens, ask_scores(oracle, tokens.unsqueeze(1)))
         zero = self._zeros(alone.answers)
         v = alone.answers.masked_fill(zero, 0.0)
-        if bool(zero.all()):
+        if zero.all():
             raise Unsuccessful(
                 Status.NOT_IDENTIFIABLE,
                 f"v = 0: no answer is above half the margin {self.margin}",
@@ -138,7 +139,7 @@ class TolerantAsPublished(Method):
         between = (v.abs() > self.tolerance + rounding) & (
             v.abs() < self.margin - self.tolerance - rounding
         )
-        if bool(between.any()):
+        if between.any():
             value = float(v[between].abs().min())
             raise Unsuccessful(
                 Status.NOT_APPLICABLE,
@@ -174,10 +175,10 @@ class _Probes:
         d = len(v)
         self._pivot = int(v.abs().argmax())
         self._sums = v == 0
-        tokens = torch.eye(d, dtype=torch.float64)
+        tokens = identity(d)
         u = tokens + self._sums.unsqueeze(1) * tokens[self._pivot]
         index = torch.arange(d * d)
-        answers = torch.full((d * d,), math.nan, dtype=torch.float64)
+        answers = full(math.nan, d * d)
         b = torch.full_like(answers, 1 / method.bound)
         a = torch.full_like(answers, _DELTA)
         self.asked = Pairs(u, tokens, index // d, index % d, b, a, answers)
@@ -194,7 +195,7 @@ class _Probes:
         reach = torch.where(self._sums, _SUM, _SINGLE).to(torch.float64).unsqueeze(1)
         low = torch.sigmoid(-reach)
         high = torch.sigmoid(reach)
-        if bool(((alpha - error > high) | (alpha + error < low)).any()):
+        if ((alpha - error > high) | (alpha + error < low)).any():
             raise Unsuccessful(
                 Status.MISMATCH,
                 f"the answers leave the range that one head with ‖W‖ ≤ {self._method.bound:g} "

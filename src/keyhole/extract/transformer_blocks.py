@@ -52,6 +52,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import identity, normal, random_stream, zeros
 from keyhole.core.numerics import least_squares
 from keyhole.extract.attention_layers import find_network, fit_network
 from keyhole.extract.bilinear import random_units
@@ -103,7 +104,7 @@ class TransformerBlocks(Method):
         yield from blaming_inexact_answers(oracle, self._steps(oracle))
 
     def _steps(self, oracle: Oracle) -> Iterator[Step]:
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         view = View.open(oracle, stream)
         if view.norm not in ("rms", "layer"):
             raise _refusal(
@@ -147,8 +148,7 @@ class _Heads:
     def of(cls, deltas: Tensor, g: Tensor, moved: Tensor) -> _Heads:
         """Return the heads, given g_h (n, H, e) and δM_h (n, H, d) at δ (n, e) of one length."""
         n, e = deltas.shape
-        identity = torch.eye(e, dtype=torch.float64)
-        of_B = torch.einsum("ab,nc->nabc", identity, deltas).reshape(n * e, e * e)
+        of_B = torch.einsum("ab,nc->nabc", identity(e), deltas).reshape(n * e, e * e)
         of_r = (
             -2 * torch.einsum("na,nb->nab", deltas, deltas) / deltas[0].square().sum()
         )
@@ -307,7 +307,7 @@ class _Shares(Parametric):
             "C": units.C[:, by_unit],
             "b": self.b,
             "c": self.c,
-            "epsilon": torch.zeros(len(self.b), 2, dtype=torch.float64),
+            "epsilon": zeros(len(self.b), 2),
             "heads": of_heads.double(),
             "units": of_units.double(),
         }
@@ -348,7 +348,7 @@ def _assigned(
         asked.append((tokens.unsqueeze(1), view.ask(tokens)))
     left = math.inf
     for depth in range(1, _DEEPEST + 1):
-        zeros = torch.zeros(depth, view.dim, dtype=torch.float64)
+        bias = zeros(depth, view.dim)
         for start in range(_STARTS if depth > 1 else 1):
             sizes = torch.rand(
                 depth, count + width, generator=stream, dtype=torch.float64
@@ -356,7 +356,7 @@ def _assigned(
             sizes = torch.ones_like(sizes) if not start else sizes
             free = (sizes / sizes.sum(0))[:-1]
             model = _Shares(
-                view, units, heads.M, free[:, :count], free[:, count:], zeros, zeros
+                view, units, heads.M, free[:, :count], free[:, count:], bias, bias
             )
             for tokens, y in asked:
                 model = refined(
@@ -379,7 +379,7 @@ def _polished(view: View, model: Blocks, stream: torch.Generator) -> Blocks:
     unknowns = sum(getattr(model, name).numel() for name in free)
     d = view.dim
     count = math.ceil(_ANSWERS * max(unknowns / d, d**2 / (_TOKENS - 1))) + 16
-    tokens = torch.randn(count, _TOKENS, d, generator=stream, dtype=torch.float64)
+    tokens = normal(stream, count, _TOKENS, d)
     tokens[::2] /= 4  # short ones show every ε
     y = ask(view.oracle, tokens)
     model = refined(model, free, [(tokens, y, torch.ones_like(y))])

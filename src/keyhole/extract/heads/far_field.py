@@ -30,8 +30,14 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import normal, tensor, zeros
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import ask_scores, random_orthogonal, random_units
+from keyhole.extract.bilinear import (
+    ask_scores,
+    lengths,
+    random_orthogonal,
+    random_units,
+)
 from keyhole.oracle.protocol import Oracle
 
 # ρ in saturation radii: transitions from one region to the next are within `_WIDTH`
@@ -82,14 +88,11 @@ def saturation_radius(probe: Probe, stream: torch.Generator) -> float | None:
     t = 8.0 ** torch.arange(-12, 18, dtype=torch.float64)
     ratio = probe(u.repeat(len(t), 1), t.repeat_interleave(2)).view(-1, 2)  # φ(tu)/t
     scale = ratio[t >= 1].abs().max()
-    noise = 1e-13 * (
-        torch.linalg.vector_norm(probe.v) * torch.linalg.vector_norm(probe.x) / t
-        + scale
-    )
+    noise = 1e-13 * (lengths(probe.v) * lengths(probe.x) / t + scale)
     is_open = (
         (ratio - ratio[-1]).abs() > (1e-6 * scale + 100 * noise).unsqueeze(1)
     ).any(1)
-    if not bool(is_open.any()):
+    if not is_open.any():
         return None
     last = int(is_open.nonzero().max())
     if last + 2 >= len(t):
@@ -160,7 +163,7 @@ def best_circle(probe: Probe, rho: float, stream: torch.Generator) -> Circle | N
 
 def _search(probe: Probe, rho: float, stream: torch.Generator) -> Circle | None:
     """Return all crossings on a random half circle; None if there are none or two are too close."""
-    plane = torch.randn(len(probe.x), 2, generator=stream, dtype=torch.float64)
+    plane = normal(stream, len(probe.x), 2)
     a, b = torch.linalg.qr(plane).Q.mT
     theta = torch.linspace(0.0, math.pi, _SAMPLES, dtype=torch.float64)
     y = _sample(probe, rho, a, b, theta)
@@ -213,9 +216,7 @@ def _assemble(
         return None
     left = theta[last[:-1]]
     right = theta[first[1:]]
-    if bool((theta[last] - theta[first] < 1e-5).any()) or bool(
-        (right - left > 1e-6).any()
-    ):
+    if (theta[last] - theta[first] < 1e-5).any() or (right - left > 1e-6).any():
         return None
     samples = torch.stack([first, (first + last) // 2, last], 1)  # three of each region
     wave = torch.stack([torch.cos(theta[samples]), torch.sin(theta[samples])], 2)
@@ -263,7 +264,7 @@ class Lines:
 
     @classmethod
     def none(cls, dim: int) -> Lines:
-        empty = torch.zeros(0, dim, dtype=torch.float64)
+        empty = zeros(0, dim)
         return cls(empty, empty.sum(1), 0.0)
 
     def scaled(self, factor: float) -> Lines:
@@ -294,16 +295,14 @@ def find_hidden_lines(probe: Probe, stream: torch.Generator) -> Lines:
     radius = saturation_radius(probe, stream)
     if radius is None:
         return Lines.none(len(probe.x))
-    drift = float(
-        probe(torch.zeros_like(away).unsqueeze(0), torch.tensor([FAR * radius]))[0]
-    )
+    drift = float(probe(torch.zeros_like(away)[None], torch.tensor([FAR * radius]))[0])
     return _lines(replace(probe, drift=drift), radius, stream)
 
 
 def _lines(probe: Probe, radius: float, stream: torch.Generator) -> Lines:
     """Return every hyperplane of the far field, whose gates saturate at `radius`."""
     if len(probe.x) == 1:  # one line, and nothing but its slope to find
-        ends = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+        ends = tensor([[1.0], [-1.0]])
         scale = float(probe(ends, torch.full((2,), FAR * radius)).abs().max())
         return Lines(
             _OPEN / radius * ends[:1], torch.full((1,), _GUESS).double(), scale
@@ -315,7 +314,7 @@ def _lines(probe: Probe, radius: float, stream: torch.Generator) -> Lines:
     theta, slope = _refine(probe, circle, rho)
     slow = _slowest(probe, circle, theta, slope, rho)
     g = _normals(probe, circle, theta, slope, rho, stream)
-    if not bool((torch.linalg.vector_norm(g, dim=1) > 0).all()):
+    if not (lengths(g) > 0).all():
         raise BadToken(Status.MISMATCH, "a jump of the far field has no normal")
     # If several gates share a line, g is that of the slowest, and only a guess.
     return Lines(
@@ -357,7 +356,7 @@ def _refine(probe: Probe, circle: Circle, rho: Tensor) -> tuple[Tensor, Tensor]:
         lo[rows[~high]] = mid[~high]
         r_lo[rows[~high]] = r[~high]
     slope = (_logit(r_hi) - _logit(r_lo)) / (hi - lo)
-    if not bool((inside(r_lo) & inside(r_hi) & (slope != 0)).all()):
+    if not (inside(r_lo) & inside(r_hi) & (slope != 0)).all():
         raise BadToken(
             Status.MISMATCH, "a jump of the far field has no smooth transition"
         )
@@ -381,7 +380,7 @@ def _slowest(
         index = rows.repeat_interleave(len(z))
         return circle.ratio(index, flat, probe(circle.points(flat), radii)).view_as(t)
 
-    z = torch.tensor([-9.0, -4.0, 4.0, 9.0], dtype=torch.float64)
+    z = tensor([-9.0, -4.0, 4.0, 9.0])
     r = ratio(torch.arange(len(theta)), z)
     wanted = z * slope.sign().unsqueeze(1)
     single = ((r > 0) & (r < 1) & ((_logit(r) - wanted).abs() < 0.05 * z.abs())).all(1)
@@ -425,7 +424,7 @@ def _normals(
             step[bad[:, :_SCOUTS].any(1), _SCOUTS:] /= 6
         if attempt:
             step = torch.where(bad & ~r.isnan(), step / 6, step)
-        if not bool(bad.any()):
+        if not bad.any():
             break
         line, k = bad.nonzero().unbind(1)
         y = probe(centre[line] + step[line, k, None] * U[k], rho[line])

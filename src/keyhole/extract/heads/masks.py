@@ -37,6 +37,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from keyhole.core.float64 import identity, normal, ones, zeros
 from keyhole.extract.bilinear import batch_rows, lengths, scalar
 from keyhole.extract.heads.far_field import Lines
 from keyhole.oracle.protocol import Oracle, ask
@@ -115,7 +116,7 @@ class IsolatedHeads:
         zero = torch.zeros(rays, 1, d, dtype=rows.dtype)
         flat = torch.cat([zero, rows], 1).reshape(-1, d)
         owner = torch.arange(rays).repeat_interleave(k + 1)
-        y = self.grid(x.unsqueeze(0), flat, owner).view(rays, k + 1)
+        y = self.grid(x[None], flat, owner).view(rays, k + 1)
         return y[:, 1:] - y[:, :1]
 
 
@@ -124,7 +125,7 @@ def mask_all(lines: Lines, reach: Tensor, stream: torch.Generator) -> Tensor:
     norm = lengths(lines.g)
     mu = float((_SPARE * (MARGIN + reach) / (norm * lines.slow)).max())
     unit = lines.g / norm.unsqueeze(1)
-    w = _spread(unit.unsqueeze(0), stream)[0]
+    w = _spread(unit[None], stream)[0]
     D = mu / float((unit @ w).abs().min()) * w
     return torch.stack([D, -D])
 
@@ -153,7 +154,7 @@ def mask_others(
         best = _offsets(inside, norm, line, sign, mu, heavy, stream)
         kept = (lengths(inside) / norm).amin(1) > 0.1
         best = Masks(best.D, torch.where(kept, best.margin, 0.0))
-        if bool((best.margin >= 0.7 / math.sqrt(len(norm))).all()):
+        if (best.margin >= 0.7 / math.sqrt(len(norm))).all():
             return best  # near the best margin of independent lines
     free = _offsets(G, norm, line, sign, mu, heavy, stream)
     if best is None:
@@ -207,21 +208,21 @@ def _spread(P: Tensor, stream: torch.Generator, avoid: Tensor | None = None) -> 
     """
     rays, k, d = P.shape
     if k == 0:
-        w = torch.randn(rays, d, generator=stream, dtype=torch.float64)
+        w = normal(stream, rays, d)
         w = w if avoid is None else w - (w * avoid).sum(1, keepdim=True) * avoid
         return w / lengths(w).clamp(min=1e-300).unsqueeze(1)
     poor = torch.ones(rays, dtype=torch.bool)
-    w = torch.zeros(rays, d, dtype=torch.float64)
+    w = zeros(rays, d)
     if k < d:
         inverse, _ = torch.linalg.inv_ex(P @ P.mT)
-        signs = torch.randn(_SIGNS, k, generator=stream, dtype=torch.float64).sign()
+        signs = normal(stream, _SIGNS, k).sign()
         square = ((signs @ inverse) * signs).sum(2)
         square = torch.where(square > 0, square, torch.inf)
         least, best = square.min(1)
         w = (signs[best].unsqueeze(1) @ inverse @ P).squeeze(1)
         sound = inverse.diagonal(dim1=1, dim2=2).amax(1) < 1e6
         poor = ~(sound & (least < 4 * k))
-    if bool(poor.any()):
+    if poor.any():
         w[poor] = _ascend(P[poor], stream)
     return w / lengths(w).unsqueeze(1)
 
@@ -229,7 +230,7 @@ def _spread(P: Tensor, stream: torch.Generator, avoid: Tensor | None = None) -> 
 def _ascend(P: Tensor, stream: torch.Generator) -> Tensor:
     """Maximise min_k |P_kᵀw| over unit w, by ascent on a soft minimum from random starts."""
     rays, k, _ = P.shape
-    signs = torch.randn(_STARTS, k, generator=stream, dtype=torch.float64)
+    signs = normal(stream, _STARTS, k)
     starts = torch.cat(
         [signs @ P, signs.sign() @ torch.linalg.pinv(P, rtol=1e-3).mT], 1
     )
@@ -237,7 +238,7 @@ def _ascend(P: Tensor, stream: torch.Generator) -> Tensor:
     top = (w @ P.mT).abs().amin(2).topk(_KEPT, dim=1).indices
     w = w.gather(1, top.unsqueeze(2).expand(-1, -1, w.shape[2]))
     best = w[:, 0].clone()
-    reached = torch.zeros(rays, dtype=torch.float64)
+    reached = zeros(rays)
     for turn in range(_ASCENT):
         shadow = w @ P.mT
         size = shadow.abs()
@@ -265,17 +266,15 @@ def leak_probes(
     """
     rays, slots, d = V.shape
     if slots >= d:
-        return torch.zeros(rays, 1, d, dtype=torch.float64)
+        return zeros(rays, 1, d)
     own = torch.cat([V, g.unsqueeze(1)], 1) if slots + 1 < d else V
     own = torch.linalg.qr(own.mT).Q
     if slots == 1 and rays + 1 < d // 2 and len(line.unique()) == rays:
         inside = g - (g @ own) @ own.mT  # (R, R, d)
-        wanted = _PULL * (1 - torch.eye(rays, dtype=torch.float64))
+        wanted = _PULL * (1 - identity(rays))
         # A ray's own row is 0 after the projection: the ridge keeps the system
         # solvable.
-        ridge = (
-            1e-12 * float((g * g).sum(1).max()) * torch.eye(rays, dtype=torch.float64)
-        )
+        ridge = 1e-12 * float((g * g).sum(1).max()) * identity(rays)
         weights = torch.linalg.solve(inside @ inside.mT + ridge, wanted)
         return weights.unsqueeze(1) @ inside
     others = _others(line, len(lines.g))
@@ -350,7 +349,7 @@ class Rays:
         rest = self.V.expand(rays, -1, -1, -1)[~own].view(rays, -1, d)
         rest = rest[:, (rest != 0).any(2).any(0)]
         zero = self.v0.expand(rays, 1, d)
-        return torch.cat([rest, zero], 1) if bool(self.v0.any()) else rest
+        return torch.cat([rest, zero], 1) if self.v0.any() else rest
 
 
 @dataclass(frozen=True)
@@ -380,7 +379,7 @@ class Rows:
         s[:, 0] *= 1.2 / math.sqrt(d)
         t = (Q @ p.unsqueeze(2)).squeeze(2)
         a = size / math.sqrt(d) - s * t.abs()
-        if bool(mixed.any()):  # every value must have the same sign on every row
+        if mixed.any():  # every value must have the same sign on every row
             unit = rays.V / torch.linalg.vector_norm(rays.V, dim=2, keepdim=True).clamp(
                 min=1e-300
             )
@@ -427,14 +426,14 @@ def agreeing_direction(rays: Rays) -> tuple[Tensor, Tensor]:
     Σ c_k V_k, where answers change most with small z.
     """
     p = rays.v.clone()
-    least = torch.ones(len(rays), dtype=torch.float64)
+    least = ones(len(rays))
     for r in (rays.slopes > 1).nonzero().squeeze(1).tolist():
         V = rays.V[r, : int(rays.slopes[r])]
         unit = V / torch.linalg.vector_norm(V, dim=1, keepdim=True)
         p[r] = torch.linalg.pinv(unit, rtol=1e-6).sum(1)
-        if float((unit @ p[r]).min()) < 0.1:
+        if (unit @ p[r]).min() < 0.1:
             p[r] = (rays.c[r, : len(V), None] * V).sum(0)
-        least[r] = (unit @ p[r]).min() / torch.linalg.vector_norm(p[r])
+        least[r] = (unit @ p[r]).min() / lengths(p[r])
     return p / torch.linalg.vector_norm(p, dim=1, keepdim=True), least.clamp(min=0.2)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status
+from keyhole.core.float64 import identity, normal, ones, tensor, zeros
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import equalised, lengths, random_orthogonal
 from keyhole.extract.gauss_newton import levenberg
@@ -43,15 +44,13 @@ from keyhole.oracle.protocol import Oracle
 
 NOTHING = 1e-9  # smaller values, relative to the largest, count as zero
 _OPEN = 60.0  # gᵀδ of an open gate
-_TESTS = torch.tensor(
-    [-2.5, 1.0, 3.0], dtype=torch.float64
-)  # gᵀδ of the answers that test g
+_TESTS = tensor([-2.5, 1.0, 3.0])  # gᵀδ of the answers that test g
 _EXACT = 1e-9  # the relative error to which one logistic must predict other answers
 
 
 def find_rays(oracle: Oracle, v: Tensor, stream: torch.Generator) -> tuple[Lines, Rays]:
     """Return every head at a random token x_0, and the lines with more exact normals."""
-    x = torch.randn(len(v), generator=stream, dtype=torch.float64)
+    x = normal(stream, len(v))
     x = x / lengths(x)
     frame = random_orthogonal(len(v), stream)
     lines = find_lines(Probe(oracle, x, v), stream)
@@ -96,8 +95,8 @@ class _Token:
         """Return all rays with values (None if a gate never opens), and the missing share of v."""
         v0 = self._zero_value()
         line = torch.arange(len(self.lines.g)).repeat_interleave(2)
-        sign = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(len(self.lines.g))
-        values = torch.zeros(0, len(self.v), dtype=torch.float64)
+        sign = tensor([1.0, -1.0]).repeat(len(self.lines.g))
+        values = zeros(0, len(self.v))
         if len(line):
             opened = self._open_values(v0, line, sign)
             if opened is None:
@@ -105,10 +104,17 @@ class _Token:
             present, values = opened
             line = line[present]
             sign = sign[present]
-        ones = torch.ones(len(line), 1, dtype=torch.float64)
         g = sign.unsqueeze(1) * self.lines.g[line]
         rays = Rays(
-            self.x, line, sign, g, values, v0, ones, values.unsqueeze(1), self.frame
+            self.x,
+            line,
+            sign,
+            g,
+            values,
+            v0,
+            ones(len(line), 1),
+            values.unsqueeze(1),
+            self.frame,
         )
         rest = float(lengths(self.v - v0 - values.sum(0)))
         return rays, rest / self.scale if self.scale else rest
@@ -122,12 +128,12 @@ class _Token:
         D = Q[:2]
         if len(g):
             D = mask_all(self.lines, (g @ Q.mT).abs().amax(1) + 5, self.stream)
-        isolated = IsolatedHeads(self.oracle, D.unsqueeze(0), torch.zeros_like(x))
+        isolated = IsolatedHeads(self.oracle, D[None], torch.zeros_like(x))
         seen = float(isolated.at_once(x, Q[:2].sum(0)[None, None]).abs())
         noise = 1e-12 * self.scale * float(lengths(D).max())
         if seen <= NOTHING * self.scale * size + noise:
             return torch.zeros_like(x)
-        return 4 * isolated.at_once(x, Q.unsqueeze(0)).squeeze(0) @ Q / size**2
+        return 4 * isolated.at_once(x, Q[None]).squeeze(0) @ Q / size**2
 
     def _open_values(
         self, v0: Tensor, line: Tensor, sign: Tensor
@@ -144,9 +150,9 @@ class _Token:
         g = sign.unsqueeze(1) * lines.g[line]
         Q = equalised(g, self.frame)
         length = _OPEN * math.sqrt(d) / (lengths(g) * lines.slow[line])
-        y = torch.zeros(len(line), 3, dtype=torch.float64)
-        D = torch.zeros(len(line), 2, d, dtype=torch.float64)
-        mix = (1 + 0.3 * torch.randn(d, generator=self.stream, dtype=torch.float64)) / d
+        y = zeros(len(line), 3)
+        D = zeros(len(line), 2, d)
+        mix = (1 + 0.3 * normal(self.stream, d)) / d
         todo = torch.arange(len(line))
         for _ in range(4):
             delta = length[todo, None, None] * Q[todo]
@@ -193,25 +199,23 @@ def _near_field(
     oracle: Oracle, lines: Lines, rays: Rays, values: Tensor, stream: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Return g of rays from d logits, and whether one logistic explains three more answers."""
-    rows = Rows.design(rays.frame.unsqueeze(0), rays)
+    rows = Rows.design(rays.frame[None], rays)
     count, k, d = rows.deltas.shape
-    tests = torch.randn(count, 3, d, generator=stream, dtype=torch.float64) / math.sqrt(
-        d
-    )
+    tests = normal(stream, count, 3, d) / math.sqrt(d)
     tests = tests + (rays.g / lengths(rays.g).unsqueeze(1)).unsqueeze(1)
     tests = tests * (_TESTS / (tests @ rays.g.unsqueeze(2)).squeeze(2)).unsqueeze(2)
-    zero = torch.zeros(count, 1, d, dtype=torch.float64)
+    zero = zeros(count, 1, d)
     both = torch.cat([rows.deltas, tests], 1)
     reach = (both @ lines.g.mT).abs().amax(1) + 5
     masks = mask_others(lines, rays.line, rays.sign, reach, stream, values)
     isolated = IsolatedHeads(oracle, masks.D, rays.v0)
-    x = rays.x.unsqueeze(0)
+    x = rays.x[None]
     owner = torch.arange(count)
     fixed = torch.cat([zero, tests], 1)
     y = isolated.grid(x, fixed.view(-1, d), owner.repeat_interleave(4)).view(count, 4)
     flat = rows.deltas.view(-1, d)
     z = read_logits(
-        isolated, rays, x, y[:, 0].unsqueeze(0), flat, owner.repeat_interleave(k), 2
+        isolated, rays, x, y[:, 0][None], flat, owner.repeat_interleave(k), 2
     )
     g = rows.solve(z.view(1, count, k)).squeeze(1)
     signal = (tests @ rays.v.unsqueeze(2)).squeeze(2)
@@ -284,19 +288,17 @@ def fit_ray(
 
     def ask(delta: Tensor) -> Tensor:
         reach = (delta @ lines.g.mT).abs().amax(0) + 5
-        masks = mask_others(
-            lines, part.line, part.sign, reach.unsqueeze(0), stream, values
-        )
+        masks = mask_others(lines, part.line, part.sign, reach[None], stream, values)
         return (
             IsolatedHeads(oracle, masks.D, rays.v0)
-            .at_once(rays.x, delta.unsqueeze(0))
+            .at_once(rays.x, delta[None])
             .squeeze(0)
         )
 
     t, e = _profile(guess, stream)
     profile = ask(t.unsqueeze(1) * e) / t
-    delta = torch.zeros(0, len(v), dtype=torch.float64)
-    y = torch.zeros(0, dtype=torch.float64)
+    delta = zeros(0, len(v))
+    y = zeros(0)
     for count in range(1, MOST + 1):
         slopes = _slopes(t, profile, float(v @ e), count)
         if slopes is None:
@@ -328,17 +330,17 @@ def _with_ray(rays: Rays, ray: int, g: Tensor, c: Tensor, V: Tensor) -> Rays:
 
 def _profile(guess: Tensor, stream: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return multiples t of a direction e with gᵀe about 1: both signs, from 1/16 to 24."""
-    e = torch.randn(len(guess), generator=stream, dtype=torch.float64)
-    norm = torch.linalg.vector_norm(guess)
-    e = guess / norm + 0.5 * e / torch.linalg.vector_norm(e)
+    e = normal(stream, len(guess))
+    norm = lengths(guess)
+    e = guess / norm + 0.5 * e / lengths(e)
     t = torch.logspace(-1.2, 1.4, _PROFILE // 2, dtype=torch.float64)
     return torch.cat([t, -t]), e / (e @ guess)
 
 
 def _spread_probes(g: Tensor, count: int, stream: torch.Generator) -> Tensor:
     """Return δ with gᵀδ of both signs from 0.2 to 16 and a random part orthogonal to g."""
-    norm = torch.linalg.vector_norm(g)
-    across = torch.randn(count, len(g), generator=stream, dtype=torch.float64)
+    norm = lengths(g)
+    across = normal(stream, count, len(g))
     across = across - (across @ g).unsqueeze(1) * g / norm**2
     z = torch.exp(4.3 * torch.rand(count, generator=stream, dtype=torch.float64) - 1.5)
     z = torch.where(
@@ -349,32 +351,31 @@ def _spread_probes(g: Tensor, count: int, stream: torch.Generator) -> Tensor:
 
 def _slopes(t: Tensor, profile: Tensor, total: float, count: int) -> Tensor | None:
     """Return κ, largest first, with `profile = Σ_k σ(κ_k t)·A_k` and ΣA = total, or None."""
-    ones = torch.ones(1, count, dtype=torch.float64)
-    wanted = torch.cat([profile, torch.tensor([total], dtype=torch.float64)])
+    wanted = torch.cat([profile, tensor([total])])
 
     def gates(kappa: Tensor) -> Tensor:
         return torch.cat(
             [
                 torch.sigmoid(t.unsqueeze(1) * kappa),
-                ones.expand(*kappa.shape[:-2], 1, -1),
+                ones(*kappa.shape[:-2], 1, count),
             ],
             -2,
         )
 
     def model(log_kappa: Tensor) -> tuple[Tensor, Tensor]:
         kappa = log_kappa.exp()
-        gate = gates(kappa.unsqueeze(0))
+        gate = gates(kappa[None])
         slope = (
             gate * (1 - gate) * torch.nn.functional.pad(t, (0, 1)).unsqueeze(1) * kappa
         )
         return _projected(gate, wanted, lambda A: slope * A)
 
-    grid = torch.tensor(list(combinations(_GRID.tolist(), count)), dtype=torch.float64)
+    grid = tensor(list(combinations(_GRID.tolist(), count)))
     trial = gates(grid.unsqueeze(1))
     span = torch.linalg.qr(trial).Q
     inside = (span @ (span.mT @ wanted.unsqueeze(1))).squeeze(2)
-    miss = torch.linalg.vector_norm(wanted - inside, dim=1)
-    enough = _LIKELY * float(torch.linalg.vector_norm(wanted))
+    miss = lengths(wanted - inside)
+    enough = _LIKELY * float(lengths(wanted))
     # The best start for each largest slope: the best of all often lead to one local
     # minimum.
     best = {float(grid[k, -1]): k for k in miss.argsort(descending=True).tolist()}
@@ -407,8 +408,8 @@ def _fit(
     """Fit g, c and V to all answers, starting at g and c; None if they do not explain them."""
     count = len(c)
     d = len(v)
-    weight = float(torch.linalg.vector_norm(delta, dim=1).max())
-    tie = weight * torch.eye(d, dtype=torch.float64).repeat(1, count)
+    weight = float(lengths(delta).max())
+    tie = weight * identity(d).repeat(1, count)
     wanted = torch.cat([y, weight * v])
 
     def split(unknowns: Tensor) -> tuple[Tensor, Tensor]:
@@ -427,7 +428,7 @@ def _fit(
         return _projected(linear(g, c), wanted, slope)
 
     unknowns, left = levenberg(model, torch.cat([g, c[1:].log()]))
-    if not left < _FITS * float(torch.linalg.vector_norm(wanted)):
+    if not left < _FITS * float(lengths(wanted)):
         return None
     g, c = split(unknowns)
     V = least_squares(linear(g, c), wanted.unsqueeze(1)).view(count, d)
@@ -456,7 +457,7 @@ def _require_sharp(delta: Tensor, g: Tensor, c: Tensor, V: Tensor) -> None:
     by_difference = (by_values[:, 1:] - by_values[:, :1]).flatten(1)  # ΣV is known
     J = torch.cat([_by_others(delta, g, c, V), by_difference], 1)
     sizes = torch.linalg.svdvals(J / torch.linalg.vector_norm(J, dim=0))
-    if not float(sizes[-1]) > _SHARP * float(sizes[0]):
+    if not sizes[-1] > _SHARP * float(sizes[0]):
         raise BadToken(
             Status.NOT_APPLICABLE,
             f"{count} heads share a direction W x with slopes too close to be separated",
