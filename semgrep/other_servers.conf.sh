@@ -1,0 +1,5 @@
+[Service]
+# ruleid: KH-CONFIG-OLLAMA-OPEN
+Environment="OLLAMA_HOST=0.0.0.0:11434"
+Environment="OLLAMA_KEEP_ALIVE=24h"
+Environment="OLLAMA_FLASH_ATTENTION=1"

@@ -1,0 +1,4 @@
+[Container]
+# ruleid: KH-CONFIG-OLLAMA-OPEN
+Image = ollama/ollama
+PublishPort = 11434:11434

@@ -1,0 +1,2 @@
+API_KEY=change-me-in-production
+RUST_LOG=warn

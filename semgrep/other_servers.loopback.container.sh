@@ -1,0 +1,3 @@
+[Container]
+Image = ollama/ollama
+PublishPort = 127.0.0.1:1:1

@@ -1,0 +1,7 @@
+# copied from .env.example
+COMPOSE_PROJECT_NAME=search
+PERSISTENCE_DATA_PATH=/var/lib/weaviate
+# ruleid: KH-CONFIG-WEAVIATE-OPEN
+AUTHENTICATION_ANONYMOUS_ACCESS_ENABLED=true
+DEFAULT_VECTORIZER_MODULE=text2vec-transformers
+ENABLE_MODULES=text2vec-transformers

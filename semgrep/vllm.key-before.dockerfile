@@ -1,0 +1,3 @@
+FROM vllm/vllm-openai
+ENV VLLM_API_KEY=k
+CMD ["--model", "m"]
