@@ -21,7 +21,7 @@ RUN = {"model": "bert", "method": {"name": "greedy", "share": 0.01, "layers": (1
 def test_finished_pieces_come_back(tmp_path):
     path = tmp_path / "run.jsonl"
     with Journal(path, RUN) as journal:
-        assert len(journal) == 0
+        assert not journal.records
         journal.add({"a": {"flips": 1}, "b": {"flips": 0}})
         journal.add({"c": {"flips": 2}})
     with Journal(path, RUN) as journal:

@@ -13,6 +13,7 @@ from keyhole import extract, oracle
 from keyhole.core import Finding, Status, dump, read
 from keyhole.core.errors import InputError
 from keyhole.core.files import write_text
+from keyhole.core.result import typed
 from keyhole.extract.extraction import Extraction
 
 
@@ -58,7 +59,7 @@ def test_findings_read_back_equal():
         ((1, 0.5),),
     )
     data = json.loads(json.dumps(asdict(finding)))
-    assert Finding.from_dict(data) == finding
+    assert typed(Finding, data) == finding
     assert finding.exposed
 
 

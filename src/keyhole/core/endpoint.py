@@ -89,7 +89,8 @@ class EndpointOptions:
             )
         if self.ca is not None and self.insecure:
             raise InputError("--ca and --insecure exclude each other: give one of them")
-        object.__setattr__(self, "ca", None if self.ca is None else str(self.ca))
+        if self.ca is not None:
+            object.__setattr__(self, "ca", str(self.ca))
         self.secrets()
 
     @property
@@ -143,13 +144,9 @@ class EndpointOptions:
                 raise InputError(
                     f"--header takes NAME=VARIABLE; {name!r} is no header's name"
                 )
-            if variable and "\0" not in variable:
-                value = os.environ.get(variable)
-            else:
-                value = None
-            if (
-                not value
-            ):  # the name is not shown: somebody may have given the secret itself
+            value = os.environ.get(variable)
+            if not value:
+                # The name is not shown: somebody may have given the secret itself.
                 raise InputError(
                     f"--header {name}=VARIABLE names an environment variable that is not set: "
                     "export it first"

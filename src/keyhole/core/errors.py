@@ -129,6 +129,6 @@ def expect_keys(given: Iterable[str], keys: Collection[str], where: str) -> None
             raise InputError(f"{key[:40]} has no meaning in {where}: {hint}")
 
 
-def first_line(error: BaseException) -> str:
+def first_line(error: BaseException | str) -> str:
     """Return the first line of an error's message, shortened to fit into one of ours."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

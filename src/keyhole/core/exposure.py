@@ -299,10 +299,10 @@ class Exposure:
     def id(self) -> str:
         """Its fields as a word for URLs, the same in every audit: `text-hidden-states-layer-3`."""
         family, _, kind = self.rule.removeprefix("KH-").partition("-")
-        layer = "" if self.layer is None else f"layer-{self.layer}"
-        return slug(
-            family, self.part, kind, self.variant, self.name, layer, *self.defences
-        )
+        words = [family, self.part, kind, self.variant, self.name]
+        if self.layer is not None:
+            words.append(f"layer-{self.layer}")
+        return slug(*words, *self.defences)
 
     def __str__(self) -> str:
         return self.id
@@ -332,7 +332,8 @@ RETURNS = {  # what a service may return, and what else follows from each
 
 def needs(exposure: Exposure) -> str | None:
     """Return what a service has to return for this exposure; None if it depends on nothing."""
-    return None if exposure.rule == NOT_CHECKED else rule_of(exposure).needs
+    rule = _BY_ID.get(exposure.rule)
+    return rule and rule.needs
 
 
 def is_returned(exposure: Exposure, returns: Sequence[str]) -> bool:

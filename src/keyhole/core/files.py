@@ -99,9 +99,11 @@ def expect_file(path: str | Path, what: str) -> None:
     mode = _mode(path)
     if stat.S_ISREG(mode):
         return
-    reason = "it is a device or a pipe" if mode else "there is no such file"
+    reason = "there is no such file"
     if stat.S_ISDIR(mode):
         reason = "it is a folder"
+    elif mode:
+        reason = "it is a device or a pipe"
     raise InputError(f"cannot read {path} as {what}: {reason}")
 
 
@@ -173,11 +175,10 @@ def _failure(message: str, error: BaseException) -> KeyholeError:
     """Return an InputError for a wrong name, a KeyholeError for a full disk and the like."""
     number = getattr(error, "errno", None)
     why = getattr(error, "strerror", None) or first_line(error)
-    if (
-        number is None
-    ):  # safetensors, which is written in Rust, has the number in its message
+    if number is None:  # safetensors, a Rust program, has the number in its message
         found = re.search(r"\(os error (\d+)\)", str(error))
-        number = int(found[1]) if found else None
+        if found:
+            number = int(found[1])
     kind = KeyholeError if number in _FAULTS_OF_THE_MACHINE else InputError
     return kind(f"{message}: {why}")
 

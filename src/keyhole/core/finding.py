@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import (
@@ -21,7 +21,7 @@ from keyhole.core.exposure import (
     is_returned,
     rule_of,
 )
-from keyhole.core.result import Result, environment, typed
+from keyhole.core.result import Result, environment
 from keyhole.core.status import OUTCOMES, Outcome, Status, exit_code, joint_exit_code
 from keyhole.core.text import percent
 
@@ -112,10 +112,6 @@ class Finding:
         """A way to the secret is open, and nobody tried it."""
         return self.outcome is Outcome.EXPOSED
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Finding:
-        return typed(cls, data)
-
 
 @dataclass(frozen=True)
 class Skip:
@@ -155,19 +151,15 @@ class Cut:
     """Layer, head, query and key, which are positions in `tokens`."""
 
     def __post_init__(self) -> None:
-        for name, count in (("layers", self.layers), ("heads", self.heads)):
-            if not 0 <= count <= _MAX_HEADS:
-                raise InputError(f"a cut has 0 to {_MAX_HEADS:,} {name}, not {count}")
-        heads = self.layers * self.heads
-        if heads > _MAX_HEADS:
+        squares = max(1, self.layers) * max(1, self.heads)
+        if min(self.layers, self.heads) < 0 or squares > _MAX_HEADS:
             raise InputError(
-                f"a cut has at most {_MAX_HEADS:,} heads in all layers, not {heads}"
+                f"a cut has 0 to {_MAX_HEADS:,} heads, not {self.layers} layers of {self.heads}"
             )
         sizes = (self.layers, self.heads, len(self.tokens), len(self.tokens))
         for unit in self.units:
-            if not all(
-                0 <= place < size for place, size in zip(unit, sizes, strict=True)
-            ):
+            places = zip(unit, sizes, strict=True)
+            if not all(0 <= place < size for place, size in places):
                 raise InputError(
                     f"the unit {unit} of a cut is outside of its {self.layers} layers, "
                     f"{self.heads} heads and {len(self.tokens)} tokens"
@@ -208,15 +200,16 @@ class Estimate:
         low, high = (
             percent(count / self.population) for count in (self.least, self.most)
         )
-        return low if low == high else f"{low.removesuffix('%')}–{high}"
+        if low == high:
+            return low
+        return f"{low.removesuffix('%')}–{high}"
 
     def __str__(self) -> str:
-        tried = f"{self.exact} of {self.sample} tried were"
         if self.sample == self.population:
             return f"of {self.population:,} texts, {self.exact:,} can be read exactly: all tried"
         return (
             f"of {self.population:,} texts, {self.share} can be read exactly "
-            f"({tried}; {percent(CONFIDENCE)} confidence)"
+            f"({self.exact} of {self.sample} tried were; {percent(CONFIDENCE)} confidence)"
         )
 
 
@@ -232,7 +225,9 @@ class Piece:
 
     @property
     def counts(self) -> bool:
-        return self.mark == "verified" if self.right is None else self.right
+        if self.right is None:
+            return self.mark == "verified"
+        return self.right
 
 
 @dataclass(frozen=True)
@@ -299,19 +294,14 @@ def _share_right(pieces: Sequence[Piece]) -> float:
 # limit for large N. If all are drawn it is k alone.
 
 CONFIDENCE = 0.95
-_ROUNDING = (
-    1e-9  # relative: a probability at the limit may be computed a little above it
-)
+# relative: a probability at the limit may be computed a little above it
+_ROUNDING = 1e-9
 
 
 def hits_in_all(
     hits: int, drawn: int, population: int, confidence: float = CONFIDENCE
 ) -> tuple[int, int]:
     """Return the least and the most hits that the whole population may have."""
-    if not 0 <= hits <= drawn <= population or drawn < 1 or not 0 < confidence < 1:
-        raise InputError(
-            f"expected hits ≤ drawn ≤ population, got {hits}, {drawn} and {population}"
-        )
     tail = (1 - confidence) / 2 * (1 + _ROUNDING)
     least = _least(hits, drawn, population, tail)
     return least, population - _least(drawn - hits, drawn, population, tail)
@@ -322,9 +312,8 @@ def _least(hits: int, drawn: int, population: int, tail: float) -> int:
 
     That probability grows with K, so a bisection finds it.
     """
-    from scipy.stats import (
-        hypergeom,
-    )  # not installed without models, when no store is sampled
+    # Not installed without models; then no store is sampled.
+    from scipy.stats import hypergeom
 
     def is_likely(K: int) -> bool:
         return bool(hypergeom.sf(hits - 1, population, K, drawn) > tail)
@@ -372,10 +361,9 @@ class Audit(Result):
         They are if weights, vectors or address are the same, or the names are. A file
         that was moved to another folder keeps its name.
         """
-        same = bool(self.identity) and self.identity == other.identity
-        return same or (
-            bool(self._plain_name) and self._plain_name == other._plain_name
-        )
+        if self.identity and self.identity == other.identity:
+            return True
+        return bool(self._plain_name) and self._plain_name == other._plain_name
 
     @property
     def _plain_name(self) -> str:
@@ -415,9 +403,9 @@ class Audit(Result):
     def exit_code(self) -> int:
         """0 nothing was given away, 1 something was, 3 something could not be checked."""
         outcomes = [finding.outcome for finding in self.attacks]
-        return exit_code(
-            [*outcomes, *(Outcome.UNCHECKED for _ in self.unchecked_skips)]
-        )
+        if self.unchecked_skips:
+            outcomes.append(Outcome.UNCHECKED)
+        return exit_code(outcomes)
 
     def summary(self) -> str:
         lines = [
@@ -428,11 +416,12 @@ class Audit(Result):
             exposed = [
                 rule_of(finding.exposure).name for finding in group if finding.exposed
             ]
-            if exposed:
-                names = f" ({exposed[0]}{', …' if len(exposed) > 1 else ''})"
-            else:
-                names = ""
-            lines.append(f"  {sought}: {len(exposed)} of {len(group)}{names}")
+            line = f"  {sought}: {len(exposed)} of {len(group)}"
+            if len(exposed) == 1:
+                line += f" ({exposed[0]})"
+            elif exposed:
+                line += f" ({exposed[0]}, …)"
+            lines.append(line)
         if self.unchecked:
             lines.append(f"  could not check: {self.unchecked}")
         if self.skips:

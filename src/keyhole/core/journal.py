@@ -18,7 +18,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -42,11 +42,9 @@ def digest(*parts: Any) -> str:
     """Return sixteen hexadecimal digits that identify bytes, or anything that JSON can write."""
     sha = hashlib.sha256()
     for part in parts:
-        sha.update(
-            part
-            if isinstance(part, bytes)
-            else json.dumps(part, sort_keys=True).encode()
-        )
+        if not isinstance(part, bytes):
+            part = json.dumps(part, sort_keys=True).encode()
+        sha.update(part)
     return sha.hexdigest()[:16]
 
 
@@ -55,25 +53,25 @@ def expect_same_run(
 ) -> None:
     """Raise if a file belongs to another run; the message says what differs and what to do."""
     # JSON turns tuples into lists, which must not count as a difference.
-    own = cast("dict[str, Any]", json.loads(json.dumps(dict(mine))))
-    saved = cast("dict[str, Any]", theirs) if isinstance(theirs, dict) else {}
-    for key in own | saved:
-        if own.get(key) != saved.get(key):
-            name, ours, others = _difference(key, own.get(key), saved.get(key))
-            raise AnotherRun(
-                f"this run has {name} {ours}, that of {path} has {name} {others}: {fix}"
-            )
+    own = json.loads(json.dumps(dict(mine)))
+    saved: Any = {}
+    if isinstance(theirs, dict):
+        saved = theirs
+    difference = next(_differences("", own, saved), None)
+    if difference is not None:
+        name, ours, others = difference
+        raise AnotherRun(
+            f"this run has{name} {ours}, that of {path} has{name} {others}: {fix}"
+        )
 
 
-def _difference(name: str, own: Any, saved: Any) -> tuple[str, Any, Any]:
-    """Return the innermost setting that differs: its name and its two values."""
+def _differences(name: str, own: Any, saved: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the innermost settings that differ: the name and the two values."""
     if isinstance(own, dict) and isinstance(saved, dict):
-        ours = cast("dict[str, Any]", own)
-        others = cast("dict[str, Any]", saved)
-        for key in ours | others:
-            if ours.get(key) != others.get(key):
-                return _difference(f"{name} {key}", ours.get(key), others.get(key))
-    return name, own, saved
+        for key in cast("dict[str, Any]", own | saved):
+            yield from _differences(f"{name} {key}", own.get(key), saved.get(key))
+    elif own != saved:
+        yield name, own, saved
 
 
 @contextmanager
@@ -121,11 +119,12 @@ class Journal:
     def __init__(
         self, path: str | Path | None, run: Run, *, force: bool | None = None
     ) -> None:
-        self.path = None if path is None else Path(path)
-        self._force = force
-        self._fix = _FIX if force is None else _FORCE
+        self.path: Path | None = None
         self.records: dict[str, dict[str, Any]] = {}
-        self._file = None if self.path is None else self._open(self.path, run)
+        self._file: IO[str] | None = None
+        if path is not None:
+            self.path = Path(path)
+            self._file = self._open(self.path, run, force)
 
     def __enter__(self) -> Journal:
         return self
@@ -135,9 +134,6 @@ class Journal:
             self._file.close()
             if not self.records:
                 self.path.unlink(missing_ok=True)
-
-    def __len__(self) -> int:
-        return len(self.records)
 
     def __contains__(self, key: str) -> bool:
         return key in self.records
@@ -173,54 +169,50 @@ class Journal:
                 f"{self.path} does not hold what a run wrote under {key} ({error}): {_REPEAT}"
             ) from error
 
-    def _open(self, path: Path, run: Run) -> IO[str]:
+    def _open(self, path: Path, run: Run, force: bool | None) -> IO[str]:
+        text = ""
         try:
-            text = read_text(path, "a file to resume from") if exists(path) else ""
+            if exists(path):
+                text = read_text(path, "a file to resume from")
         except InputError as error:  # bytes that are no text
             raise InputError(f"{error}: remove it to begin anew") from error
+        whole = text[: text.rfind("\n") + 1]  # without a line that a crash cut off
         try:
-            whole = text[: text.rfind("\n") + 1]  # without a line that a crash cut off
-            if whole and not self._read_records(path, whole, run):
-                whole = ""
+            if whole:
+                self._read_records(path, whole, run, _FIX if force is None else _FORCE)
+        except AnotherRun:
+            if not force:
+                raise
+            whole = ""
+        try:
             private(path)
-            file = path.open("w" if not whole else "r+", encoding="utf-8")
+            file = path.open("r+", encoding="utf-8")
             file.write(whole or json.dumps(dict(run)) + "\n")
             file.truncate()
             file.flush()
-        except InputError:
-            raise
         except (OSError, ValueError) as error:
             raise unwritable(path, error) from error
         return file
 
-    def _read_records(self, path: Path, whole: str, run: Run) -> bool:
-        """Read the records; return False if the file is another run's and may be replaced."""
-        lines = whole.rstrip("\n").split(
-            "\n"
-        )  # not splitlines: texts may hold other line ends
-        try:
-            expect_same_run(path, run, self._line(1, lines[0]), self._fix)
-        except AnotherRun:
-            if self._force:
-                return False
-            raise
-        for number, text in enumerate(lines[1:], 2):
-            record = self._line(number, text)
-            self.records[str(record.pop("key"))] = record
-        return True
+    def _read_records(self, path: Path, whole: str, run: Run, fix: str) -> None:
+        # Not splitlines, because texts may hold other ends of lines.
+        first, *lines = whole.rstrip("\n").split("\n")
+        expect_same_run(path, run, _line(f"{path}:1", first, AnotherRun, fix), fix)
+        for number, text in enumerate(lines, 2):
+            where = f"{path}:{number}"
+            record = _line(where, text, InputError, _REPEAT)
+            key = record.pop("key", None)
+            if not isinstance(key, str):
+                raise InputError(f"{where} has no key ({text[:40]!r}): {_REPEAT}")
+            self.records[key] = record
 
-    def _line(self, number: int, text: str) -> dict[str, Any]:
-        """Return the identity of the run, in line 1, or a record."""
-        fix = self._fix if number == 1 else _REPEAT
-        kind = AnotherRun if number == 1 else InputError
-        where = f"{self.path}:{number}"
-        try:
-            record = parse(text)
-        except ValueError as error:
-            raise kind(f"expected JSON in {where}, got {text[:40]!r}: {fix}") from error
-        if not isinstance(record, dict):
-            raise kind(f"expected an object in {where}, got {text[:40]!r}: {fix}")
-        record = cast("dict[str, Any]", record)
-        if number > 1 and not isinstance(record.get("key"), str):
-            raise kind(f"{where} has no key ({text[:40]!r}): {fix}")
-        return record
+
+def _line(where: str, text: str, kind: type[InputError], fix: str) -> dict[str, Any]:
+    """Return the object in a line, or raise an error of this kind, which says the fix."""
+    try:
+        record = parse(text)
+    except ValueError as error:
+        raise kind(f"expected JSON in {where}, got {text[:40]!r}: {fix}") from error
+    if not isinstance(record, dict):
+        raise kind(f"expected an object in {where}, got {text[:40]!r}: {fix}")
+    return cast("dict[str, Any]", record)

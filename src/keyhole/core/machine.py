@@ -88,8 +88,11 @@ def device_of(asked: str, worker: int, gpus: int | None = None) -> str:
     """
     import torch
 
-    gpus = torch.cuda.device_count() if gpus is None else gpus
-    return f"cuda:{worker % gpus}" if asked == "cuda" and gpus > 1 else asked
+    if gpus is None:
+        gpus = torch.cuda.device_count()
+    if asked == "cuda" and gpus > 1:
+        return f"cuda:{worker % gpus}"
+    return asked
 
 
 # The threads of one operation wait for each other at its end. On a small matrix,

@@ -58,9 +58,9 @@ def option(
     parse: Callable[[str], Any] | None = None,
 ) -> T:
     """Declare a field of a dataclass as an option."""
-    about = Option(
-        help, group, "FILE" if file and metavar is None else metavar, file, parse
-    )
+    if file and metavar is None:
+        metavar = "FILE"
+    about = Option(help, group, metavar, file, parse)
     return dataclasses.field(default=default, metadata={"option": about})
 
 
@@ -114,12 +114,9 @@ def types_of(takes: Callable[..., Any], hidden: Sequence[str] = ()) -> dict[str,
 
 def _alternatives(type_: Any) -> list[Any]:
     """Return the types in a union, except None; any other type is its own alternative."""
-    union = get_origin(type_) in (Union, types.UnionType)
-    return [
-        kind
-        for kind in (get_args(type_) if union else (type_,))
-        if kind is not type(None)
-    ]
+    if get_origin(type_) not in (Union, types.UnionType):
+        return [type_]
+    return [kind for kind in get_args(type_) if kind is not types.NoneType]
 
 
 def _simple(type_: Any) -> bool:

@@ -87,7 +87,8 @@ class ProgressState:
         rose = done > self.done
         self.done = max(done, self.done)
         self.note = note or self.note
-        self.total = self.total if total is None else total
+        if total is not None:
+            self.total = total
         if self.total is not None:
             self.total = max(
                 self.total, self.done

@@ -77,7 +77,11 @@ class Result(ABC):
         cls, data: dict[str, Any], tensors: Mapping[str, Tensor] | None = None
     ) -> Self:
         """Read what `to_dict` wrote, or raise an InputError."""
-        expect_format(data.get("format"))
+        version = data.get("format")
+        if type(version) is not int or version != FORMAT:
+            raise InputError(
+                f"this Keyhole reads format {FORMAT}, not {str(version)[:40]}"
+            )
         if data.get("kind") != cls.kind:
             raise InputError(
                 f"expected a saved {cls.kind}, got {str(data.get('kind'))[:40]}"
@@ -107,7 +111,8 @@ class Result(ABC):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read what `save` wrote."""
-        path, data = Path(path), read(path)
+        path = Path(path)
+        data = read(path)
         tensors: dict[str, Tensor] = {}
         if isinstance(data.get(cls.tensors_key), str):
             about, tensors = read_tensors(
@@ -152,16 +157,7 @@ def read(path: str | Path) -> dict[str, Any]:
         raise InputError(f"{path} is not a JSON file: {error}") from error
     if not isinstance(data, dict):
         raise InputError(f"{path} is not a JSON file of Keyhole")
-    data = cast("dict[str, Any]", data)
-    expect_format(data.get("format"), f" in {path}")
-    return data
-
-
-def expect_format(version: object, where: str = "") -> None:
-    if version != FORMAT or isinstance(version, bool):
-        raise InputError(
-            f"this Keyhole reads format {FORMAT}, not {str(version)[:40]}{where}"
-        )
+    return cast("dict[str, Any]", data)
 
 
 T = TypeVar("T")

@@ -99,7 +99,9 @@ def exit_code(statuses: Iterable[Status | Outcome]) -> int:
     ]
     if Outcome.GIVEN_AWAY in outcomes or Outcome.EXPOSED in outcomes:
         return 1
-    return 3 if not outcomes or Outcome.UNCHECKED in outcomes else 0
+    if not outcomes or Outcome.UNCHECKED in outcomes:
+        return 3
+    return 0
 
 
 def joint_exit_code(codes: Iterable[int]) -> int:

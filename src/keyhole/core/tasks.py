@@ -66,9 +66,9 @@ class WorkersLost(KeyholeError):
     """Workers died, and their task cannot be run again."""
 
     def __init__(self, reason: BaseException | str) -> None:
-        why = reason if isinstance(reason, str) else first_line(reason)
         super().__init__(
-            f"workers were lost ({why}); finished work is kept: run the same command again"
+            f"workers were lost ({first_line(reason)}); finished work is kept: "
+            "run the same command again"
         )
 
 
@@ -79,16 +79,17 @@ class Runner:
     """
 
     def __init__(self, workers: int | str | Executor = 0) -> None:
-        self._address = workers if isinstance(workers, str) else None
+        self._address: str | None = None
         self.in_process = workers == 0
         self._workers: list[Worker] = []
-        if isinstance(workers, Executor):
+        if isinstance(workers, str):
+            self._address = workers
+        elif isinstance(workers, Executor):
             self._workers = [Worker(0, workers, slots=MOST_PROCESSES)]
-        elif not isinstance(workers, str):
-            executor = InProcess() if workers == 0 else None
-            self._workers = [
-                Worker(number, executor) for number in range(max(1, workers))
-            ]
+        elif self.in_process:
+            self._workers = [Worker(0, InProcess())]
+        else:
+            self._workers = [Worker(number) for number in range(max(1, workers))]
         self._cluster: Cluster | None = None
         self._resources = ExitStack()
         self._waiting: deque[Task] = deque()
@@ -178,7 +179,8 @@ class Runner:
             for name, number in present.items()
             if name not in names
         ]
-        self._seen = now if self._workers else self._seen
+        if self._workers:
+            self._seen = now
         if now - self._seen > _PATIENCE:
             raise WorkersLost(f"none at {self._address} for a minute")
 
