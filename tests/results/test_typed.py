@@ -54,9 +54,7 @@ WRONG = {
     },
     r"expected parts\[0\] as an object, got 'x'": {"parts": ["x"]},
     "expected limit as a valid number, got 'x'": {"limit": "x"},
-    "expected limit as a valid number, got {'date': '2031-05-01'}": {
-        "limit": date(2031, 5, 1)
-    },
+    "expected limit as a valid number, got '2031-05-01'": {"limit": date(2031, 5, 1)},
     "colour is unknown": {"colour": "red"},
     r"parts\[0\]\.colour is unknown": {"parts": [{"name": "a", "colour": "red"}]},
 }

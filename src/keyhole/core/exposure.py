@@ -360,9 +360,7 @@ def slug(*parts: str) -> str:
 def expect_exposures(names: Sequence[str], where: str) -> tuple[str, ...]:
     """Return names of families, or ids of rules with * as a wildcard; raise if one is neither."""
     for name in names:
-        if name not in list(Family) and not any(
-            fnmatchcase(rule, name) for rule in _BY_ID
-        ):
+        if not any(_is_named(rule, name) for rule in RULES):
             raise InputError(
                 f"{where} takes families ({', '.join(Family)}) and ids of rules (such as "
                 f"{RULES[0].id} or KH-TEXT-*), got {name[:60]}"
@@ -372,7 +370,8 @@ def expect_exposures(names: Sequence[str], where: str) -> tuple[str, ...]:
 
 def is_chosen(exposure: Exposure, only: Sequence[str]) -> bool:
     """Return whether an exposure is of these families or rules; without any, all are chosen."""
-    return not only or any(
-        name == exposure.family.value or fnmatchcase(exposure.rule, name)
-        for name in only
-    )
+    return not only or any(_is_named(rule_of(exposure), name) for name in only)
+
+
+def _is_named(rule: Rule, name: str) -> bool:
+    return name == rule.family or fnmatchcase(rule.id, name)

@@ -60,14 +60,13 @@ def write_text(path: str | Path, text: str) -> None:
 def write_tensors(
     path: str | Path,
     tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, str] | None = None,
+    metadata: dict[str, str] | None = None,
 ) -> None:
     """Write a whole .safetensors file or leave the old one."""
     from safetensors.torch import save_file
 
     plain = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    about = None if metadata is None else dict(metadata)
-    _write_whole(path, lambda partial: save_file(plain, partial, metadata=about))
+    _write_whole(path, lambda partial: save_file(plain, partial, metadata=metadata))
 
 
 def exists(path: str | Path, *, links: bool = False) -> bool:

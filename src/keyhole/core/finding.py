@@ -19,7 +19,6 @@ from keyhole.core.exposure import (
     Exposure,
     expect_returns,
     is_returned,
-    rule_of,
 )
 from keyhole.core.result import Result, environment
 from keyhole.core.status import OUTCOMES, Outcome, Status, exit_code, joint_exit_code
@@ -408,25 +407,11 @@ class Audit(Result):
         return exit_code(outcomes)
 
     def summary(self) -> str:
-        lines = [
-            f"{self.target}: {self.exposed} of {len(self.attacks)} exposures gave something"
-        ]
-        for sought in dict.fromkeys(finding.sought for finding in self.attacks):
-            group = [finding for finding in self.attacks if finding.sought == sought]
-            exposed = [
-                rule_of(finding.exposure).name for finding in group if finding.exposed
-            ]
-            line = f"  {sought}: {len(exposed)} of {len(group)}"
-            if len(exposed) == 1:
-                line += f" ({exposed[0]})"
-            elif exposed:
-                line += f" ({exposed[0]}, …)"
-            lines.append(line)
-        if self.unchecked:
-            lines.append(f"  could not check: {self.unchecked}")
-        if self.skips:
-            lines.append(f"  skipped: {len(self.skips)}")
-        return "\n".join([*lines, f"  {self.seconds:.1f} s, {self.created}"])
+        return (
+            f"{self.target}: {self.exposed} of {len(self.attacks)} exposures gave something, "
+            f"{self.unchecked} could not be checked, {len(self.skips)} were skipped; "
+            f"{self.seconds:.1f} s, {self.created}"
+        )
 
 
 @dataclass(frozen=True, repr=False)

@@ -179,10 +179,7 @@ def typed(kind: type[T], data: object, where: str = "") -> T:
     """
     from pydantic import ValidationError  # on demand, because it takes 0.1 s to load
 
-    def foreign(value: object) -> dict[str, str]:  # such as a date in TOML
-        return {type(value).__name__: str(value)}
-
-    text = json.dumps([data], ensure_ascii=False, default=foreign)
+    text = json.dumps([data], ensure_ascii=False, default=str)  # dates are no JSON
     try:
         (made,) = _reader(list[kind]).validate_json(_HALF.sub(_private_use, text))
     except ValidationError as error:
