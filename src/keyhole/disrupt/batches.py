@@ -8,32 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError
 from keyhole.core.progress import Progress, silent
 from keyhole.data import Batch, Example, encode
 from keyhole.disrupt.disruption import Attacker, Disruption, described, joined
-from keyhole.models.anatomy import expect_numbers, fitting
+from keyhole.disrupt.tasks import answers
+from keyhole.models.anatomy import fitting
 from keyhole.models.loading import GENERATES, head_of
 
 
 def grouped(examples: Iterable[Example], batch_size: int) -> list[list[Example]]:
     """Split examples into batches; examples in a batch have the same number of choices."""
     groups: list[list[Example]] = []
-    for example in examples:
-        last = groups[-1] if groups else []
-        if (
-            last
-            and len(last) < batch_size
-            and len(last[0].choices) == len(example.choices)
-        ):
-            last.append(example)
-        else:
-            groups.append([example])
+    for _, alike in groupby(examples, key=lambda example: len(example.choices)):
+        rest = list(alike)
+        groups += [rest[at : at + batch_size] for at in range(0, len(rest), batch_size)]
     return groups
 
 
@@ -59,9 +53,8 @@ class Batches:
         device = next(self.model.parameters()).device
         done = 0
         max_length = fitting(self.model, self.tokenizer, self.max_length)
-        for part in grouped(
-            (self.examples[number] for number in self._order()), self.batch_size
-        ):
+        ordered = [self.examples[number] for number in self._order()]
+        for part in grouped(ordered, self.batch_size):
             batch, labels = encode(self.tokenizer, part, max_length=max_length)
             moved = {name: value.to(device) for name, value in batch.items()}
             yield part, moved, labels.to(device)
@@ -69,20 +62,12 @@ class Batches:
             self.progress(done, len(self.examples))
 
     def predicted(self, batch: Batch) -> Tensor:
-        inputs = {
-            name: value
-            for name, value in batch.items()
-            if name != "special_tokens_mask"
-        }
-        with torch.no_grad():
-            logits = self.model(**inputs).logits
-        expect_numbers(self.model, [logits])
-        return logits.argmax(-1)
+        return answers(self.model, batch).argmax(-1)
 
     def accuracy(self) -> float:
-        right = sum(
-            int((self.predicted(batch) == labels).sum()) for _, batch, labels in self
-        )
+        right = 0
+        for _, batch, labels in self:
+            right += int((self.predicted(batch) == labels).sum())
         return right / max(1, len(self.examples))
 
     def attack(self, attacker: Attacker) -> Disruption:
@@ -112,9 +97,8 @@ class Batches:
 
         def size(number: int) -> tuple[int, int]:
             example = self.examples[number]
-            return len(example.choices), len(example.text) + sum(
-                map(len, example.choices)
-            )
+            letters = len(example.text) + sum(map(len, example.choices))
+            return len(example.choices), letters
 
         numbers = range(len(self.examples))
         return sorted(numbers, key=size) if self.alike else list(numbers)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
-from typing import Any, ClassVar, Protocol
+from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
+from typing import Any, ClassVar, Protocol, cast
 
 from torch import Tensor
 
@@ -95,16 +96,14 @@ class Disruption(Result):
     model: str = ""
     device: str = "cpu"
     dtype: str = "float32"
-    failed: tuple[
-        tuple[str, str], ...
-    ] = ()  # ids of examples without an outcome, with the reason
+    # the ids of examples without an outcome, with the reason
+    failed: tuple[tuple[str, str], ...] = ()
     identity: str = ""
     task: str = "classification"
     data: str = ""
     environment: dict[str, str] = field(default_factory=environment)
-    own_answers: bool = (
-        False  # some examples had no label: the model's own answers count as right
-    )
+    # some examples had no label: the model's own answers count as right
+    own_answers: bool = False
     examples: tuple[Example, ...] = field(default=(), compare=False)
 
     kind: ClassVar[str] = "disruption"
@@ -169,14 +168,13 @@ class Disruption(Result):
     def share(self) -> float:
         """The mean share of all units that was cut for a flip."""
         taken = [outcome.share for outcome in self.attacked if outcome.flipped]
-        return sum(taken) / max(1, len(taken))
+        return sum(taken) / max(1, self.flips)
 
     @property
     def queries(self) -> float:
         """Mean queries of an attacked example."""
-        return sum(outcome.queries for outcome in self.attacked) / max(
-            1, len(self.attacked)
-        )
+        total = sum(outcome.queries for outcome in self.attacked)
+        return total / max(1, len(self.attacked))
 
     def summary(self) -> str:
         right = len(self.attacked)
@@ -212,36 +210,11 @@ class Disruption(Result):
         }
 
 
-def disrupted(
-    attacker: Attacker,
-    model: Any,
-    task: str,
-    outcomes: Sequence[Outcome],
-    control: Control,
-    seconds: float,
-) -> Disruption:
-    """Return the result of an attack on one batch, by a model in this process."""
-    parameter = next(model.parameters())
-    return Disruption(
-        described(attacker),
-        tuple(outcomes),
-        control,
-        seconds,
-        type(model).__name__,
-        str(parameter.device),
-        str(parameter.dtype).removeprefix("torch."),
-        task=task,
-    )
-
-
 def joined(parts: list[Disruption]) -> Disruption:
     """Combine the batches of one run into one result."""
-    control = parts[0].control
-    for part in parts[1:]:
-        control = control.joined(part.control)
     return replace(
         parts[0],
-        control=control,
+        control=reduce(Control.joined, (part.control for part in parts)),
         seconds=sum(part.seconds for part in parts),
         outcomes=tuple(outcome for part in parts for outcome in part.outcomes),
         failed=tuple(failure for part in parts for failure in part.failed),
@@ -259,8 +232,6 @@ class Attacker(Protocol):
     def words(self) -> str: ...
     @property
     def control(self) -> bool: ...
-    @property
-    def seed(self) -> int: ...
 
     def __call__(
         self,
@@ -276,10 +247,9 @@ class Attacker(Protocol):
 
 def described(attacker: Attacker) -> dict[str, Any]:
     """Return an attacker's name, hyperparameters and words, as results store them."""
-    settings = asdict(attacker) if is_dataclass(attacker) else {"seed": attacker.seed}
     return {
         "attack": type(attacker).__name__,
-        **settings,
+        **asdict(cast("Any", attacker)),
         "words": attacker.words,
         "control": attacker.control,
     }

@@ -79,27 +79,21 @@ class Greedy:
 def _head_order(schedule: Greedy, queries: MaskedQueries, noise: Tensor) -> Tensor:
     """The step at which each head (b, heads of all sites and sequences) is attacked, or NEVER."""
     places = queries.units.places
-    size = queries.question.size
-    layers = _layer_drops(schedule, queries, noise)
-    heads = _head_drops(schedule, queries, noise)
-    kept = len(places) if schedule.scale == "full" else math.ceil(len(places) / 2)
-    position = _positions(layers)
-    turns = torch.full((size, len(places), heads.shape[2]), NEVER, device=noise.device)
-    for index, place in enumerate(places):
-        if schedule.scale == "full":
-            count = place.shape[1]
-        else:
-            count = math.ceil(place.shape[1] / 2)
-        rank = _positions(heads[:, index, : place.shape[1]])
-        turn = position[:, index : index + 1] * heads.shape[2] + rank
-        out = (position[:, index : index + 1] >= kept) | (rank >= count)
-        turns[:, index, : place.shape[1]] = turn.masked_fill(out, NEVER)
+    counts = torch.tensor([place.shape[1] for place in places], device=noise.device)
+    position = _positions(_layer_drops(schedule, queries, noise))[..., None]
+    rank = _positions(_head_drops(schedule, queries, noise, counts))
+    layers = len(places)
+    if schedule.scale == "half":
+        layers = math.ceil(layers / 2)
+        counts = (counts + 1) // 2
+    left_out = (position >= layers) | (rank >= counts[:, None])
+    turns = (position * rank.shape[2] + rank).masked_fill(left_out, NEVER)
     # Close the gaps where layers have fewer heads than others, so that every step adds
     # a head.
-    flat = turns.flatten(1)
-    dense = _positions(-flat.double()).masked_fill(flat == NEVER, NEVER).view_as(turns)
+    steps = _positions(-turns.flatten(1).double()).view_as(turns)
+    steps = steps.masked_fill(left_out, NEVER)
     spread = [
-        dense[:, index, : place.shape[1]].repeat(1, place.shape[0])
+        steps[:, index, : place.shape[1]].repeat(1, place.shape[0])
         for index, place in enumerate(places)
     ]
     return torch.cat(spread, 1)
@@ -118,19 +112,19 @@ def _layer_drops(schedule: Greedy, queries: MaskedQueries, noise: Tensor) -> Ten
     return _drops(queries, sites, torch.full_like(sites, -1))
 
 
-def _head_drops(schedule: Greedy, queries: MaskedQueries, noise: Tensor) -> Tensor:
+def _head_drops(
+    schedule: Greedy, queries: MaskedQueries, noise: Tensor, counts: Tensor
+) -> Tensor:
     """The fall in confidence without each head: (b, sites, largest number of heads)."""
-    places = queries.units.places
-    most = max(place.shape[1] for place in places)
+    most = int(counts.max())
+    present = torch.arange(most, device=noise.device) < counts[:, None]
     if schedule.order in ("random head", "random"):
-        return torch.stack(
-            [noise[:, place.start + 1 : place.start + 1 + most] for place in places], 1
-        )
-    sites = torch.tensor([i for i, p in enumerate(places) for _ in range(p.shape[1])])
-    heads = torch.tensor([head for place in places for head in range(place.shape[1])])
-    drops = _drops(queries, sites.to(noise.device), heads.to(noise.device))
-    table = torch.full((len(drops), len(places), most), -torch.inf, device=noise.device)
-    table[:, sites, heads] = drops.to(table.dtype)
+        starts = [place.start + 1 for place in queries.units.places]
+        drawn = torch.stack([noise[:, at : at + most] for at in starts], 1)
+        return drawn.masked_fill(~present, -torch.inf)
+    drops = _drops(queries, *present.nonzero(as_tuple=True)).to(noise)
+    table = noise.new_full((len(drops), *present.shape), -torch.inf)
+    table[:, present] = drops
     return table
 
 

@@ -12,7 +12,7 @@ that the model gets wrong are skipped and counted. The judge decides what is a f
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -21,8 +21,14 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_among, expect_count, expect_number
 from keyhole.data import Batch
-from keyhole.disrupt.budget import Budget, budget
-from keyhole.disrupt.disruption import Disruption, Outcome, disrupted, joined
+from keyhole.disrupt.budget import budget
+from keyhole.disrupt.disruption import (
+    Attacker,
+    Disruption,
+    Outcome,
+    described,
+    joined,
+)
 from keyhole.disrupt.greedy import Greedy, Order, Scale
 from keyhole.disrupt.judge import judge, run_control
 from keyhole.disrupt.masked_queries import MaskedQueries, Search
@@ -129,16 +135,14 @@ class HackAttend:
     def from_dict(cls, method: Mapping[str, Any]) -> HackAttend:
         """Return the attack that the `method` of a result describes."""
         try:
-            schedule = dict(method["schedule"])
+            schedule = {**method["schedule"]}
             make = {"greedy": Greedy, "rerank": Rerank}[schedule.pop("name")]
             settings: dict[str, Any] = {
                 field.name: method[field.name] for field in fields(cls)
             }
             settings["schedule"] = make(**schedule)
             return cls(**settings)
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
+        except (KeyError, TypeError) as error:
             raise InputError(
                 f"these are not the settings of a HackAttend: {error!r}"
             ) from error
@@ -154,20 +158,18 @@ class HackAttend:
         if self.control:
             return " at random"
         schedule = self.schedule
+        usual = HackAttend()
         parts = list[str]()
-        default_ranking = "removal"
-        default_spare = "special"
         if isinstance(schedule, Greedy):
-            default_ranking = "gradient"
-            default_spare = "first token"
+            usual = HackAttend.as_released()
             parts.append("as released" if self.as_published else "released schedule")
-        if self.ranking != default_ranking:
+        if self.ranking != usual.ranking:
             parts.append(f"ranked by {self.ranking}")
         if isinstance(schedule, Greedy) and schedule.order != "importance":
             parts.append(f"{schedule.order} order")
         if isinstance(schedule, Greedy) and schedule.scale == "half":
             parts.append("half scale")
-        if self.spare != default_spare:
+        if self.spare != usual.spare:
             parts.append(f"{_SPARED[self.spare]} spared")
         return "".join(f", {part}" for part in parts)
 
@@ -198,52 +200,20 @@ class HackAttend:
         `special_tokens_mask` in the batch marks the special tokens; without it they are
         guessed (units.py).
         """
-        started = time.perf_counter()
-        if model.training:
-            raise InputError("the model is in training mode: call model.eval() first")
         target = targets if targets is not None else self.target
         question = ask(
             model, batch, labels, target=target, continuation=self.continuation
         )
-        names = names_of(question, ids)
-        rows = torch.arange(question.size, device=question.labels.device)
-        parts = [
-            self._attack(
-                model, question.part(part), [names[i] for i in part.tolist()], started
-            )
-            for part in rows.split(self._size(question))
-        ]
-        return joined(parts)
-
-    def _attack(
-        self, model: Any, question: Question, names: list[str], started: float
-    ) -> Disruption:
-        units = survey(model, question, spare=self.spare)
-        control, clean = run_control(model, question, units, self.batch)
-        right = question.right(clean)
-        if question.target is not None:
-            right &= ~(question.labels == question.target).all(
-                -1
-            )  # already at the target
-        limits = budget(units, self.share, self.scope, self.least)
-        chosen = right.nonzero().squeeze(1)
-        outcomes = [
-            untouched(question, clean, number, name, bool(right[number]))
-            for number, name in enumerate(names)
-        ]
-        if len(chosen):
-            attacked = question.part(chosen), units.part(chosen), limits.part(chosen)
-            for number, found in zip(
-                chosen.tolist(), self._found(model, *attacked), strict=True
-            ):
-                outcomes[number] = replace(outcomes[number], **found)
-        seconds = time.perf_counter() - started
-        return disrupted(self, model, question.task, outcomes, control, seconds)
+        size = self._size(question)
+        return attack(
+            self, model, question, ids, self.spare, self.batch, size, self._found
+        )
 
     def _found(
-        self, model: Any, question: Question, units: Units, limits: Budget
+        self, model: Any, question: Question, units: Units
     ) -> Iterator[dict[str, Any]]:
         """Search and judge. Yield the resulting fields of `Outcome` for each example."""
+        limits = budget(units, self.share, self.scope, self.least)
         queries = MaskedQueries(model, question, units, self._size(question))
         noise = _noise(question, units, self.seed)
         proposal = self.schedule(
@@ -282,22 +252,63 @@ def _noise(question: Question, units: Units, seed: int) -> Tensor:
     return torch.stack(rows).to(units.free.device)
 
 
-def names_of(question: Question, ids: Sequence[str]) -> list[str]:
-    """Return what the examples are called in the result: their `ids`, or numbers."""
+def attack(
+    attacker: Attacker,
+    model: Any,
+    question: Question,
+    ids: Sequence[str],
+    spare: Spare,
+    batch: int,
+    size: int,
+    search: Callable[[Any, Question, Units], Iterable[dict[str, Any]]],
+) -> Disruption:
+    """Attack the examples that the model gets right, `size` of them at a time.
+
+    `search` yields the fields of `Outcome` that an attack sets, for each example.
+    """
+    if model.training:
+        raise InputError("the model is in training mode: call model.eval() first")
     names = list(ids) or [str(number) for number in range(question.size)]
     if len(names) != question.size:
         raise InputError(
             f"ids must name {question.size} examples: {len(names)} were given"
         )
-    return names
-
-
-def untouched(
-    question: Question, clean: Tensor, number: int, name: str, right: bool
-) -> Outcome:
-    answer = tuple(question.predicted(clean)[number].tolist())
-    confidence = float(question.confidence(clean)[number])
-    return Outcome(name, right, False, answer, answer, confidence, confidence)
+    parts: list[Disruption] = []
+    for part in torch.arange(question.size, device=question.labels.device).split(size):
+        started = time.perf_counter()
+        some = question.part(part)
+        units = survey(model, some, spare=spare)
+        control, clean = run_control(model, some, units, batch)
+        answers = map(tuple, some.predicted(clean).tolist())
+        sure = some.confidence(clean).tolist()
+        outcomes = [
+            Outcome(names[number], False, False, answer, answer, confidence, confidence)
+            for number, answer, confidence in zip(
+                part.tolist(), answers, sure, strict=True
+            )
+        ]
+        right = some.right(clean)
+        if some.target is not None:  # some may be at the target already
+            right &= ~(some.labels == some.target).all(-1)
+        chosen = right.nonzero().squeeze(1)
+        if len(chosen):
+            found = search(model, some.part(chosen), units.part(chosen))
+            for number, fields in zip(chosen.tolist(), found, strict=True):
+                outcomes[number] = replace(outcomes[number], right=True, **fields)
+        parameter = next(model.parameters())
+        parts.append(
+            Disruption(
+                described(attacker),
+                tuple(outcomes),
+                control,
+                time.perf_counter() - started,
+                type(model).__name__,
+                str(parameter.device),
+                str(parameter.dtype).removeprefix("torch."),
+                task=question.task,
+            )
+        )
+    return joined(parts)
 
 
 def counts(units: Units, masked: Tensor) -> dict[str, Tensor]:

@@ -9,8 +9,8 @@ must change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,12 +33,11 @@ class Verdict:
     masked: Tensor  # (b, units)
 
 
+@dataclass(eq=False)
 class _RecordedCuts(FixedCuts):
     """Cuts units, and records which probabilities are zero."""
 
-    def __init__(self, units: Units, cut: Tensor) -> None:
-        super().__init__(units, cut)
-        self.zeros: list[Tensor] = []
+    zeros: list[Tensor] = field(default_factory=list[Tensor])
 
     def seen(self, site: Site, probabilities: Tensor) -> None:
         """Record the final probabilities of a layer; `rewriting` calls this."""
@@ -75,11 +74,9 @@ def judge(
 
 def _within_limits(units: Units, cut: Tensor, limits: Budget) -> Tensor:
     """For each example (b,), whether only free units are cut and no limit is exceeded."""
-    spared = ~(cut & ~units.free).any(1)
     left = limits.left(units, cut)
-    return (
-        spared & (left.heads >= 0).all(1) & (left.rows >= 0).all(1) & (left.total >= 0)
-    )
+    counts = torch.cat([left.heads, left.rows, left.total[:, None]], 1)
+    return ~(cut & ~units.free).any(1) & (counts >= 0).all(1)
 
 
 def run_control(
@@ -102,16 +99,14 @@ def run_control(
             with rewriting(model, FixedCuts(units, nothing)):
                 zero = part.logits(model)
         flips = (part.predicted(zero) != part.predicted(own)).any(-1).sum()
-        change, from_own = (
-            (zero - other).abs().max().item() for other in (untouched, own)
-        )
-        result = result.joined(Control(change=change, own=from_own, flips=int(flips)))
+        change = (zero - untouched).abs().max()
+        from_own = (zero - own).abs().max()
+        found = Control(float(change), float(from_own), int(flips))
+        result = result.joined(found)
         clean.append(untouched)
     return result, torch.cat(clean)
 
 
-def _parts(question: Question, batch: int) -> Iterator[Tensor]:
+def _parts(question: Question, batch: int) -> Sequence[Tensor]:
     indices = torch.arange(question.size, device=question.labels.device)
-    yield from indices.split(
-        max(1, batch // question.rows)
-    )  # rows are sequences of an example
+    return indices.split(max(1, batch // question.rows))

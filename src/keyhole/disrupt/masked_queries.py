@@ -9,7 +9,7 @@ more than `batch` examples.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from keyhole.disrupt.budget import Budget
 from keyhole.disrupt.rankings import RANKINGS
 from keyhole.disrupt.tasks import Question
-from keyhole.disrupt.units import NEVER, FixedCuts, Place, Units
+from keyhole.disrupt.units import NEVER, FixedCuts, Units
 from keyhole.models.masking import Site, Untouched, rewriting
 
 
@@ -35,38 +35,33 @@ class Ordering:
         """The masks (len(indices), units) of examples `indices` at their steps."""
         return self.goes[indices] < steps.unsqueeze(-1)
 
-    def slice(self, place: Place) -> Ordering:
-        return Ordering(self.goes[:, place.start : place.stop])
-
 
 def fixed(cut: Tensor) -> Ordering:
     """An ordering that cuts the mask `cut` at every step."""
     return Ordering(torch.where(cut, -1, NEVER).to(torch.int32))
 
 
+@dataclass(eq=False)
 class Cuts(Untouched):
     """Cuts the units of an ordering, at one step for each example in the batch."""
 
-    def __init__(
-        self, units: Units, ordering: Ordering, indices: Tensor, steps: Tensor
-    ) -> None:
-        self.units = units
-        self.ordering = ordering
-        self.indices = indices
-        self.steps = steps
+    units: Units
+    ordering: Ordering
+    indices: Tensor
+    steps: Tensor
 
     def cut(self, site: Site, shape: torch.Size) -> Tensor:
         place = self.units.places[site.index]
-        return self.ordering.slice(place).at(self.steps, self.indices).view(shape)
+        part = Ordering(self.ordering.goes[:, place.start : place.stop])
+        return part.at(self.steps, self.indices).view(shape)
 
 
+@dataclass(eq=False)
 class Slopes(FixedCuts):
     """Cuts units, and adds zeros to the probabilities, with respect to which to differentiate."""
 
-    def __init__(self, units: Units, cut: Tensor) -> None:
-        super().__init__(units, cut)
-        self.bumps: list[Tensor] = []
-        self.probabilities: list[Tensor] = []
+    bumps: list[Tensor] = field(default_factory=list[Tensor])
+    probabilities: list[Tensor] = field(default_factory=list[Tensor])
 
     def seen(self, site: Site, probabilities: Tensor) -> None:
         del site
@@ -79,35 +74,35 @@ class Slopes(FixedCuts):
         return zeros.view(shape)
 
 
+@dataclass(eq=False)
 class Silenced(Untouched):
     """Silences one head of one site for each query, or all heads of it if the head is −1."""
 
-    def __init__(self, sites: Tensor, heads: Tensor) -> None:
-        self.sites = sites
-        self.heads = heads
+    sites: Tensor
+    heads: Tensor
 
     def gate(self, site: Site, shape: torch.Size) -> Tensor:
-        numbers = torch.arange(shape[1], device=self.heads.device)
-        hit = (self.heads.unsqueeze(1) == numbers) | (self.heads.unsqueeze(1) < 0)
-        hit &= (self.sites == site.index).unsqueeze(1)
+        heads = self.heads[:, None]
+        hit = (heads == torch.arange(shape[1], device=heads.device)) | (heads < 0)
+        hit &= (self.sites == site.index)[:, None]
         rows = shape[0] // len(self.sites)
         return (~hit).float().repeat_interleave(rows, 0)[:, :, None, None]
 
 
+@dataclass(eq=False)
 class MaskedQueries:
     """Asks a model a question under masks; `asked` counts the queries of each example.
 
     `batch` is the batch size.
     """
 
-    def __init__(
-        self, model: Any, question: Question, units: Units, batch: int
-    ) -> None:
-        self.model = model
-        self.question = question
-        self.units = units
-        self.batch = batch
-        self.asked = torch.zeros(question.size, dtype=torch.long)
+    model: Any
+    question: Question
+    units: Units
+    batch: int
+
+    def __post_init__(self) -> None:
+        self.asked = torch.zeros(self.question.size, dtype=torch.long)
 
     def _batches(self, indices: Tensor) -> Iterator[tuple[slice, Question]]:
         for start in range(0, len(indices), self.batch):
@@ -170,10 +165,11 @@ class MaskedQueries:
                     materialize_grads=True,
                 )
             size = len(question.labels)
-            probabilities.append(
-                torch.cat([a.reshape(size, -1) for a in slopes.probabilities], 1)
-            )
-            gradients.append(torch.cat([g.reshape(size, -1) for g in gradient], 1))
+            for found, sites in (
+                (probabilities, slopes.probabilities),
+                (gradients, gradient),
+            ):
+                found.append(torch.cat([each.reshape(size, -1) for each in sites], 1))
         return torch.cat(probabilities), torch.cat(gradients)
 
 
@@ -220,15 +216,11 @@ def first_flip(queries: MaskedQueries, ordering: Ordering, last: int) -> Proposa
         block = min(block, last - done)
         left = (~flipped).nonzero().squeeze(1)
         indices = left.repeat_interleave(block)
-        asked = torch.arange(done + 1, done + block + 1, device=device).repeat(
-            len(left)
-        )
-        logits = queries.logits(ordering, indices, asked)
+        asked = torch.arange(done + 1, done + block + 1, device=device)
+        logits = queries.logits(ordering, indices, asked.repeat(len(left)))
         hit = queries.question.part(indices).flipped(logits).view(len(left), block)
-        steps[left] = torch.where(
-            hit.any(1), done + 1 + hit.int().argmax(1), steps[left]
-        )
         flipped[left] = hit.any(1)
+        steps[left] = torch.where(hit.any(1), asked[hit.int().argmax(1)], last)
         done += block
         block *= 2
     cut = ordering.at(steps, torch.arange(size, device=device))

@@ -52,25 +52,15 @@ def _preset(
     return made
 
 
-_BRIEF: dict[str, Any] = {
-    "prefixes": 8,
-    "refine": 4,
-}  # a shorter schedule for the audit
-
-_STRONGEST = (
-    "Ours: re-ranks units by the effect of their removal, with swaps and a restart."
-)
-_RERANK = "Ours, shorter: the same schedule with fewer rankings and no restart."
-_RELEASED = (
-    "HackAttend as released: ranks units once by the gradient and cuts one head after the other; "
-    "only the first token and padding are spared."
-)
+_BRIEF = {"prefixes": 8, "refine": 4}  # a shorter schedule for the audit
 _CUTS = "KH-PREDICTIONS-CUTS"
-_RANDOM = "The control: heads and units in a random order."
 
 ATTACKERS: Registry[Attacker, Row] = Registry(
     Entry(
-        "strongest", _preset(HackAttend.strongest), method=HackAttend, note=_STRONGEST
+        "strongest",
+        _preset(HackAttend.strongest),
+        method=HackAttend,
+        note="Ours: re-ranks units by the effect of their removal, with swaps and a restart.",
     ),
     Entry(
         "rerank",
@@ -80,20 +70,21 @@ ATTACKERS: Registry[Attacker, Row] = Registry(
             Row(Exposure(_CUTS, "model"), {**_BRIEF, "scope": "model"}),
         ),
         HackAttend,
-        _RERANK,
+        "Ours, shorter: the same schedule with fewer rankings and no restart.",
     ),
     Entry(
         "as-released",
         _preset(HackAttend.as_released),
         (Row(Exposure(_CUTS, "head-released")),),
         HackAttend,
-        _RELEASED,
+        "HackAttend as released: ranks units once by the gradient and cuts one head after the "
+        "other; only the first token and padding are spared.",
     ),
     Entry(
         "random",
         _preset(HackAttend.random, "ranking", "order"),
         (Row(Exposure(_CUTS, "head-random")),),
         HackAttend,
-        _RANDOM,
+        "The control: heads and units in a random order.",
     ),
 )

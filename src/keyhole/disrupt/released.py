@@ -29,8 +29,7 @@ the wrong axis. This module works for all sizes.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,12 +38,11 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.data import Batch
-from keyhole.disrupt.disruption import Disruption, Outcome, disrupted, joined
-from keyhole.disrupt.hack_attend import counts, names_of, untouched
-from keyhole.disrupt.judge import run_control
+from keyhole.disrupt.disruption import Disruption
+from keyhole.disrupt.hack_attend import attack, counts
 from keyhole.disrupt.masked_queries import MaskedQueries
 from keyhole.disrupt.tasks import Question, ask
-from keyhole.disrupt.units import Units, survey
+from keyhole.disrupt.units import Units
 from keyhole.models.anatomy import positions as max_positions
 from keyhole.models.masking import Site, Untouched, rewriting
 
@@ -62,7 +60,6 @@ class ReleasedProgram:
     units: bool = True
     positions: int = 128
     batch: int = 64
-    seed: int = 0  # nothing is drawn
 
     def __post_init__(self) -> None:
         expect_number("share", self.share, least=0, most=1)
@@ -89,29 +86,20 @@ class ReleasedProgram:
         *,
         ids: Sequence[str] = (),
     ) -> Disruption:
-        if model.training:
-            raise InputError("the model is in training mode: call model.eval() first")
         question = ask(model, _padded(model, batch, self.positions), labels)
         if question.task not in ("classification", "choice"):
             raise InputError(
                 "the released program attacks classifiers and multiple choice only"
             )
-        rows = torch.arange(question.size, device=question.labels.device).split(1)
-        alone = zip(map(question.part, rows), names_of(question, ids), strict=True)
-        return joined([self._attack(model, each, name) for each, name in alone])
+        return attack(self, model, question, ids, "padding", self.batch, 1, self._found)
 
-    def _attack(self, model: Any, question: Question, name: str) -> Disruption:
-        started = time.perf_counter()
-        units = survey(model, question, spare="padding")
-        control, clean = run_control(model, question, units, self.batch)
-        right = bool(question.right(clean))
-        outcome = untouched(question, clean, 0, name, right)
-        if right:
-            outcome = _Program(self, model, question, units).attack(outcome)
-        seconds = time.perf_counter() - started
-        return disrupted(self, model, question.task, [outcome], control, seconds)
+    def _found(
+        self, model: Any, question: Question, units: Units
+    ) -> Iterator[dict[str, Any]]:
+        yield _Program(self, model, question, units).attack()
 
 
+@dataclass(eq=False)
 class _Masks(Untouched):
     """Attention under the program's masks: `closed` returns that of a layer, or None for no mask.
 
@@ -119,17 +107,16 @@ class _Masks(Untouched):
     large negative number to all its scores.
     """
 
-    def __init__(self, closed: Callable[[int], Tensor | None]) -> None:
-        self.closed = closed
-        self.empty: Tensor | None = None
+    closed: Callable[[int], Tensor | None]
+    empty: Tensor | None = None
 
     def cut(self, site: Site, shape: torch.Size) -> Tensor | None:
         closed = self.closed(site.index)
+        self.empty = None
         if closed is None:
-            self.empty = None
-        else:
-            self.empty = closed.all(-1, keepdim=True).expand(*shape[:3], 1)
-        return None if closed is None or self.empty is None else closed & ~self.empty
+            return None
+        self.empty = closed.all(-1, keepdim=True).expand(*shape[:3], 1)
+        return closed & ~self.empty
 
     def gate(self, site: Site, shape: torch.Size) -> Tensor | None:
         del site, shape
@@ -140,29 +127,32 @@ class _Masks(Untouched):
         return None if self.empty is None else self.empty.double() / shape[-1]
 
 
+@dataclass(eq=False)
 class _Gated(Untouched):
     """The outputs of one layer's heads, times `gates` (sequences, heads)."""
 
-    def __init__(self, layer: int, gates: Tensor) -> None:
-        self.layer = layer
-        self.gates = gates
+    layer: int
+    gates: Tensor
 
     def gate(self, site: Site, shape: torch.Size) -> Tensor | None:
         del shape
         return self.gates[:, :, None, None] if site.index == self.layer else None
 
 
+@dataclass(eq=False)
 class _Program:
     """The program on one text or question; masks are booleans (choices, heads, queries, keys)."""
 
-    def __init__(
-        self, method: ReleasedProgram, model: Any, question: Question, units: Units
-    ) -> None:
-        self.method = method
-        self.model = model
-        self.question = question
-        self.units = units
-        self.queries = MaskedQueries(model, question, units, method.batch)
+    method: ReleasedProgram
+    model: Any
+    question: Question
+    units: Units
+
+    def __post_init__(self) -> None:
+        question = self.question
+        self.queries = MaskedQueries(
+            self.model, question, self.units, self.method.batch
+        )
         self.asked = 0
         mask = question.inputs["attention_mask"]
         real = mask.flatten(0, -2) != 0
@@ -177,62 +167,58 @@ class _Program:
         if not choice:
             self.first[:, 0, 0] = False
         # in float32, like the program
-        self.count = int(inner.sum() ** 2 * method.share / len(inner)) or 1
-        self.layers = len(units.places)
-        self.heads = units.places[0].shape[1]
+        self.count = int(inner.sum() ** 2 * self.method.share / len(inner)) or 1
+        self.layers = len(self.units.places)
+        self.heads = self.units.places[0].shape[1]
         self.open = replace(
             question,
             inputs={**question.inputs, "attention_mask": torch.ones_like(mask)},
         )
 
-    def attack(self, outcome: Outcome) -> Outcome:
+    def attack(self) -> dict[str, Any]:
+        """Return the fields of `Outcome` that the program's masks give."""
         self.chosen = self._chosen()
         attacked = torch.zeros(
             self.layers, self.heads, dtype=torch.bool, device=self.inner.device
         )
         steps = 0
-        flipped = False
         for layer in self._layer_order():
             masks: list[Tensor] = []
             for head in self._head_order(layer):
                 attacked[layer, head] = True
                 masks.append(attacked.clone())
-            hits = self.question.part(_same(len(masks), attacked)).flipped(
-                self._ask(
-                    self.open, len(masks), lambda part, m=masks: self._masks(m[part])
-                )
+            logits = self._ask(
+                self.open, len(masks), lambda part, m=masks: self._masks(m[part])
             )
-            flipped = bool(hits.any())
-            last = int(hits.int().argmax()) if flipped else len(masks) - 1
-            steps = steps + last + 1
-            attacked = masks[last].clone()
-            if flipped:
-                break
-        return self._judged(outcome, attacked, steps)
+            hits = self.question.part(_same(len(masks), attacked)).flipped(logits)
+            if bool(hits.any()):
+                last = int(hits.int().argmax())
+                return self._judged(masks[last], steps + last + 1)
+            steps += len(masks)
+        return self._judged(attacked, steps)
 
-    def _judged(self, outcome: Outcome, attacked: Tensor, steps: int) -> Outcome:
+    def _judged(self, attacked: Tensor, steps: int) -> dict[str, Any]:
         """Return the outcome of another forward pass with the last masks."""
         logits = self._ask(self.open, 1, lambda _: self._masks([attacked]))
-        every = range(self.layers)
-        closed = torch.cat(
-            [~self._opened(i, attacked[i][None]).flatten() for i in every]
-        )
+        opened = [
+            self._opened(layer, heads[None]) for layer, heads in enumerate(attacked)
+        ]
+        closed = ~torch.cat([each.flatten() for each in opened])
         masked = closed[None] & self.units.exists
         found = counts(self.units, masked)
-        hit = torch.cat([attacked[i].repeat(len(self.inner)) for i in every])
+        hit = attacked.repeat(1, len(self.inner)).flatten()
         chosen = torch.cat([mask.flatten() for mask in self.chosen]) & masked[0]
         of_heads = (self.units.head_units[0] * hit).sum()
         found["perturbation"] = chosen.sum() / of_heads.clamp(min=1)
-        return replace(
-            outcome,
+        return {
             **{name: value.item() for name, value in found.items()},
-            flipped=bool(self.question.flipped(logits)),
-            after=tuple(self.question.predicted(logits)[0].tolist()),
-            confidence_after=float(self.question.confidence(logits)),
-            queries=self.asked + int(self.queries.asked.sum()),
-            steps=steps,
-            cut=self.units.named(masked[0]),
-        )
+            "flipped": bool(self.question.flipped(logits)),
+            "after": tuple(self.question.predicted(logits)[0].tolist()),
+            "confidence_after": float(self.question.confidence(logits)),
+            "queries": self.asked + int(self.queries.asked.sum()),
+            "steps": steps,
+            "cut": self.units.named(masked[0]),
+        }
 
     def _chosen(self) -> list[Tensor]:
         """The units that each head loses when it is attacked, in every choice."""

@@ -33,17 +33,12 @@ from keyhole.disrupt.masked_queries import Ordering, Proposal, Search, fixed
 from keyhole.disrupt.rankings import SIGNED, worth_of_cut
 from keyhole.disrupt.units import NEVER, Units
 
-_PREFERENCES = (
-    0.0,
-    0.5,
-    2.0,
-    8.0,
-)  # for units already cut, relative to their mean worth
+# for units already cut, relative to their mean worth
+_PREFERENCES = (0.0, 0.5, 2.0, 8.0)
 _BLUR = 0.5  # standard deviation of the logarithm of a restart's random factors
 _EXCESS = 4.0  # a walk from above starts at this multiple of the budget
-_MEMORY = (
-    0.5  # weight of earlier worths in swaps, because the last gradient alone oscillates
-)
+# weight of earlier worths in swaps, because the last gradient alone oscillates
+_MEMORY = 0.5
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ class Rerank:
             walk.descend()
         for _ in range(self.refine):
             walk.swap()
-        return walk.proposal()
+        return Proposal(walk.lowest, walk.flipped, walk.lowest.sum(1))
 
 
 def _better(old: Proposal, new: Proposal) -> Proposal:
@@ -91,32 +86,28 @@ def _better(old: Proposal, new: Proposal) -> Proposal:
     )
 
 
+@dataclass(eq=False)
 class _Walk:
     """One walk from an empty mask to a full budget, for all examples that are not `done`.
 
     `lowest` is the mask of the smallest margin so far, which is `least`.
     """
 
-    def __init__(
-        self, schedule: Rerank, search: Search, attempt: int, done: Tensor
-    ) -> None:
-        self.schedule = schedule
-        self.search = search
-        self.attempt = attempt
-        self.queries = search.queries
-        self.limits = search.limits
-        self.noise = search.noise
-        self.cut = torch.zeros_like(self.queries.units.free)
-        self.done, self.flipped = done, torch.zeros_like(done)
-        self.least = torch.full(
-            done.shape, torch.inf, dtype=torch.float64, device=done.device
-        )
-        self.lowest = self.cut.clone()
-        self.clean: Tensor | None = None
-        self.worth: Tensor | None = None
+    schedule: Rerank
+    search: Search
+    attempt: int
+    done: Tensor
+    clean: Tensor | None = None
+    worth: Tensor | None = None
 
-    def proposal(self) -> Proposal:
-        return Proposal(self.lowest, self.flipped, self.lowest.sum(1))
+    def __post_init__(self) -> None:
+        self.queries = self.search.queries
+        self.limits = self.search.limits
+        self.noise = self.search.noise
+        self.cut = torch.zeros_like(self.queries.units.free)
+        self.lowest = self.cut.clone()
+        self.flipped = torch.zeros_like(self.done)
+        self.least = torch.full_like(self.done, torch.inf, dtype=torch.float64)
 
     def grow(self, share: float) -> None:
         """Rank the units, ask for prefixes, and extend the mask within a share of the budget."""
@@ -140,16 +131,13 @@ class _Walk:
         margins, flips = self._ask(ordering, indices, steps)
         hit = flips.any(1)
         first = flips.int().argmax(1)
-        # Without a flip, go to the end: a smaller margin on the way is mostly chance.
-        last = steps.gather(
-            1, torch.where(hit, first, steps.shape[1] - 1)[:, None]
-        ).squeeze(1)
-        before = steps.gather(1, (first - 1).clamp(min=0)[:, None]).squeeze(1)
-        low = torch.where(first > 0, before, 0)
-        last = self._narrow(ordering, indices, hit, low, last)
         rows = torch.arange(len(indices), device=indices.device)
+        # Without a flip, go to the end: a smaller margin on the way is mostly chance.
+        last = torch.where(hit, steps[rows, first], steps[:, -1])
+        low = torch.where(first > 0, steps[rows, first - 1], 0)
+        last = self._narrow(ordering, indices, hit, low, last)
         self.cut[indices] = ordering.at(last, rows)
-        best = steps.gather(1, margins.argmin(1, keepdim=True)).squeeze(1)
+        best = steps[rows, margins.argmin(1)]
         lowest = ordering.at(torch.where(hit, last, best), rows)
         self._settle(indices, hit, margins.amin(1), lowest)
 
@@ -162,7 +150,7 @@ class _Walk:
         high: Tensor,
     ) -> Tensor:
         """Find the first flip between a step `low` that did not flip and a step `high` that did."""
-        gap = int(((high - low - 1) * hit).max()) if len(hit) else 0
+        gap = int(((high - low - 1) * hit).max())
         if gap < 1:
             return high
         rows = (hit & (high - low > 1)).nonzero().squeeze(1)
@@ -170,11 +158,8 @@ class _Walk:
         steps = steps.minimum(high[rows, None])
         part = Ordering(ordering.goes[rows])
         _, flips = self._ask(part, indices[rows], steps)
-        known = torch.cat([steps, high[rows, None]], 1)
-        flips = torch.cat([flips, torch.ones_like(flips[:, :1])], 1)
-        high = high.clone()
-        high[rows] = known.gather(1, flips.int().argmax(1, keepdim=True)).squeeze(1)
-        return high
+        first = torch.where(flips, steps, high[rows, None]).amin(1)
+        return high.index_copy(0, rows, first)
 
     def swap(self) -> None:
         """Replace the mask by the best set within the budget, by the units' present worth."""
@@ -189,21 +174,14 @@ class _Walk:
             self.worth[indices] = worth
         worth = _MEMORY * self.worth[indices] + (1 - _MEMORY) * worth
         self.worth[indices] = worth
-        mean = (worth * cut).sum(1, keepdim=True).abs() / cut.sum(
-            1, keepdim=True
-        ).clamp(min=1)
+        count = cut.sum(1, keepdim=True).clamp(min=1)
+        mean = (worth * cut).sum(1, keepdim=True).abs() / count
         limits = self.limits.part(indices)
-        sets = torch.stack(
-            [
-                choose(
-                    units, worth + cut * (preference * mean), units.free, limits, 0.0
-                )
-                < NEVER
-                for preference in _PREFERENCES
-            ],
-            1,
-        )
-        self._jump(indices, sets)
+        sets: list[Tensor] = []
+        for preference in _PREFERENCES:
+            preferred = worth + cut * (preference * mean)
+            sets.append(choose(units, preferred, units.free, limits, 0.0) < NEVER)
+        self._jump(indices, torch.stack(sets, 1))
 
     def descend(self) -> None:
         """Cut several times the budget, and reduce it round by round; no prediction is asked."""
@@ -227,22 +205,15 @@ class _Walk:
 
     def _jump(self, indices: Tensor, sets: Tensor) -> None:
         """Ask for every set (b, s, units), and move to the one with the smallest margin."""
-        margins: list[Tensor] = []
-        flips: list[Tensor] = []
         zero = torch.zeros_like(indices).unsqueeze(1)
-        for number in range(sets.shape[1]):
-            margin, flip = self._ask(fixed(sets[:, number]), indices, zero)
-            margins.append(margin)
-            flips.append(flip)
-        margin = torch.cat(margins, 1)
-        flip = torch.cat(flips, 1)
+        asked = [self._ask(fixed(cut), indices, zero) for cut in sets.unbind(1)]
+        margins = torch.cat([margin for margin, _ in asked], 1)
+        flips = torch.cat([flip for _, flip in asked], 1)
         # If any set flips, this one does, because a flip has a negative margin.
-        chosen = margin.argmin(1)
-        rows = torch.arange(len(indices), device=indices.device)
-        self.cut[indices] = sets[rows, chosen]
-        self._settle(
-            indices, flip[rows, chosen], margin[rows, chosen], sets[rows, chosen]
-        )
+        chosen = margins.argmin(1)
+        at = (torch.arange(len(indices), device=indices.device), chosen)
+        self.cut[indices] = sets[at]
+        self._settle(indices, flips[at], margins[at], sets[at])
 
     def _settle(
         self, indices: Tensor, hit: Tensor, margin: Tensor, cut: Tensor
@@ -258,9 +229,8 @@ class _Walk:
         return (~self.done & ~self.flipped).nonzero().squeeze(1)
 
     def _slopes(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        a, g = self.queries.slopes(
-            self.cut[indices], indices, self.search.loss, self.attempt // 2
-        )
+        aim = self.attempt // 2
+        a, g = self.queries.slopes(self.cut[indices], indices, self.search.loss, aim)
         if self.clean is None:
             self.clean = a.new_zeros(self.noise.shape)
             self.clean[indices] = a
@@ -281,22 +251,16 @@ class _Walk:
         self, ordering: Ordering, indices: Tensor, steps: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The margins and flips (b, p) of examples `indices` at steps (b, p)."""
-        queries = self.queries
         (size, count) = steps.shape
         rows = torch.arange(size, device=indices.device).repeat_interleave(count)
-        logits = queries.logits(
-            ordering, indices.repeat_interleave(count), steps.flatten(), rows
-        )
-        question = queries.question.part(indices.repeat_interleave(count))
-        return question.margin(logits).view(size, count), question.flipped(logits).view(
-            size, count
-        )
+        logits = self.queries.logits(ordering, indices[rows], steps.flatten(), rows)
+        question = self.queries.question.part(indices[rows])
+        margins = question.margin(logits).view_as(steps)
+        return margins, question.flipped(logits).view_as(steps)
 
 
 def _points(lengths: Tensor, most: int) -> Tensor:
     """At most `most` evenly spread steps (b, p) from 1 to each length, which is the last step."""
     count = max(1, min(most, int(lengths.max())))
-    fractions = (
-        torch.arange(1, count + 1, device=lengths.device, dtype=torch.float64) / count
-    )
-    return (lengths.unsqueeze(1) * fractions - 1e-9).ceil().long().clamp(min=1)
+    parts = torch.arange(1, count + 1, device=lengths.device, dtype=torch.float64)
+    return (lengths[:, None] * (parts / count) - 1e-9).ceil().long().clamp(min=1)

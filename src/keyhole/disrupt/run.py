@@ -119,11 +119,11 @@ def examples_of(
     if data is None:
         if source.name != str(FOLDER):
             raise InputError("--data is needed: a file of examples")
-        for option, value in (
-            ("--column", text),
-            ("--label", label),
-            ("--classes", classes),
-        ):
+        for option, value in {
+            "--column": text,
+            "--label": label,
+            "--classes": classes,
+        }.items():
             if value:
                 raise InputError(f"{option} needs --data: a file of examples")
         return list(EXAMPLES[:limit])
@@ -132,20 +132,17 @@ def examples_of(
     generates = source.task in GENERATES
     if generates and label is not None:
         raise InputError(f"--label is for classifiers, not for {source.task}")
-    examples = (
-        read_examples(  # without --label, the file need not have a column of labels
-            data,
-            text=text,
-            label="" if generates else label or "label",
-            names=classes or class_names(config),
-            limit=limit,
-            labelled=label is not None,
-        )
+    examples = read_examples(
+        data,
+        text=text,
+        label="" if generates else label or "label",
+        names=classes or class_names(config),
+        limit=limit,
+        labelled=label is not None,  # otherwise the file need not have such a column
     )
-    choice = source.task == "choice"
+    wanted = "choices" if source.task == "choice" else "texts without choices"
     first = examples[0]
-    if choice != bool(first.choices):
-        wanted = "choices" if choice else "texts without choices"
+    if (wanted == "choices") != bool(first.choices):
         raise InputError(
             f"{data} must hold {wanted} for {source.task}: see {first.text[:40]!r}"
         )

@@ -18,7 +18,7 @@ from os import cpu_count
 from pathlib import Path
 from typing import Any
 
-from keyhole.core.errors import InputError, expect_count
+from keyhole.core.errors import InputError, expect_count, first_line
 from keyhole.core.journal import Journal, digest
 from keyhole.core.machine import device_of, largest_matrix, threads_for
 from keyhole.core.progress import Progress, silent
@@ -34,7 +34,7 @@ from keyhole.models.loading import GENERATES, kept_open, load_config, load_model
 
 def sweep(
     attacker: Attacker,
-    model_source: ModelSource | str,
+    source: ModelSource | str,
     examples: Sequence[Example],
     workers: int | str | Executor | None = None,
     *,
@@ -50,13 +50,12 @@ def sweep(
     process, as on a GPU), the address of a Dask cluster, or an executor. `data`
     identifies the source of the examples: a journal of other data is refused.
     """
-    if isinstance(model_source, str):
-        source = ModelSource(model_source)
-    else:
-        source = model_source
+    if isinstance(source, str):
+        source = ModelSource(source)
     expect_count("batch_size", batch_size)
     expect_count("retries", retries, 0)
-    workers = (cpu_count() or 1) if workers is None else workers
+    if workers is None:
+        workers = cpu_count() or 1
     method = described(attacker)
     identity = source.identity()
     settings = {
@@ -74,9 +73,8 @@ def sweep(
         todo = [wanted[key] for key in wanted if key not in outcomes.known]
         work = partial(attack, attacker, source, identity)
         ordered = sorted(todo, key=lambda e: (len(e.choices), len(e.text), e.id))
-        batches = grouped(ordered, batch_size)[
-            ::-1
-        ]  # no worker waits for a long one at the end
+        # The longest come first: no worker waits for one at the end.
+        batches = reversed(grouped(ordered, batch_size))
         runner.add(*(_task(work, batch) for batch in batches))
         done = len(wanted) - len(todo)
         progress(done, len(wanted))
@@ -89,15 +87,12 @@ def sweep(
             elif workers == 0:
                 raise result
             else:
-                failed[batch[0].id] = f"{type(result).__name__}: {result}".splitlines()[
-                    0
-                ]
-    known = [
-        outcomes.known[key] for key in map(key_of, examples) if key in outcomes.known
-    ]
+                failed[batch[0].id] = f"{type(result).__name__}: {first_line(result)}"
+    known = map(outcomes.known.get, map(key_of, examples))
+    unlabelled = any(example.label == NO_LABEL for example in examples)
     return Disruption(
         method,
-        tuple(known),
+        tuple(outcome for outcome in known if outcome is not None),
         outcomes.control,
         outcomes.seconds,
         source.name,
@@ -106,8 +101,7 @@ def sweep(
         identity=identity,
         task=source.task,
         examples=tuple(examples),
-        own_answers=source.task in GENERATES
-        or any(e.label == NO_LABEL for e in examples),
+        own_answers=unlabelled or source.task in GENERATES,
     )
 
 
@@ -121,16 +115,14 @@ def attack(
     """Attack one batch in a worker; `identity` is that of the model at the source."""
     source = replace(source, device=device_of(source.device, worker))
     with kept_open((source, identity), lambda _: source.load()) as (model, tokenizer):
-        batch, given = encode(
-            tokenizer, examples, max_length=fitting(model, tokenizer, source.max_length)
-        )
+        length = fitting(model, tokenizer, source.max_length)
+        batch, given = encode(tokenizer, examples, max_length=length)
         labels = None
         if source.task not in GENERATES:
             labels = settled(model, batch, given, getattr(attacker, "target", None))
+        names = [example.id for example in examples]
         with threads_for(largest_matrix(model)):
-            return attacker(
-                model, batch, labels, ids=[example.id for example in examples]
-            )
+            return attacker(model, batch, labels, ids=names)
 
 
 def _task(work: Callable[..., Disruption], batch: Sequence[Example]) -> Task:
@@ -233,12 +225,12 @@ class ModelSource:
         if path.is_file():
             return digest(_summed(path))
         if path.is_dir():
-            files = [
-                file
+            sums = {
+                file.name: _summed(file)
                 for file in sorted(path.iterdir())
                 if file.is_file() and (file.suffix in _PARTS or file.name in _CONFIGS)
-            ]
-            return digest({file.name: _summed(file) for file in files})
+            }
+            return digest(sums)
         commit = getattr(load_config(self.name), "_commit_hash", None)
         return digest([self.name, commit])
 

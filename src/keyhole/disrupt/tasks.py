@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keyhole.core.errors import InputError
+from keyhole.core.errors import InputError, expect_count
 from keyhole.data import NO_LABEL, Batch
 from keyhole.models.anatomy import expect_numbers, positions
 from keyhole.models.loading import Task, head_of
@@ -35,6 +35,7 @@ from keyhole.models.loading import Task, head_of
 IGNORED = -100  # the label of a position where nothing is predicted
 _BELOW = -1e30
 _MAX_TOKENS = 100_000  # of a continuation, for models without a limit
+SPECIAL = "special_tokens_mask"
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +58,12 @@ class Question:
     @property
     def rows(self) -> int:
         """The number of sequences of one example: its choices, or 1."""
-        ids = self.inputs.get("input_ids")
-        return ids.shape[1] if self.task == "choice" and ids is not None else 1
+        return self.inputs["input_ids"].shape[1] if self.task == "choice" else 1
+
+    @property
+    def wanted(self) -> Tensor:
+        """The answers that the margin is about: the target's, or the labels."""
+        return self.labels if self.target is None else self.target
 
     def part(self, indices: Tensor) -> Question:
         return replace(
@@ -75,17 +80,14 @@ class Question:
         NaN is no answer, though its argmax is class 0: raises InputError, also under a
         mask.
         """
-        if self.task != "causal":
-            logits = model(
-                **self.inputs, **_options(model, {"use_cache": False})
-            ).logits
-            logits = logits if logits.ndim == 3 else logits.unsqueeze(1)
-        else:
+        if self.task == "causal":
             logits = self._last(model)
+        else:
+            options = _options(model, {"use_cache": False})
+            logits = model(**self.inputs, **options).logits
+            logits = logits if logits.ndim == 3 else logits.unsqueeze(1)
         ignored = (self.labels == IGNORED).unsqueeze(-1)
-        expect_numbers(
-            model, [logits.masked_fill(ignored, 0) if ignored.any() else logits]
-        )
+        expect_numbers(model, [logits.masked_fill(ignored, 0)])
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _last(self, model: Any) -> Tensor:
@@ -107,24 +109,21 @@ class Question:
         Without a target it is against the other class of rank `aim`; rank 0 is the
         best.
         """
-        wanted = self.labels if self.target is None else self.target
-        valid = wanted != IGNORED
-        index = wanted.clamp(min=0).unsqueeze(-1)
+        index = self.wanted.clamp(min=0).unsqueeze(-1)
+        ignored = self.wanted == IGNORED
         chosen = logits.gather(-1, index).squeeze(-1)
         others = logits.scatter(-1, index, _BELOW)
+        if self.target is not None:
+            return (others.amax(-1) - chosen).masked_fill(ignored, _BELOW).amax(-1)
         # Ranks beyond the last class start again from 0.
-        aim = aim % max(1, logits.shape[-1] - 1) if self.target is None else 0
-        other = others.topk(aim + 1, -1).values[..., aim] if aim else others.amax(-1)
-        if self.target is None:
-            return (chosen - other).masked_fill(~valid, -_BELOW).amin(-1)
-        return (other - chosen).masked_fill(~valid, _BELOW).amax(-1)
+        rank = aim % max(1, logits.shape[-1] - 1)
+        other = others.topk(rank + 1, -1).values[..., rank]
+        return (chosen - other).masked_fill(ignored, -_BELOW).amin(-1)
 
     def surprise(self, logits: Tensor) -> Tensor:
         """The loss that an attack raises: the labels' cross-entropy, or minus the target's."""
-        sign = 1 if self.target is None else -1
-        return -sign * self._log_probability(
-            logits, self.labels if self.target is None else self.target
-        )
+        sign = -1 if self.target is None else 1
+        return sign * self._log_probability(logits, self.wanted)
 
     def confidence(self, logits: Tensor) -> Tensor:
         """The joint probability of the m labels."""
@@ -161,7 +160,7 @@ def ask(
     task = _task(model, batch)
     device = next(model.parameters()).device
     inputs = {name: value.to(device) for name, value in batch.items()}
-    special = inputs.pop("special_tokens_mask", None)
+    special = inputs.pop(SPECIAL, None)
     inputs.pop("labels", None)
     if task in ("classification", "choice"):
         if labels is None:
@@ -180,7 +179,7 @@ def _task(model: Any, batch: Batch) -> Task:
     ids = batch.get("input_ids")
     several = ids is not None and ids.ndim == 3
     task = "choice" if several else head_of(model)
-    if task == "base" or (task == "choice" and not several):
+    if task == "base" or (task == "choice") != several:
         raise InputError(
             f"{type(model).__name__} has no head for classes, multiple choice, causal or "
             "sequence-to-sequence text"
@@ -234,43 +233,36 @@ def _continued(
 
     The answer is the labels, or the model's greedy continuation.
     """
-    if count < 1:
-        raise InputError(f"a continuation must have at least 1 token, got {count}")
+    ids = inputs["input_ids"]
     most = positions(model)
-    length = inputs["input_ids"].shape[-1]
+    length = ids.shape[-1]
     if task == "causal" and most is not None and length + count - 1 > most:
         raise InputError(
             f"the model has {most:,} positions, too few for {length:,} tokens and a continuation "
             f"of {count:,}: try a smaller --max-length"
         )
-    if count > _MAX_TOKENS:
-        raise InputError(
-            f"a continuation must have at most {_MAX_TOKENS:,} tokens, got {count}"
-        )
-    ids = inputs["input_ids"]
+    expect_count("the tokens of a continuation", count, most=_MAX_TOKENS)
     if "decoder_input_ids" in inputs:
         return inputs, special, _forced(model, inputs)
     inputs = _positioned(model, inputs) if task == "causal" else _started(model, inputs)
-    given = None if labels is None else _shaped(labels, len(ids), ids.device, "labels")
-    count = count if given is None else given.shape[1]
     answer: list[Tensor] = []
+    if labels is not None:
+        given = _shaped(labels, len(ids), ids.device, "labels")
+        answer = list(given.unbind(1))
+        count = len(answer)
     for step in range(count):
-        if given is None:
+        if labels is None:
             question = Question(task, inputs, ids[:, :1], None, None)
             with torch.no_grad():
                 answer.append(question.logits(model)[:, -1].argmax(-1))
-        else:
-            answer.append(given[:, step])
         if step + 1 == count:
             break
         if task == "causal":
-            inputs = _appended(inputs, answer[-1])
+            inputs = _appended(inputs, answer[step])
             special = None if special is None else nn.functional.pad(special, (0, 1))
         else:
-            decoded = torch.cat(
-                [inputs["decoder_input_ids"], answer[-1].unsqueeze(1)], 1
-            )
-            inputs = {**inputs, "decoder_input_ids": decoded}
+            decoded = [inputs["decoder_input_ids"], answer[step].unsqueeze(1)]
+            inputs = {**inputs, "decoder_input_ids": torch.cat(decoded, 1)}
     return inputs, special, torch.stack(answer, 1)
 
 
@@ -310,12 +302,9 @@ def _started(model: Any, inputs: Batch) -> Batch:
     """Add the token with which the decoder starts."""
     config = model.config
     ids = inputs["input_ids"]
-    start = config.decoder_start_token_id
-    if start is None:
-        if config.bos_token_id is None:
-            start = config.pad_token_id
-        else:
-            start = config.bos_token_id
+    names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+    starts = (getattr(config, name) for name in names)
+    start = next(token for token in starts if token is not None)
     return {**inputs, "decoder_input_ids": ids.new_full((len(ids), 1), start)}
 
 
@@ -327,6 +316,17 @@ def _forced(model: Any, inputs: Batch) -> Tensor:
     return own if mask is None else own.masked_fill(mask == 0, IGNORED)
 
 
+def answers(model: Any, batch: Batch) -> Tensor:
+    """Return the logits that a model gives a batch; NaN is no answer: raises InputError."""
+    device = next(model.parameters()).device
+    inputs = {name: value.to(device) for name, value in batch.items()}
+    inputs.pop(SPECIAL, None)
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    expect_numbers(model, [logits])
+    return logits
+
+
 def settled(
     model: Any, batch: Batch, labels: Tensor, target: int | None = None
 ) -> Tensor:
@@ -335,12 +335,7 @@ def settled(
     For an example without a label the attack shows whether the answer can be changed,
     not whether a right answer can be made wrong.
     """
-    device = next(model.parameters()).device
-    inputs = {name: value.to(device) for name, value in batch.items()}
-    inputs.pop("special_tokens_mask", None)
-    with torch.no_grad():
-        logits = model(**inputs).logits
-    expect_numbers(model, [logits])
+    logits = answers(model, batch)
     classes = logits.shape[-1]
     for what, number in (("labels", int(labels.max())), ("the target", target)):
         if number is not None and not NO_LABEL <= number < classes:

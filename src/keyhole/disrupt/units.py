@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -34,6 +34,8 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError
 from keyhole.disrupt.tasks import Question
+from keyhole.models.discovery import special_tokens
+from keyhole.models.loading import named_task
 from keyhole.models.masking import Site, Untouched, rewriting
 
 NEVER = torch.iinfo(torch.int32).max  # the step of a unit that is not cut
@@ -70,9 +72,7 @@ class Units:
     places: tuple[Place, ...]
     exists: Tensor  # (b, units)
     free: Tensor  # (b, units)
-    firsts: tuple[
-        tuple[Tensor, Tensor], ...
-    ]  # each site's first real query and key, (b, rows)
+    head_units: Tensor  # of each head as the paper counts them, (b, heads of all sites)
 
     @property
     def total(self) -> int:
@@ -83,8 +83,8 @@ class Units:
         return values[..., place.start : place.stop].unflatten(-1, place.shape)
 
     def part(self, indices: Tensor) -> Units:
-        firsts = tuple((query[indices], key[indices]) for query, key in self.firsts)
-        return Units(self.places, self.exists[indices], self.free[indices], firsts)
+        tensors = (self.exists, self.free, self.head_units)
+        return Units(self.places, *(tensor[indices] for tensor in tensors))
 
     @cached_property
     def head_of(self) -> Tensor:
@@ -109,25 +109,10 @@ class Units:
 
     def per_head(self, mask: Tensor) -> Tensor:
         """Count the units of a mask (b, units) in each head, (b, heads of all sites)."""
-        return torch.cat(
-            [self.at(mask, place).sum((-1, -2)).flatten(1) for place in self.places], 1
-        )
+        return self.each(partial(torch.sum, dim=(-1, -2)), mask)
 
     def per_row(self, mask: Tensor) -> Tensor:
-        return torch.cat(
-            [self.at(mask, place).sum(-1).flatten(1) for place in self.places], 1
-        )
-
-    @property
-    def head_units(self) -> Tensor:
-        """The units of each head as the paper counts them, (b, heads of all sites)."""
-        counts: list[Tensor] = []
-        for place, (query, key) in zip(self.places, self.firsts, strict=True):
-            kept = self.at(self.exists, place) & ~_first_row_and_column(
-                query, key, place.shape[2:]
-            )
-            counts.append(kept.sum((-1, -2)).flatten(1))
-        return torch.cat(counts, 1)
+        return self.each(partial(torch.sum, dim=-1), mask)
 
     def each(self, function: Callable[..., Tensor], *values: Tensor) -> Tensor:
         """Apply a function of one site's values (b, rows, heads, queries, keys) to all sites."""
@@ -146,12 +131,12 @@ class Units:
         )
 
 
+@dataclass(eq=False)
 class FixedCuts(Untouched):
     """Cuts a fixed mask of units (b, units)."""
 
-    def __init__(self, units: Units, cut: Tensor) -> None:
-        self.units = units
-        self.mask = cut
+    units: Units
+    mask: Tensor
 
     def cut(self, site: Site, shape: torch.Size) -> Tensor:
         return self.units.at(self.mask, self.units.places[site.index]).reshape(shape)
@@ -162,14 +147,14 @@ class Look(Untouched):
 
     def __init__(self) -> None:
         self.maps: list[tuple[Site, Tensor]] = []
-        self.open: list[Tensor | None] = []
+        self.open: list[Tensor] = []
 
     def masked(self, site: Site, mask: Tensor | None) -> None:
         del site
+        if mask is None:
+            mask = torch.zeros(1)
         # Half of the least number: a mask may hold a bias, too, which closes nothing.
-        self.open.append(
-            None if mask is None else mask > torch.finfo(mask.dtype).min / 2
-        )
+        self.open.append(mask > torch.finfo(mask.dtype).min / 2)
 
     def seen(self, site: Site, probabilities: Tensor) -> None:
         self.maps.append((site, probabilities.detach()))
@@ -195,40 +180,30 @@ def survey(
     places: list[Place] = []
     exists: list[Tensor] = []
     free: list[Tensor] = []
-    firsts: list[tuple[Tensor, Tensor]] = []
+    counts: list[Tensor] = []
     start = 0
     for (site, probabilities), opened in zip(look.maps, look.open, strict=True):
         each = _rows(probabilities, question.size, site)
         places.append(Place(site, cast("Any", tuple(each.shape[1:])), start))
         start = places[-1].stop
-        query, key = _sides_of_site(site, sides, each)
+        query, key = _ends(site, sides, each)
         permitted = each > 0
         if underflowing:
-            every = torch.ones_like(probabilities, dtype=torch.bool)
-            permitted |= _rows(
-                every if opened is None else every & opened, question.size, site
-            )
-        present = (
-            permitted & query.real[:, :, None, :, None] & key.real[:, :, None, None, :]
-        )
-        firsts.append((query.real.int().argmax(-1), key.real.int().argmax(-1)))
+            permitted |= _rows(opened.expand_as(probabilities), question.size, site)
+        present = permitted & query.real & key.real
+        first = query.first | key.first
         spared = torch.zeros_like(present)
         if spare in ("special", "special keys"):
-            spared |= key.special[:, :, None, None, :]
+            spared |= key.special
         if spare == "special":
-            spared |= query.special[:, :, None, :, None]
+            spared |= query.special
         if spare == "first token":
-            spared |= _first_row_and_column(*firsts[-1], (each.shape[3], each.shape[4]))
+            spared |= first
         exists.append(present.flatten(1))
         free.append((present & ~spared).flatten(1))
-    return Units(tuple(places), torch.cat(exists, 1), torch.cat(free, 1), tuple(firsts))
-
-
-def _first_row_and_column(query: Tensor, key: Tensor, size: tuple[int, int]) -> Tensor:
-    """Select the row and column of the first query and key (b, rows): (b, rows, 1, q, k)."""
-    rows, columns = (torch.arange(length, device=query.device) for length in size)
-    row = (rows == query[..., None])[:, :, None, :, None]
-    return row | (columns == key[..., None])[:, :, None, None, :]
+        counts.append((present & ~first).sum((-1, -2)).flatten(1))
+    found = (torch.cat(each, 1) for each in (exists, free, counts))
+    return Units(tuple(places), *found)
 
 
 def _rows(probabilities: Tensor, size: int, site: Site) -> Tensor:
@@ -241,66 +216,58 @@ def _rows(probabilities: Tensor, size: int, site: Site) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Side:
-    """The tokens of the encoder or the decoder, (b, rows, n): which are real, which special."""
+    """The tokens of the encoder or the decoder, (b, rows, n): real ones, special ones, the first.
+
+    `along` gives them another shape, to compare them with (b, rows, heads, queries, keys).
+    """
 
     real: Tensor
     special: Tensor
+    first: Tensor
+
+    @classmethod
+    def of(cls, real: Tensor, special: Tensor) -> _Side:
+        return cls(real, special, real & (real.cumsum(-1) == 1))
+
+    def along(self, axis: int) -> _Side:
+        shape = [*self.real.shape[:2], 1, 1, 1]
+        shape[axis] = -1
+        return _Side(*(each.view(shape) for each in vars(self).values()))
 
 
-def _sides_of_site(
-    site: Site, sides: dict[str, _Side], each: Tensor
-) -> tuple[_Side, _Side]:
-    """Return the sides that a site's queries and keys come from."""
+def _ends(site: Site, sides: dict[str, _Side], maps: Tensor) -> list[_Side]:
+    """Return the sides that the queries and the keys of a site's maps come from."""
     decoder = "decoder" in sides and "encoder" not in site.name.split(".")
     query = sides.get("decoder" if decoder else "encoder")
     key = query if site.kind == "self" else sides.get("encoder")
     ends: list[_Side] = []
-    for side, size in ((query, each.shape[3]), (key, each.shape[4])):
-        shape = (*each.shape[:2], size)
-        if side is not None and side.real.shape == shape:
-            ends.append(side)
-        else:  # patches and windows: every position is real and none is special
-            ones = torch.ones(shape, dtype=torch.bool, device=each.device)
-            ends.append(_Side(ones, ~ones))
-    return ends[0], ends[1]
+    for side, axis in ((query, 3), (key, 4)):
+        shape = (*maps.shape[:2], maps.shape[axis])
+        if side is None or side.real.shape != shape:
+            # Patches and windows: every position is real and none is special.
+            ones = torch.ones(shape, dtype=torch.bool, device=maps.device)
+            side = _Side.of(ones, ~ones)
+        ends.append(side.along(axis))
+    return ends
 
 
 def _sides(model: Any, question: Question) -> dict[str, _Side]:
-    inputs = question.inputs
-    if "input_ids" not in inputs:
-        return {}
-    sides = {
-        "encoder": _side(
-            model, question, "input_ids", "attention_mask", question.special
-        )
-    }
-    if "decoder_input_ids" in inputs:
-        sides["decoder"] = _side(
-            model, question, "decoder_input_ids", "decoder_attention_mask", None
-        )
-    return sides
-
-
-def _side(
-    model: Any,
-    question: Question,
-    ids_name: str,
-    mask_name: str,
-    special: Tensor | None,
-) -> _Side:
-    ids = _with_rows(question.inputs[ids_name])
-    mask = question.inputs.get(mask_name)
-    if mask is None:
-        real = torch.ones_like(ids, dtype=torch.bool)
-    else:
+    sides: dict[str, _Side] = {}
+    for name, prefix in (("encoder", ""), ("decoder", "decoder_")):
+        ids = question.inputs.get(f"{prefix}input_ids")
+        if ids is None:
+            continue
+        mask = question.inputs.get(f"{prefix}attention_mask", torch.ones_like(ids))
+        ids = _with_rows(ids)
         real = _with_rows(mask) != 0
-    if special is None:
-        marked = _guessed_special(model, ids, real)
-    else:
-        marked = _with_rows(special) != 0
-    if ids_name == "decoder_input_ids":
-        marked[..., 0] = True  # the start token
-    return _Side(real, marked)
+        if name == "encoder" and question.special is not None:
+            special = _with_rows(question.special) != 0
+        else:
+            special = _guessed_special(model, ids, real)
+        if name == "decoder":
+            special[..., 0] = True  # the start token
+        sides[name] = _Side.of(real, special)
+    return sides
 
 
 def _with_rows(values: Tensor) -> Tensor:
@@ -315,24 +282,9 @@ def _guessed_special(model: Any, ids: Tensor, real: Tensor) -> Tensor:
     special.
     """
     config = model.config
-    names = (
-        "bos_token_id",
-        "eos_token_id",
-        "cls_token_id",
-        "sep_token_id",
-        "pad_token_id",
-    )
-    values = [getattr(config, name, None) for name in names]
-    listed = [value if isinstance(value, list) else [value] for value in values]
-    known: list[int] = [
-        number for value in listed for number in value if number is not None
-    ]
-    marked = torch.isin(ids, torch.tensor(known, dtype=ids.dtype, device=ids.device))
-    causal = getattr(config, "is_decoder", False) or "Causal" in type(model).__name__
-    encoder = not (
-        causal or "LMHead" in type(model).__name__ or config.is_encoder_decoder
-    )
-    if encoder:
+    marked = torch.isin(ids, ids.new_tensor(special_tokens(config)))
+    decodes = getattr(config, "is_decoder", False) or config.is_encoder_decoder
+    if not decodes and named_task(type(model).__name__) != "causal":
         positions = torch.arange(ids.shape[-1], device=ids.device)
         first = real.int().argmax(-1, keepdim=True)
         last = (positions * real).amax(-1, keepdim=True)

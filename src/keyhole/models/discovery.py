@@ -295,17 +295,23 @@ def _structure(base: nn.Module) -> Structure | None:
 
 def _texts(base: nn.Module, table: Tensor) -> tuple[Tensor, Tensor]:
     """Return two texts (1, n) of ordinary tokens that differ in the last one."""
-    settings = cast("dict[str, Any]", cast("Any", base.config).to_dict())
-    special = [
-        value
-        for name, value in settings.items()
-        if name.endswith(("token_id", "token_index"))
-    ]
+    special = special_tokens(base.config)
     stream = torch.Generator().manual_seed(0)
     drawn = torch.randint(len(table), (64,), generator=stream).tolist()
     ordinary = [token for token in dict.fromkeys(drawn) if token not in special]
     ids = torch.tensor([ordinary[: _LENGTH + 1]], device=table.device)
     return ids[:, :-1], torch.cat([ids[:, :-2], ids[:, -1:]], 1)
+
+
+def special_tokens(config: Any) -> list[int]:
+    """Return the ids of special tokens that a configuration names."""
+    values = [
+        value
+        for name, value in config.to_dict().items()
+        if name.endswith(("token_id", "token_index"))
+    ]
+    listed = [value if isinstance(value, list) else [value] for value in values]
+    return [token for tokens in listed for token in tokens if isinstance(token, int)]
 
 
 def _takes_embeddings(base: nn.Module, words: Tensor, last: Tensor) -> bool:
