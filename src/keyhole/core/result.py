@@ -25,7 +25,6 @@ from keyhole.version import __version__
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
-    from pydantic_core import ErrorDetails
     from torch import Tensor
 
 
@@ -201,10 +200,10 @@ def _reader(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind, config=config)
 
 
-def _sentence(error: ErrorDetails, where: str) -> str:
+def _sentence(error: Mapping[str, Any], where: str) -> str:
     """Return a sentence that names the field and says what is wrong with it."""
     if error["type"] == "value_error":  # raised in a __post_init__ of ours
-        return str(error.get("ctx", {})["error"])
+        return str(error["ctx"]["error"])
     for key in error["loc"][1:]:
         where += f"[{key}]" if isinstance(key, int) else f".{key}"
     where = where.removeprefix(".")[:200] or "the data"
