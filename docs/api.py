@@ -18,7 +18,6 @@ SOURCE = Path(__file__).parent.parent / "src"
 PACKAGES = (
     "audit",
     "assess",
-    "configs",
     "extract",
     "invert",
     "recover",

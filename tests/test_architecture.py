@@ -22,7 +22,7 @@ BENCHMARKS = TESTS.parent / "benchmarks"
 LAYERS = (  # from the bottom up
     {"version"},
     {"core"},  # errors, files, results, registry, tasks, journal
-    {"attention", "configs", "data"},
+    {"attention", "data"},
     {"target"},  # what TARGET means
     {"oracle"},  # endpoints that answer
     {"stores"},  # where embeddings are kept

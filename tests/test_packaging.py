@@ -124,7 +124,6 @@ def test_every_extra_is_part_of_all():
 
 
 SMALL = {  # what works without the extra `models`, and what it says or writes
-    ("check-config", "run.sh"): "KH-CONFIG-LLAMA-SLOT-FILES",
     ("policy", "audit.json"): "6 of 8 findings fail",
     (
         "report",
@@ -143,7 +142,6 @@ LARGE = (
 
 def works_without_torch(keyhole: list[str], folder: Path) -> None:
     """The small commands answer, and the others say which extra they need."""
-    (folder / "run.sh").write_text("llama-server --slot-save-path /slots\n")
     whole().save(folder / "audit.json")
     for words, said in SMALL.items():
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Where teams work: the GitHub action, the GitLab job and the pre-commit hook, really run.
+"""Where teams work: the GitHub action and the GitLab job, really run.
 
 The scripts of action.yml and ci/gitlab.yml are run by a shell, with the environment
 that a runner would give them and the real `keyhole`; what a runner does besides
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -20,13 +19,11 @@ import yaml
 
 from command_line import PYTHON, parts
 from keyhole import oracle
-from keyhole.configs import check
 from keyhole.report.formats import FORMATS
 
 ROOT = Path(__file__).parent.parent
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text("utf-8"))
 JOB = yaml.safe_load((ROOT / "ci" / "gitlab.yml").read_text("utf-8"))["keyhole-audit"]
-HOOKS = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text("utf-8"))
 STEPS = ACTION["runs"]["steps"]
 (AUDIT,) = [step for step in STEPS if step.get("id") == "audit"]
 EXPRESSION = re.compile(r"\$\{\{\s*(.*?)\s*\}\}")
@@ -227,64 +224,3 @@ def test_the_job_of_gitlab(place):
     assert json.loads((place / "keyhole-reports/keyhole.sarif").read_text("utf-8"))[
         "runs"
     ]
-
-
-def test_the_hook_is_given_the_files_in_which_the_check_recognises_something():
-    (hook,) = HOOKS
-    assert hook["entry"] == "keyhole check-config"
-    folders = [ROOT / "tests/configs/wild/open", ROOT / "tests/configs/examples"]
-    known = [Path(file.path) for file in check(folders).recognised]
-    for folder in folders:
-        for path in known:
-            if path.is_relative_to(folder):
-                assert re.search(hook["files"], str(path.relative_to(folder))), path
-    for name in (
-        "README.md",
-        "app.py",
-        "data.json",
-        "pyproject.toml",
-        "environment.rst",
-    ):
-        assert not re.search(hook["files"], name)
-
-
-@pytest.mark.release
-def test_pre_commit_refuses_a_commit_that_opens_something(place):
-    pre_commit = shutil.which("pre-commit")
-    if pre_commit is None:
-        pytest.skip("no pre-commit on the PATH")
-    (hook,) = HOOKS
-    config = {"repos": [{"repo": "local", "hooks": [{**hook, "language": "system"}]}]}
-    project = place / "project"
-    project.mkdir()
-    (project / ".pre-commit-config.yaml").write_text(yaml.safe_dump(config))
-    (project / "start.sh").write_text("llama-server --slot-save-path /slots\n")
-    (project / "notes.txt").write_text("llama-server --slot-save-path /slots\n")
-    env = {
-        **os.environ,
-        "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
-        "HOME": str(place),
-        "PRE_COMMIT_HOME": str(place / "cache"),
-        "GIT_CONFIG_GLOBAL": os.devnull,
-        "GIT_AUTHOR_NAME": "a",
-        "GIT_AUTHOR_EMAIL": "a@b",
-        "GIT_COMMITTER_NAME": "a",
-        "GIT_COMMITTER_EMAIL": "a@b",
-    }
-
-    def call(*words):
-        return subprocess.run(
-            words, cwd=project, env=env, capture_output=True, text=True, timeout=100
-        )
-
-    call("git", "init", "-q")
-    assert call(pre_commit, "install").returncode == 0
-    call("git", "add", ".")
-    refused = call("git", "commit", "-m", "server")
-    assert refused.returncode == 1
-    assert "start.sh:1: KH-CONFIG-LLAMA-SLOT-FILES" in refused.stderr + refused.stdout
-    assert "notes.txt" not in refused.stderr + refused.stdout
-    (project / "start.sh").write_text("llama-server --no-slots\n")
-    call("git", "add", ".")
-    done = call("git", "commit", "-m", "server")
-    assert done.returncode == 0, done.stderr

@@ -7,7 +7,6 @@
     keyhole.recover.run("./model", ["leak.safetensors"])   text from what a model leaks
     keyhole.disrupt.run("./model", "dev.tsv")   predictions flipped by cutting attention
     keyhole.harden.run("./model", "train.tsv", "hardened")   training against that
-    keyhole.configs.check(["deploy/"])          settings that open what attacks need
     keyhole.report.render(audit)                the page of an audit
 
 Each package also holds its methods, such as `keyhole.extract.SingleHead()(oracle)`.
@@ -23,7 +22,6 @@ from keyhole.version import __version__
 if TYPE_CHECKING:
     from keyhole import (
         attention,
-        configs,
         core,
         data,
         disrupt,
@@ -44,7 +42,6 @@ __all__ = [
     "__version__",
     "attention",
     "audit",
-    "configs",
     "core",
     "data",
     "disrupt",

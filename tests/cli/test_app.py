@@ -37,7 +37,6 @@ WORK = (  # of each, all that was done before it in the process is part
     "from keyhole.cli import app; app(['audit', '--help'])",
     "from keyhole.cli import app; app(['lab', 'plant', '--help'])",
     "from keyhole.cli import app; app(['frobnicate'])",
-    "from keyhole.cli import app; app(['check-config', '.', '--output', 'sarif=x'])",
     "from keyhole.cli import app; app(['report', 'audit.json', '--output=junit=-'])",
     "from keyhole.cli import app; app(['policy', 'audit.json'])",
 )

@@ -85,7 +85,6 @@ def test_every_bad_file_ends_in_one_line(words, name, world, monkeypatch, capsys
         ("audit", "demo", "--output", "pdf=x"),
         ("audit", "demo", "--endpoint", "frobs=1"),
         ("audit", "demo", "--endpoint", "batch=2"),
-        ("check-config", ".", "--fail-on", "never"),
         ("lab", "methods", "nothing"),
         ("extract", "demo", "--method", "nothing"),
         ("extract", "demo", "--header", "s3cret"),

@@ -54,7 +54,6 @@ ORDER = (
     "disrupt",
     "harden",
     "report",
-    "check-config",
     "policy",
     "lab",
 )

@@ -78,9 +78,6 @@ CONSUMPTION = (
     Standard(OWASP_2026, "LLM06:2026", "Unbounded Consumption"),
     Standard(OWASP_2025, "LLM10:2025", "Unbounded Consumption"),
 )
-ACCESS_CONTROLS = Standard(
-    AISVS, "v1.0-C5.2.1", "Access controls on AI resources, default-deny"
-)
 MASKED_FIELDS = Standard(
     AISVS, "v1.0-C8.2.1", "Sensitive fields are masked before embedding"
 )
@@ -90,9 +87,6 @@ RATES = Standard(
     AISVS, "v1.0-C11.2.2", "Rate limits sized to the extraction threat model"
 )
 RAW_OUTPUTS = Standard(AISVS, "v1.0-C11.3.2", "Raw model outputs are not exposed")
-EXFILTRATION = Standard(
-    ATLAS, "AML.T0024", "Exfiltration via AI Inference API", "/techniques/AML.T0024"
-)
 INVERT = Standard(
     ATLAS, "AML.T0024.001", "Invert AI Model", "/techniques/AML.T0024.001"
 )
@@ -109,12 +103,7 @@ def _cwe(number: int, name: str) -> Standard:
 
 
 EXPOSED = _cwe(200, "Exposure of Sensitive Information to an Unauthorized Actor")
-NO_LOGIN = _cwe(306, "Missing Authentication for Critical Function")
 CLEARTEXT = _cwe(312, "Cleartext Storage of Sensitive Information")
-LOGGED = _cwe(532, "Insertion of Sensitive Information into Log File")
-CROSS_DOMAIN = _cwe(
-    942, "Permissive Cross-domain Security Policy with Untrusted Domains"
-)
 PERTURBED = _cwe(
     1039,
     "Inadequate Detection or Handling of Adversarial Input Perturbations in Automated Recognition "
@@ -128,11 +117,6 @@ EMBEDDINGS_READ = (*VECTORS, *LLM02, MASKED_FIELDS, INVERT, EXPOSED)
 TEXTS_STORED = (*LLM02, FILES, CLEARTEXT)
 GRADIENTS_READ = (*LLM02, EXPOSED)  # no technique of ATLAS is about gradients
 PREDICTIONS_FLIPPED = (TESTED, HARDENED, PERTURBED)
-SERVER_OPEN = (*LLM02, ACCESS_CONTROLS, EXFILTRATION, NO_LOGIN)
-STORE_OPEN = (*VECTORS, ACCESS_CONTROLS, NO_LOGIN)
-PROMPTS_LOGGED = (*LLM02, FILES, LOGGED)
-ANY_ORIGIN = (*LLM02, CROSS_DOMAIN)
-COUNTS_SHOWN = (EXPOSED,)
 
 
 def frameworks(

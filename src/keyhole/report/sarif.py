@@ -12,11 +12,9 @@ GitHub takes every result for an open alert, whatever its kind, suppression or s
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -28,10 +26,8 @@ from keyhole.core.standards import CWE, FRAMEWORKS, Standard, frameworks
 from keyhole.core.text import inert
 from keyhole.report import words
 
-# What all SARIF files of Keyhole have in common, of audits and of configurations.
-
-SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
-LEVELS = {
+_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+_LEVELS = {
     Severity.CRITICAL: "error",
     Severity.HIGH: "error",
     Severity.MEDIUM: "warning",
@@ -39,7 +35,7 @@ LEVELS = {
 }
 # The security-severities for which GitHub shows each severity; a score is moved into
 # its interval.
-SPANS = {
+_SPANS = {
     Severity.CRITICAL: (9.1, 10.0),
     Severity.HIGH: (7.0, 8.9),
     Severity.MEDIUM: (4.0, 6.9),
@@ -48,10 +44,10 @@ SPANS = {
 
 
 def written(runs: Sequence[Mapping[str, Any]]) -> str:
-    return f"{dump({'$schema': SCHEMA, 'version': '2.1.0', 'runs': list(runs)})}\n"
+    return f"{dump({'$schema': _SCHEMA, 'version': '2.1.0', 'runs': list(runs)})}\n"
 
 
-def driver(version: str, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _driver(version: str, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Describe Keyhole as a tool, with all rules in the order of their indices."""
     return {
         "name": "Keyhole",
@@ -65,8 +61,9 @@ def driver(version: str, rules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def taxonomies(rules: Iterable[tuple[Standard, ...]]) -> list[dict[str, Any]]:
+def _taxonomies() -> list[dict[str, Any]]:
     """Describe the frameworks, each with the entries that rules refer to."""
+    named = frameworks(rule.standards for rule in RULES)
     return [
         {
             "name": framework.name,
@@ -87,7 +84,7 @@ def taxonomies(rules: Iterable[tuple[Standard, ...]]) -> list[dict[str, Any]]:
                 for entry in entries
             ],
         }
-        for framework, entries in frameworks(rules).items()
+        for framework, entries in named.items()
     ]
 
 
@@ -98,7 +95,7 @@ def _tag(standard: Standard) -> str:
     return f"{standard.framework.key}/{standard.id}"
 
 
-def described(
+def _described(
     identity: str,
     name: str,
     about: str,
@@ -115,8 +112,8 @@ def described(
     """
     tags = ["security", f"keyhole/{tag}", *map(_tag, standards)]
     properties: dict[str, Any] = {"tags": tags}
-    if severity in SPANS:
-        least, most = SPANS[severity]
+    if severity in _SPANS:
+        least, most = _SPANS[severity]
         properties["security-severity"] = f"{min(max(score, least), most):.1f}"
     text, markdown = guide
     return {
@@ -125,7 +122,7 @@ def described(
         "shortDescription": {"text": name},
         "fullDescription": {"text": about},
         "help": {"text": text, "markdown": markdown},
-        "defaultConfiguration": {"level": LEVELS.get(severity, "warning")},
+        "defaultConfiguration": {"level": _LEVELS.get(severity, "warning")},
         "relationships": [
             {
                 "target": {
@@ -143,13 +140,13 @@ def described(
     }
 
 
-def not_checked(about: str) -> dict[str, Any]:
+def _not_tried() -> dict[str, Any]:
     """Describe the rule of checks that were not made, for those that no other rule is about."""
     why = "The result says why it was not tried, and what would change that."
-    rule = described(
+    rule = _described(
         NOT_CHECKED,
         "A check that was not made",
-        about,
+        "What was not tried is neither given away nor kept.",
         (why, why),
         "not-checked",
         Severity.UNKNOWN,
@@ -157,30 +154,29 @@ def not_checked(about: str) -> dict[str, Any]:
     return {**rule, "name": "NotChecked", "defaultConfiguration": {"level": "none"}}
 
 
-def invocation(
-    code: int, ends: Mapping[int, str], unchecked: Sequence[str], finished: str | None
-) -> dict[str, Any]:
+def _invocation(assessment: Assessment) -> dict[str, Any]:
     """Describe how a run ended; what it could not check becomes warnings."""
+    finished = words.finished(assessment.audit)
     warnings = [
-        {"level": "warning", "message": {"text": message(f"could not check {what}")}}
-        for what in unchecked
+        {"level": "warning", "message": {"text": _message(f"could not check {what}")}}
+        for what in words.unchecked(assessment)
     ]
     return {
         "executionSuccessful": True,
-        "exitCode": code,
-        "exitCodeDescription": ends[code],
+        "exitCode": assessment.exit_code,
+        "exitCodeDescription": _ENDS[assessment.exit_code],
         "toolExecutionNotifications": warnings,
         **({} if finished is None else {"endTimeUtc": finished}),
     }
 
 
-def fingerprints(name: str) -> dict[str, str]:
+def _fingerprints(name: str) -> dict[str, str]:
     """Identify a result in every run; GitHub uses the first of these, the path and the rule."""
     digest = sha256(name.encode("utf-8", "replace")).hexdigest()
     return {"primaryLocationLineHash": f"{digest[:16]}:1", "keyholeFinding/v1": digest}
 
 
-def message(text: str) -> str:
+def _message(text: str) -> str:
     """Escape plain text for a message, in which brackets are links and braces are placeholders."""
     line = inert(text, 4000)
     for sign, spelled in (
@@ -201,26 +197,13 @@ def _pascal(name: str) -> str:
     return "".join(part[0].upper() + part[1:] for part in parts.split())
 
 
-# Locations. A setting has a file and a line. A model has neither, so the location of a
-# finding is logical: the target, its endpoint, the layer, the exposure. But code
-# scanning shows nothing without a physical location. That is the target if its name is
-# a path inside the repository, and otherwise `keyhole/` with the target's name, which
-# is no file but the same in every run.
+# Locations. A model has no file and no line, so the location of a finding is logical:
+# the target, its endpoint, the layer, the exposure. But code scanning shows nothing
+# without a physical location. That is the target if its name is a path inside the
+# repository, and otherwise `keyhole/` with the target's name, which is no file but the
+# same in every run.
 
 _PATH = re.compile(r"(?:\./)?((?:[\w-][\w.-]*/)*[\w-][\w.-]*)/?", re.ASCII)
-
-
-def in_file(path: str, line: int) -> dict[str, Any]:
-    where = {"artifactLocation": {"uri": _uri(path)}, "region": {"startLine": line}}
-    return {"physicalLocation": where}
-
-
-def _uri(path: str) -> str:
-    """Return a path relative to this folder if it is inside, otherwise a file URI."""
-    plain = Path(os.path.normpath(path))
-    if plain.is_absolute() or plain.parts[:1] == (os.pardir,):
-        return Path(os.path.abspath(plain)).as_uri()  # noqa: PTH100 - resolves no links
-    return quote(os.fsencode(plain.as_posix()))
 
 
 class Places:
@@ -315,20 +298,12 @@ def run(
     ]
     results += [{**each, **_HYPOTHETICAL} for each in hypothetical]
     results += [_skipped(skip, places, assessment) for skip in assessment.audit.skips]
-    untried = not_checked("What was not tried is neither given away nor kept.")
-    rules = [*(_rule(rule, assessment) for rule in RULES), untried]
+    rules = [*(_rule(rule, assessment) for rule in RULES), _not_tried()]
     return {
-        "tool": {"driver": driver(words.version(assessment.audit), rules)},
-        "taxonomies": taxonomies(rule.standards for rule in RULES),
+        "tool": {"driver": _driver(words.version(assessment.audit), rules)},
+        "taxonomies": _taxonomies(),
         "automationDetails": {"id": f"keyhole/{words.slug(inert(name))}/"},
-        "invocations": [
-            invocation(
-                assessment.exit_code,
-                _ENDS,
-                words.unchecked(assessment),
-                words.finished(assessment.audit),
-            )
-        ],
+        "invocations": [_invocation(assessment)],
         "logicalLocations": places.all,
         "results": [result for result in results if keep(result)],
         "properties": {
@@ -359,7 +334,7 @@ def _rule(rule: Rule, assessment: Assessment) -> dict[str, Any]:
     else:
         severity = worst.severity
         score = worst.score
-    return described(
+    return _described(
         rule.id,
         rule.name,
         rule.about,
@@ -377,10 +352,10 @@ def _result(item: Item, places: Places, assessment: Assessment) -> dict[str, Any
         "ruleId": item.rule.id,
         "ruleIndex": RULES.index(item.rule),
         "kind": _KINDS[finding.outcome],
-        "level": LEVELS.get(item.severity, "none") if finding.exposed else "none",
-        "message": {"text": message(_sentence(item))},
+        "level": _LEVELS.get(item.severity, "none") if finding.exposed else "none",
+        "message": {"text": _message(_sentence(item))},
         "locations": [places.of(finding.exposure)],
-        "partialFingerprints": fingerprints(item.id),
+        "partialFingerprints": _fingerprints(item.id),
         "properties": {
             "id": inert(item.id),
             "tags": [item.family.value, item.severity.value],
@@ -406,7 +381,7 @@ def _result(item: Item, places: Places, assessment: Assessment) -> dict[str, Any
 
 def _suppressed(name: str, assessment: Assessment) -> dict[str, Any]:
     """Return the suppressions of a result that a policy excuses."""
-    why = message(assessment.excused(name))
+    why = _message(assessment.excused(name))
     excuse = {"kind": "external", "status": "accepted", "justification": why}
     return {"suppressions": [excuse]} if why else {}
 
@@ -435,9 +410,9 @@ def _skipped(skip: Skip, places: Places, assessment: Assessment) -> dict[str, An
         "ruleIndex": RULES.index(rule_of(skip.exposure)) if has_rule else len(RULES),
         "kind": "open" if skip in assessment.audit.unchecked_skips else "notApplicable",
         "level": "none",
-        "message": {"text": message(f"{words.skip(skip)}: {end}. {skip.reason}")},
+        "message": {"text": _message(f"{words.skip(skip)}: {end}. {skip.reason}")},
         "locations": [places.of(skip.exposure)],
-        "partialFingerprints": fingerprints(
+        "partialFingerprints": _fingerprints(
             f"skip {skip.exposure} {skip.layers} {skip.attack}"
         ),
         # Either all results of a run have a state, or none.
