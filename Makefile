@@ -41,7 +41,8 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(PYTEST) -m "not slow and not release"
 
-# What a release must pass besides: packaging, the site, the page in a browser, kills, benchmarks.
+# What a release must pass besides: packaging, the site, the page in a browser, kills,
+# benchmarks, and the rules for Semgrep, which it installs from the package index.
 release: test
 	$(PYTEST) -m release
 
