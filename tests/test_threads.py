@@ -130,6 +130,6 @@ def test_so_do_predictions_that_are_flipped():
 
 def test_an_endpoint_of_long_vectors_is_large():
     def target(dim):
-        return target_of(keyhole.oracle.plant(dim=dim), "endpoint")
+        return target_of(keyhole.oracle.plant(dim=dim))
 
     assert target(3).size < LARGE <= target(512).size

@@ -63,6 +63,6 @@ def test_a_budget_is_a_whole_number_of_queries(budget):
 
 def test_an_exposure_that_the_target_does_not_have():
     with pytest.raises(InputError, match="hidden:1 needs a model, and a head"):
-        audit_exposure(target_of(HEAD, "a head"), "hidden:1")
+        audit_exposure(replace(target_of(HEAD), name="a head"), "hidden:1")
     with pytest.raises(InputError, match="scores needs an endpoint, and a model"):
-        audit_exposure(target_of(SUBJECT, "a model"), "scores")
+        audit_exposure(replace(target_of(SUBJECT), name="a model"), "scores")

@@ -214,7 +214,7 @@ class TwoAttacks(Part):
         def run(attack, track):
             if self.breaks and attack == "second":
                 raise KeyholeError("no answer")
-            return one_finding(SCORES, attack, Status.RECOVERED, "", "", 0.0, queries=1)
+            return one_finding(SCORES, attack, Status.RECOVERED, "", "")
 
         return [
             Check(SCORES, partial(run, attack), attack)

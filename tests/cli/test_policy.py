@@ -10,7 +10,6 @@ from command_line import inside
 
 POLICY = """
 targets = ["head.safetensors"]
-exposures = ["KH-WEIGHTS-SCORES"]
 fail-on = ["weights"]
 [environment.laboratory]
 fail-on = []
@@ -35,7 +34,7 @@ def planted(tmp_path, monkeypatch, keyhole):
 
 
 def test_a_policy_names_the_target_and_what_fails(planted, keyhole):
-    code, words = keyhole("audit")
+    code, words = keyhole("audit", "--only", "KH-WEIGHTS-SCORES")
     assert code == 1
     assert "fail-on weights" in " ".join(words.split())
     saved = json.loads((planted / "keyhole-head.safetensors.json").read_text())
@@ -43,7 +42,8 @@ def test_a_policy_names_the_target_and_what_fails(planted, keyhole):
     assert {f["exposure"]["variant"] for f in saved["findings"]} >= {"full", "budget"}
     assert not any("SIGNS" in f["exposure"]["rule"] for f in saved["findings"])
     assert "fail-on weights" in (planted / "keyhole-head.safetensors.html").read_text()
-    code, words = keyhole("audit", "--environment", "laboratory", "--force")
+    only = ("--only", "KH-WEIGHTS-SCORES", "--environment", "laboratory")
+    code, words = keyhole("audit", *only, "--force")
     assert code == 0
     code, words = keyhole("policy", "keyhole-head.safetensors.json", "--json")
     assert code == 1
@@ -162,8 +162,10 @@ def test_several_targets_of_a_policy_are_a_fleet(planted, keyhole):
         '"head.safetensors"', '"head.safetensors", "other.safetensors"'
     )
     (planted / "keyhole.toml").write_text(several)
-    assert keyhole("audit")[0] == 1
+    scores = ("--only", "KH-WEIGHTS-SCORES")
+    assert keyhole("audit", *scores)[0] == 1
     pages = {path.name for path in (planted / "keyhole-fleet").iterdir()}
     assert "index.html" in pages
     assert len([name for name in pages if name.endswith(".json")]) == 2
-    assert keyhole("audit", "--environment", "laboratory", "--force")[0] == 0
+    again = ("--environment", "laboratory", "--force")
+    assert keyhole("audit", *scores, *again)[0] == 0

@@ -60,9 +60,8 @@ def text_finding(layer: int) -> Finding:
 
 def every_kind() -> Audit:
     """An audit with findings of all four families, a control and a skip."""
-    planted = audit(
-        target_of({"the scoring head": oracle.plant(dim=8, rank=2, seed=1)}, "it")
-    )
+    head = {"the scoring head": oracle.plant(dim=8, rank=2, seed=1)}
+    planted = audit(replace(target_of(head), name="it"))
     inverted = Finding(
         called("a layer's output", "the attention layer"),
         "Auto",

@@ -30,7 +30,8 @@ from keyhole.report import words as sentences
 
 @pytest.fixture(scope="module")
 def found() -> Audit:
-    return audit(target_of(oracle.plant(dim=8, rank=2, seed=1), "a planted head"))
+    planted = target_of(oracle.plant(dim=8, rank=2, seed=1))
+    return audit(replace(planted, name="a planted head"))
 
 
 def words(found: Audit, assessment: Assessment | None = None, width: int = 200) -> str:

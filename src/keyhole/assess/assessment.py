@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from datetime import date
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 from keyhole.assess.severity import ALL, Severity, exact, is_proved, score, share
 from keyhole.core import Audit, Finding, Fleet, Outcome, Readings, Skip
-from keyhole.core.exposure import Exposure, Family, Rule, rule_of, slug
+from keyhole.core.exposure import Family, Rule, rule_of, slug
 from keyhole.core.status import joint_exit_code
-from keyhole.core.text import percent
+from keyhole.core.text import number, percent
 
 
 class State(StrEnum):
@@ -184,8 +185,10 @@ class Assessment:
     @property
     def severity(self) -> Severity:
         """The severity of the worst finding; at least `unknown` if anything was not checked."""
-        unchecked = [Severity.UNKNOWN] if self.audit.unchecked or not self.items else []
-        return _worst([*unchecked, *(item.severity for item in self.items)])
+        severities = [item.severity for item in self.items]
+        if self.audit.unchecked or not severities:
+            severities.append(Severity.UNKNOWN)
+        return _worst(severities)
 
     @property
     def exit_code(self) -> int:
@@ -198,24 +201,28 @@ class Assessment:
     def exposed(self) -> tuple[Item, ...]:
         return tuple(item for item in self.items if item.finding.exposed)
 
+    @property
+    def ways(self) -> int:
+        """The number of ways that are open to attack, but were not attacked."""
+        return sum(item.finding.open for item in self.items)
+
     def ruled(self, name: str) -> Ruled | None:
         """Return what a policy, if there is one, decided about a finding or a skip of this id."""
-        rulings = () if self.decision is None else self.decision.rulings
+        if self.decision is None:
+            return None
+        rulings = self.decision.rulings
         return next((ruled for ruled in rulings if ruled.finding == name), None)
 
     def excused(self, name: str) -> str:
         """Return why a policy ignores a finding or skip, or allows it to be unchecked, if so."""
-        excuses = (Ruling.IGNORED, Ruling.ALLOWED)
         ruled = self.ruled(name)
-        return ruled.rule if ruled is not None and ruled.ruling in excuses else ""
+        if ruled is None or ruled.ruling not in (Ruling.IGNORED, Ruling.ALLOWED):
+            return ""
+        return ruled.rule
 
-    def card(self, family: Family) -> Card:
-        return next(card for card in self.families if card.family is family)
 
-
-Override = Callable[
-    [str, Rule], Severity | None
-]  # by the id of a finding, and its rule
+# By the id of a finding, and its rule.
+Override = Callable[[str, Rule], Severity | None]
 
 
 def assess(
@@ -231,10 +238,16 @@ def assess(
     items = sorted(
         (_item(name, finding, override) for name, finding in named), key=_order
     )
-    controls = [item for item in items if item.finding.control]
-    others = [item for item in items if not item.finding.control]
-    counted = [item for item in others if audit.counts(item.finding)]
-    hypothetical = [item for item in others if not audit.counts(item.finding)]
+    counted: list[Item] = []
+    controls: list[Item] = []
+    hypothetical: list[Item] = []
+    for item in items:
+        if item.finding.control:
+            controls.append(item)
+        elif audit.counts(item.finding):
+            counted.append(item)
+        else:
+            hypothetical.append(item)
     return Assessment(
         audit, tuple(counted), tuple(controls), hypothetical=tuple(hypothetical)
     )
@@ -251,12 +264,13 @@ def ids(findings: Sequence[Finding], skips: Sequence[Skip] = ()) -> list[str]:
     count = Counter([*plain, *(skip.exposure.id for skip in failed)])
     made: dict[str, None] = {}  # a set that keeps the order
     for name, finding in zip(plain, findings, strict=True):
-        longer = slug(name, finding.attack) if count[name] > 1 else name
-        unique = longer
+        if count[name] > 1:
+            name = slug(name, finding.attack)
+        unique = name
         number = 1
         while unique in made:
             number += 1
-            unique = f"{longer}-{number}"
+            unique = f"{name}-{number}"
         made[unique] = None
     return list(made)
 
@@ -264,12 +278,13 @@ def ids(findings: Sequence[Finding], skips: Sequence[Skip] = ()) -> list[str]:
 def _item(name: str, finding: Finding, override: Override | None) -> Item:
     rule = rule_of(finding.exposure)
     scored = score(finding)
-    severity = scored.severity
-    why = scored.why
-    if override and finding.exposed and (chosen := override(name, rule)):
-        severity = chosen
-        why = f"{why}; set to {chosen} by the policy"
-    return Item(name, rule, finding, severity, scored.points, why)
+    item = Item(name, rule, finding, scored.severity, scored.points, scored.why)
+    if override and finding.exposed:
+        chosen = override(name, rule)
+        if chosen:
+            why = f"{scored.why}; set to {chosen} by the policy"
+            return replace(item, severity=chosen, why=why)
+    return item
 
 
 def _worst(severities: Sequence[Severity]) -> Severity:
@@ -291,7 +306,7 @@ def _card(family: Family, items: Sequence[Item]) -> Card:
     exposed = [item for item in mine if item.finding.exposed]
     unchecked = sum(item.finding.outcome is Outcome.UNCHECKED for item in mine)
     remedies = Counter(item.finding.remedy for item in exposed if item.finding.remedy)
-    fix, fixes = remedies.most_common(1)[0] if remedies else ("", 0)
+    ((fix, fixes),) = remedies.most_common(1) or [("", 0)]
     return Card(
         family,
         _level(mine, exposed, unchecked),
@@ -299,7 +314,7 @@ def _card(family: Family, items: Sequence[Item]) -> Card:
         exposed=len(exposed),
         checked=len(mine),
         unchecked=unchecked,
-        worst=exposed[0] if exposed else None,
+        worst=next(iter(exposed), None),
         fix=fix,
         fixes=fixes,
     )
@@ -310,11 +325,13 @@ def _level(mine: Sequence[Item], exposed: Sequence[Item], unchecked: int) -> Lev
         return Level.NOT_TRIED
     if any(item.proved and item.share >= ALL for item in exposed):
         return Level.ALL
+    if any(item.exact is not None for item in exposed):
+        return Level.PARTLY
     if exposed:
-        if any(item.exact is not None for item in exposed):
-            return Level.PARTLY
         return Level.OPEN
-    return Level.UNKNOWN if unchecked else Level.NONE
+    if unchecked:
+        return Level.UNKNOWN
+    return Level.NONE
 
 
 _LOSSES = {
@@ -336,25 +353,29 @@ _LOSSES = {
 
 def _verdict(made: Assessment) -> str:
     total = len(made.items)
+    unchecked = made.audit.unchecked
     checks = total + len(made.audit.unchecked_skips)
     if checks == 0 and made.hypothetical:
         returned = ", ".join(made.audit.returns)
         return f"Nothing was checked: no attack reads what is returned ({returned})."
     if checks == 0:
         return "Nothing was checked: no attack applies to this target."
+    without = f"{unchecked} of {checks} checks had no result"
     lost = [_LOSSES[card.level][card.family] for card in made.families if card.exposed]
-    unchecked = f"{made.audit.unchecked} of {checks} checks had no result"
     if lost:
-        listed = lost[0] if len(lost) == 1 else f"{', '.join(lost[:-1])} and {lost[-1]}"
-        tail = f"; {unchecked}" if made.audit.unchecked else ""
-        return f"{listed[0].upper()}{listed[1:]}{tail}."
-    if made.audit.unchecked >= checks:
-        ended = "the attack had no result" if total == 1 else "no attack had a result"
-        return f"Could not check: {ended}."
-    if made.audit.unchecked:
-        return f"Nothing was given away, but {unchecked}: that is not a clean bill."
-    tried = "the attack that was tried" if total == 1 else f"all {total} attacks"
-    return f"Nothing was given away: {tried} failed."
+        listed = " and ".join(filter(None, [", ".join(lost[:-1]), lost[-1]]))
+        if unchecked:
+            listed = f"{listed}; {without}"
+        return f"{listed[0].upper()}{listed[1:]}."
+    if unchecked >= checks and total == 1:
+        return "Could not check: the attack had no result."
+    if unchecked >= checks:
+        return "Could not check: no attack had a result."
+    if unchecked:
+        return f"Nothing was given away, but {without}: that is not a clean bill."
+    if total == 1:
+        return "Nothing was given away: the attack that was tried failed."
+    return f"Nothing was given away: all {total} attacks failed."
 
 
 # The measured effects of remedies. An audit measures them in three ways: texts are also
@@ -395,7 +416,7 @@ def measured(item: Item, items: Sequence[Item]) -> list[Measure]:
     rounded = [_rounded(cell) for cell in finding.texts[1:]]
     trained = [Measure(each.remedy, each.left, each.words) for each in finding.remedied]
     others = [
-        Measure("", other.share if other.finding.exposed else 0.0, "", other)
+        Measure("", other.share * other.finding.exposed, "", other)
         for other in items
         if _exposes_less(other, item)
     ]
@@ -442,17 +463,14 @@ class FleetAssessment:
     @property
     def verdict(self) -> str:
         """One sentence about what is given away, whatever a policy says."""
-        made = self.targets.values()
-        counts = Counter(
-            replace(assessment, decision=None).exit_code for assessment in made
-        )
+        counts = Counter(each.audit.exit_code for each in self.targets.values())
         parts = [
-            f"{counts[code]} {one if counts[code] == 1 else more}"
-            for code, (one, more) in _COUNTED.items()
+            number(counts[code], *words)
+            for code, words in _COUNTED.items()
             if counts[code]
         ]
-        total = len(self.targets)
-        return f"Of {total} {'target' if total == 1 else 'targets'} {', '.join(parts)}."
+        total = number(len(self.targets), "target", "targets")
+        return f"Of {total} {', '.join(parts)}."
 
     @property
     def exit_code(self) -> int:
@@ -463,13 +481,11 @@ class FleetAssessment:
 
 
 def assess_fleet(
-    fleet: Fleet, judge: Callable[[str, Audit], Assessment] | None = None
+    fleet: Fleet,
+    judge: Callable[[str, Audit], Assessment] = lambda _, audit: assess(audit),
 ) -> FleetAssessment:
     """Assess every audit; `judge` takes the target's name, and may apply a policy."""
-    made = {
-        name: judge(name, audit) if judge else assess(audit)
-        for name, audit in fleet.audits.items()
-    }
+    made = {name: judge(name, audit) for name, audit in fleet.audits.items()}
     return FleetAssessment(fleet, made)
 
 
@@ -486,57 +502,48 @@ SLACK = 0.02  # two runs of one search differ by this share of what was recovere
 def compared(new: Assessment, old: Assessment) -> Assessment:
     """Return the new assessment, with how each finding compares with the old one."""
     if not new.audit.is_of(old.audit):
-        items = tuple(replace(item, state=State.NEW) for item in new.items)
-        return replace(new, items=items, other=old.audit.name or old.audit.target)
-    parts = [{finding.part for finding in each.audit.findings} for each in (new, old)]
-    has_parts = max(map(len, parts)) > 1
-    keys = _keys(new.audit, has_parts)
-    old_keys = _keys(old.audit, has_parts)
+        fresh = tuple(replace(item, state=State.NEW) for item in new.items)
+        return replace(new, items=fresh, other=old.audit.name or old.audit.target)
+    new_audit = new.audit
+    old_audit = old.audit
+    # Findings of a target that has one part are compared whatever the part is called.
+    parts = [{each.part for each in audit.findings} for audit in (new_audit, old_audit)]
+    if max(map(len, parts)) < 2:
+        new_audit = _without_parts(new_audit)
+        old_audit = _without_parts(old_audit)
+    keys = _keys(new.audit, new_audit)
+    old_keys = _keys(old.audit, old_audit)
     before = {old_keys[item.id]: item for item in old.items}
-    pairs = [(item, before.get(keys[item.id])) for item in new.items]
-    items = tuple(
-        replace(item, state=state(item, old), before=old) for item, old in pairs
-    )
-    skipped = (skip.exposure for skip in new.audit.skips if skip.absent)
-    absent = {
-        _key(exposure, has_parts).id for exposure in skipped
-    }  # the target has them no more
-    missing = {
-        key: item
-        for key, item in before.items()
-        if item.finding.exposed and key not in keys.values()
-    }
-    return replace(
-        new,
-        items=items,
-        gone=tuple(
-            replace(item, state=State.GONE)
-            for key, item in missing.items()
-            if key in absent
-        ),
-        untried=tuple(
-            replace(item, state=State.UNTRIED)
-            for key, item in missing.items()
-            if key not in absent
-        ),
-    )
+    items: list[Item] = []
+    for item in new.items:
+        earlier = before.get(keys[item.id])
+        items.append(replace(item, state=state(item, earlier), before=earlier))
+    # What the target has no more.
+    absent = {skip.exposure.id for skip in new_audit.skips if skip.absent}
+    gone: list[Item] = []
+    untried: list[Item] = []
+    for key, item in before.items():
+        if key in keys.values() or not item.finding.exposed:
+            continue
+        if key in absent:
+            gone.append(replace(item, state=State.GONE))
+        else:
+            untried.append(replace(item, state=State.UNTRIED))
+    return replace(new, items=tuple(items), gone=tuple(gone), untried=tuple(untried))
 
 
-def _key(exposure: Exposure, has_parts: bool) -> Exposure:
-    """Return the exposure by which findings are compared: without a part, if there is only one."""
-    return exposure if has_parts else replace(exposure, part="")
+def _without_parts(audit: Audit) -> Audit:
+    def plain(each: Any) -> Any:
+        return replace(each, exposure=replace(each.exposure, part=""))
+
+    findings = tuple(map(plain, audit.findings))
+    return replace(audit, findings=findings, skips=tuple(map(plain, audit.skips)))
 
 
-def _keys(audit: Audit, has_parts: bool) -> dict[str, str]:
-    """Return the key by which each finding is compared, by the finding's id."""
-    plain = [
-        replace(finding, exposure=_key(finding.exposure, has_parts))
-        for finding in audit.findings
-    ]
-    skips = [
-        replace(skip, exposure=_key(skip.exposure, has_parts)) for skip in audit.skips
-    ]
-    return dict(zip(ids(audit.findings, audit.skips), ids(plain, skips), strict=True))
+def _keys(audit: Audit, compared: Audit) -> dict[str, str]:
+    """Return the ids by which the findings of an audit are compared, by their own ids."""
+    pairs = [ids(each.findings, each.skips) for each in (audit, compared)]
+    return dict(zip(*pairs, strict=True))
 
 
 def state(item: Item, old: Item | None) -> State:
@@ -545,16 +552,19 @@ def state(item: Item, old: Item | None) -> State:
         return State.NEW
     if item.finding.outcome is Outcome.UNCHECKED:
         return State.SAME
-    if not item.finding.exposed:
-        return State.GONE if old.finding.exposed else State.SAME
-    if not old.finding.exposed:
+    if old.finding.exposed and not item.finding.exposed:
+        return State.GONE
+    if item.finding.exposed and not old.finding.exposed:
         return State.WORSE
+    if not item.finding.exposed:
+        return State.SAME
     more = item.share - old.share
-    differences = (
-        item.severity.rank - old.severity.rank,
-        item.score - old.score,
-        more if abs(more) > SLACK else 0,
-    )
-    for difference in filter(None, differences):
-        return State.WORSE if difference > 0 else State.BETTER
+    if abs(more) <= SLACK:
+        more = 0
+    severer = item.severity.rank - old.severity.rank
+    for difference in (severer, item.score - old.score, more):
+        if difference > 0:
+            return State.WORSE
+        if difference < 0:
+            return State.BETTER
     return State.SAME

@@ -4,7 +4,6 @@ A policy is a file `keyhole.toml`, or the table `[tool.keyhole]` of a `pyproject
 
     targets = ["./model"]                      # what `keyhole audit` without TARGET audits
     data = "texts.tsv"
-    exposures = ["text", "KH-WEIGHTS-*"]       # families or rules to check; all by default
     returns = ["labels", "embeddings"]         # what the service returns; by default anything
     fail-on = ["high", "text.exact > 0.1"]     # by default everything that is given away
     allow-unchecked = false                    # true: a check without a result does not fail
@@ -12,11 +11,6 @@ A policy is a file `keyhole.toml`, or the table `[tool.keyhole]` of a `pyproject
     [severity]
     KH-PREDICTIONS-CUTS = "low"                # the severity of a rule or of a finding; an id
                                                # comes before a pattern with *
-
-    [[rule]]                                   # all rules under an entry of a framework:
-    owasp = "LLM08:2025"                       # owasp, aisvs, atlas or cwe
-    severity = "critical"                      # their severity, or
-    fail = true                                # they fail, whatever fail-on says
 
     [[ignore]]
     finding = "KH-TEXT-KEYS-AND-VALUES"        # the id of a finding or rule; * is a wildcard
@@ -63,49 +57,41 @@ from keyhole.core.exposure import (
     RULES,
     Family,
     Rule,
-    expect_exposures,
     expect_returns,
 )
 from keyhole.core.files import exists, read_toml
-from keyhole.core.standards import FRAMEWORKS, expect_standard
 
 FILES = ("keyhole.toml", "pyproject.toml")
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The settings of a policy; by default everything that is given away fails.
-
-    `standards` are the conditions from [[rule]], by which findings fail besides
-    `fail_on`.
-    """
+    """The settings of a policy; by default everything that is given away fails."""
 
     source: str = "no policy: whatever is given away fails"
     targets: tuple[str, ...] = ()
     data: str | None = None
-    exposures: tuple[str, ...] = ()
     returns: tuple[str, ...] = ()
     fail_on: tuple[Condition, ...] = field(default_factory=lambda: (condition("low"),))
     allow_unchecked: bool = False
     severities: Mapping[str, Severity] = field(default_factory=dict[str, Severity])
     ignores: tuple[Ignore, ...] = ()
-    standards: tuple[Condition, ...] = ()
 
     def severity(self, name: str, rule: Rule) -> Severity | None:
         """Return the severity that the policy sets for a finding: the first that matches it."""
-        given = self.severities.items()
-        found = (severity for pattern, severity in given if _names(pattern, name, rule))
-        return next(found, None)
+        for pattern, severity in self.severities.items():
+            if _names(pattern, name, rule.id):
+                return severity
+        return None
 
 
 def find_policy(folder: Path) -> Path | None:
     """Return the policy of a folder, if any; a pyproject.toml counts if it has [tool.keyhole]."""
-    for name in FILES:
-        path = folder / name
-        if exists(path) and (
-            name == FILES[0] or "keyhole" in _tool(read_toml(path, "a policy"))
-        ):
-            return path
+    own, shared = (folder / name for name in FILES)
+    if exists(own):
+        return own
+    if exists(shared) and "keyhole" in _tool(read_toml(shared, "a policy")):
+        return shared
     return None
 
 
@@ -120,189 +106,137 @@ def read_policy(path: str | Path, environment: str | None = None) -> Policy:
     if not table:
         raise InputError(f"{path} is empty: give {', '.join(_KEYS)} or environment")
     environments = _table(table.pop("environment", {}), "environment", path)
-    policy = _layer(Policy(source=str(path)), table, path)
-    for (
-        name,
-        inner,
-    ) in environments.items():  # reads all of them, so that any mistake shows
-        layered = _layer(policy, _table(inner, f"environment.{name}", path), path)
-        if name == environment:
-            policy = replace(layered, source=f"{path}, environment {name}")
-    if environment is not None and environment not in environments:
-        known = ", ".join(environments) or "none"
+    plain = _layer(Policy(source=str(path)), table, path)
+    policies = {  # all of them, so that any mistake shows
+        name: _layer(plain, _table(inner, f"environment.{name}", path), path)
+        for name, inner in environments.items()
+    }
+    if environment is None:
+        return plain
+    if environment not in policies:
+        known = ", ".join(policies) or "none"
         raise InputError(
             f"{path} has no environment {environment[:40]}; it has {known}"
         )
-    return policy
+    return replace(policies[environment], source=f"{path}, environment {environment}")
 
 
-def _tool(table: Mapping[str, Any]) -> dict[str, Any]:
-    tool = table.get("tool", {})
-    return cast("dict[str, Any]", tool) if isinstance(tool, dict) else {}
+def _tool(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    tool = table.get("tool")
+    if isinstance(tool, dict):
+        return cast("dict[str, Any]", tool)
+    return {}
+
+
+# The keys of a policy's file, and the fields of Policy that they set.
+_KEYS = {
+    "targets": "targets",
+    "data": "data",
+    "returns": "returns",
+    "fail-on": "fail_on",
+    "allow-unchecked": "allow_unchecked",
+    "severity": "severities",
+    "ignore": "ignores",
+}
 
 
 def _layer(policy: Policy, table: Mapping[str, Any], path: Path) -> Policy:
     """Return a policy with the settings of a table added or replaced.
 
-    Its severities come before those of the policy: first [severity], then each
-    [[rule]].
+    Its severities come before those of the policy: the first pattern that matches a
+    finding decides.
     """
     expect_keys(table, _KEYS, str(path))
-    changes = {"severities": {}} | {
-        _KEYS[key]: _value(key, value, policy, path)
-        for key, value in table.items()
-        if key != "rule"
+    changes: dict[str, Any] = {
+        _KEYS[key]: _value(key, value, path) for key, value in table.items()
     }
-    inherited = policy.severities
-    policy = replace(policy, **cast("Any", changes))
-    for entry in _tables(table.get("rule", []), "rule", path):
-        policy = _with_rules(policy, entry, path)
-    return replace(policy, severities=_before(policy.severities, inherited))
+    own = changes.get("severities", {})
+    changes["severities"] = {**own, **policy.severities, **own}
+    changes["ignores"] = (*policy.ignores, *changes.get("ignores", ()))
+    return replace(policy, **changes)
 
 
-def _value(key: str, value: Any, policy: Policy, path: Path) -> object:
+def _value(key: str, value: Any, path: Path) -> object:
     """Read the value of a key, or raise an InputError that says what it takes."""
     match key:
         case "targets":
             return tuple(_in_folder(path, name) for name in _words(value, key, path))
-        case "exposures":
-            return expect_exposures(_words(value, key, path), f"exposures of {path}")
         case "returns":
             return expect_returns(_words(value, key, path), f"returns of {path}")
         case "fail-on":
             return tuple(condition(words) for words in _words(value, key, path))
         case "severity":
-            return _severities(value, path)
-        case "ignore":
-            entries = _tables(value, "ignore", path)
-            return (*policy.ignores, *(_ignore(entry, path) for entry in entries))
+            return _severities(_table(value, key, path), path)
+        case "ignore" if isinstance(value, list):
+            entries = cast("list[Any]", value)
+            return tuple(_ignore(_table(each, key, path), path) for each in entries)
         case "data" if isinstance(value, str):
             return _in_folder(path, value)
         case "allow-unchecked" if isinstance(value, bool):
             return value
         case _:
-            kind = "a file's name" if key == "data" else "true or false"
+            kinds = {"data": "a file's name", "ignore": "[[ignore]]"}
+            kind = kinds.get(key, "true or false")
             raise InputError(f"expected {key} in {path} as {kind}, got {value!r:.40}")
 
 
-def _before(
-    first: Mapping[str, Severity], then: Mapping[str, Severity]
-) -> Mapping[str, Severity]:
-    """Put severities before others: the first pattern that matches a finding decides."""
-    return {**first, **then, **first}
-
-
-def _severities(value: Any, path: Path) -> dict[str, Severity]:
+def _severities(table: Mapping[str, Any], path: Path) -> dict[str, Severity]:
     """Return a table of severities: first those of findings, then of rules, then wildcards."""
-    given: dict[str, Severity] = {}
-    for name, word in _table(value, "severity", path).items():
-        if word not in list(Severity) or word == Severity.UNKNOWN:
-            names = ", ".join(
-                severity for severity in Severity if severity != Severity.UNKNOWN
-            )
+    names = [severity.value for severity in Severity if severity != Severity.UNKNOWN]
+    for name, word in table.items():
+        if word not in names:
             raise InputError(
-                f"the severity of {name[:60]} in {path} must be one of {names}, not {word!r:.40}"
+                f"the severity of {name[:60]} in {path} must be one of {', '.join(names)}, "
+                f"not {word!r:.40}"
             )
         _expect_rule(name, f"[severity] of {path}")
-        given[name] = Severity(word)
-    return dict(sorted(given.items(), key=lambda entry: _generality(entry[0])))
+    ordered = sorted(table, key=_generality)
+    return {name: Severity(table[name]) for name in ordered}
 
 
 def _generality(pattern: str) -> tuple[bool, bool]:
     return any(sign in pattern for sign in "*?["), pattern.startswith("KH-")
 
 
-def _with_rules(policy: Policy, table: Mapping[str, Any], path: Path) -> Policy:
-    """Return a policy with a [[rule]], which applies to the rules under entries of a framework."""
-    keys = [key for key in table if key in _STANDARDS]
-    if (
-        len(keys) != 1
-        or not set(table) - set(keys) <= {"severity", "fail"}
-        or len(table) < 2
-    ):
-        raise InputError(
-            f"[[rule]] of {path} must have one of {', '.join(_STANDARDS)}, and severity or "
-            f"fail, and has {', '.join(table)[:60] or 'nothing'}"
-        )
-    known = {rule.id: rule.standards for rule in RULES}
-    ids = _words(table[keys[0]], keys[0], path)
-    under = {rule for word in ids for rule in expect_standard(keys[0], word, known)}
-    if "severity" in table:
-        given = dict.fromkeys(sorted(under), table["severity"])
-        severities = _before(policy.severities, _severities(given, path))
-        policy = replace(policy, severities=severities)
-    if table.get("fail", True) is not True:
-        raise InputError(
-            f"fail in [[rule]] of {path} can only be true; [[ignore]] excuses"
-        )
-    if "fail" in table:
-        met = Condition(
-            f"{keys[0]} {', '.join(ids)}",
-            lambda item: item.finding.exposed and item.rule.id in under,
-        )
-        policy = replace(policy, standards=(*policy.standards, met))
-    return policy
-
-
 def _ignore(table: Mapping[str, Any], path: Path) -> Ignore:
+    where = f"[[ignore]] of {path}"
     if set(table) != {"finding", "reason", "until"}:
         raise InputError(
-            f"[[ignore]] of {path} must have finding, reason and until, and has "
+            f"{where} must have finding, reason and until, and has "
             f"{', '.join(table)[:60] or 'nothing'}"
         )
-    finding = table["finding"]
-    reason = table["reason"]
-    until = table["until"]
-    if (
-        not isinstance(finding, str)
-        or not isinstance(reason, str)
-        or not reason.strip()
-    ):
+    ignore = Ignore(**table)
+    texts: list[Any] = [ignore.finding, ignore.reason]
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        raise InputError(f"{where} must have a finding and a reason in words")
+    if type(ignore.until) is not date:  # nor a time
         raise InputError(
-            f"[[ignore]] of {path} must have a finding and a reason in words"
+            f"until in {where} must be a date such as 2027-06-30, not {ignore.until!r:.40}"
         )
-    if isinstance(until, datetime) or not isinstance(until, date):
-        raise InputError(
-            f"until in [[ignore]] of {path} must be a date such as 2027-06-30, not {until!r:.40}"
-        )
-    _expect_rule(finding, f"[[ignore]] of {path}")
-    return Ignore(finding, reason, until)
+    _expect_rule(ignore.finding, where)
+    return ignore
 
 
 def _expect_rule(word: str, where: str) -> None:
     """Raise an InputError if a word begins like the id of a rule and matches none."""
     known = (*(rule.id for rule in RULES), NOT_CHECKED)
-    if word.upper().startswith("KH-") and not any(
-        fnmatchcase(rule, word) for rule in known
-    ):
+    matches_none = not any(fnmatchcase(rule, word) for rule in known)
+    if matches_none and word.upper().startswith("KH-"):
         raise InputError(
             f"{where} names {word[:60]}, which matches no rule (such as {RULES[0].id} or KH-TEXT-*)"
         )
 
 
-_STANDARDS = tuple(dict.fromkeys(framework.key for framework in FRAMEWORKS))
-_KEYS = {  # the keys of a policy's file, and the fields of Policy that they set
-    "targets": "targets",
-    "data": "data",
-    "exposures": "exposures",
-    "returns": "returns",
-    "fail-on": "fail_on",
-    "allow-unchecked": "allow_unchecked",
-    "severity": "severities",
-    "ignore": "ignores",
-    "rule": "standards",
-}
-
-
 def _words(value: Any, key: str, path: Path) -> tuple[str, ...]:
-    entries = [value] if isinstance(value, str) else value
-    if not isinstance(entries, list) or not all(
-        isinstance(entry, str) for entry in entries
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list) or not all(
+        isinstance(entry, str) for entry in cast("list[Any]", value)
     ):
         raise InputError(
             f"expected {key} in {path} as a list of words, got {value!r:.40}"
         )
-    return tuple(cast("list[str]", entries))
+    return tuple(cast("list[str]", value))
 
 
 def _table(value: Any, key: str, path: Path) -> dict[str, Any]:
@@ -311,16 +245,12 @@ def _table(value: Any, key: str, path: Path) -> dict[str, Any]:
     return dict(cast("dict[str, Any]", value))
 
 
-def _tables(value: Any, key: str, path: Path) -> list[dict[str, Any]]:
-    if not isinstance(value, list):
-        raise InputError(f"expected [[{key}]] in {path}, got {value!r:.40}")
-    return [_table(entry, key, path) for entry in cast("list[Any]", value)]
-
-
 def _in_folder(path: Path, name: str) -> str:
     """Return a name relative to the policy's folder if there is such a file, else unchanged."""
     file = path.parent / name
-    return str(file) if exists(file) else name
+    if exists(file):
+        return str(file)
+    return name
 
 
 # The conditions in `fail-on`. An audit fails if a finding meets any of them:
@@ -361,37 +291,38 @@ class Condition:
 
 def condition(words: str) -> Condition:
     """Read an entry of `fail-on`, or raise an InputError that says what it takes."""
-    if words in _FAILING:
-        least = Severity(words).rank
-        return Condition(
-            words, lambda item: item.finding.exposed and item.severity.rank >= least
-        )
-    if words in list(Family):
-        return Condition(
-            words, lambda item: item.finding.exposed and item.family == words
-        )
     comparison = _COMPARISON.fullmatch(words)
     if comparison:
         return Condition(words, _comparing(words, *comparison.groups()))
-    if _NAME.fullmatch(words) and "-" in words:
+
+    def by_severity(item: Item) -> bool:
+        return item.severity.rank >= Severity(words).rank
+
+    def by_family(item: Item) -> bool:
+        return item.family == words
+
+    def by_name(item: Item) -> bool:
+        return _names(words, item.id, item.rule.id)
+
+    if words in _FAILING:
+        met = by_severity
+    elif words in list(Family):
+        met = by_family
+    elif _NAME.fullmatch(words) and "-" in words:
         _expect_rule(words, "fail-on")
-        return Condition(
-            words, lambda item: item.finding.exposed and matches(words, item)
+        met = by_name
+    else:
+        raise InputError(
+            f"fail-on does not know {words[:60]!r}: give a severity ({', '.join(_FAILING)}), a "
+            f"family ({', '.join(Family)}), an id of a rule or finding, or a figure such as "
+            "'text.exact > 0.1'"
         )
-    raise InputError(
-        f"fail-on does not know {words[:60]!r}: give a severity ({', '.join(_FAILING)}), a family "
-        f"({', '.join(Family)}), an id of a rule or finding, or a figure such as "
-        "'text.exact > 0.1'"
-    )
+    return Condition(words, lambda item: item.finding.exposed and met(item))
 
 
-def matches(pattern: str, item: Item) -> bool:
+def _names(pattern: str, name: str, rule: str) -> bool:
     """Return whether a pattern matches the id of a finding or of its rule."""
-    return _names(pattern, item.id, item.rule)
-
-
-def _names(pattern: str, name: str, rule: Rule) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(rule.id, pattern)
+    return fnmatchcase(name, pattern) or fnmatchcase(rule, pattern)
 
 
 def _comparing(
@@ -433,12 +364,10 @@ def decided(
         _skipped(skip, policy, today) for skip in assessment.audit.unchecked_skips
     ]
     if policy.allow_unchecked and assessment.audit.unchecked < len(rulings):
-        rulings = [
-            Ruled(ruled.finding, Ruling.ALLOWED, f"allow-unchecked: {ruled.rule}")
-            if ruled.ruling is Ruling.UNCHECKED
-            else ruled
-            for ruled in rulings
-        ]
+        for place, ruled in enumerate(rulings):
+            if ruled.ruling is Ruling.UNCHECKED:
+                rule = f"allow-unchecked: {ruled.rule}"
+                rulings[place] = Ruled(ruled.finding, Ruling.ALLOWED, rule)
     decision = _decision(rulings, len(items), policy, assessment)
     return replace(assessment, items=items, decision=decision)
 
@@ -448,6 +377,7 @@ def _decision(
 ) -> Decision:
     count = Counter(ruled.ruling for ruled in rulings)
     unchecked = count[Ruling.UNCHECKED]
+    code = UNCHECKED
     if count[Ruling.FAILS]:
         rules = dict.fromkeys(
             ruled.rule for ruled in rulings if ruled.ruling is Ruling.FAILS
@@ -455,26 +385,25 @@ def _decision(
         code = FAILED
         rule = f"{count[Ruling.FAILS]} of {tried} findings fail: {'; '.join(rules)}"
     elif not rulings and assessment.hypothetical:
-        code = PASSED if policy.allow_unchecked else UNCHECKED
+        if policy.allow_unchecked:
+            code = PASSED
         rule = f"no check is about what is returned ({', '.join(assessment.audit.returns)})"
     elif not rulings:
-        code = UNCHECKED
         rule = "nothing was checked"
     elif unchecked and not policy.allow_unchecked:
-        code = UNCHECKED
         rule = f"{unchecked} could not be checked, and that is not clean"
     elif unchecked:
-        code = UNCHECKED
         rule = "no check came to a result, which allow-unchecked does not excuse"
     else:
+        code = PASSED
+        rule = "no finding fails"
         parts = [
             f"{count[ruling]} {words}"
             for ruling, words in _EXCUSED.items()
             if count[ruling]
         ]
-        detail = f" ({', '.join(parts)})" if parts else ""
-        code = PASSED
-        rule = f"no finding fails{detail}"
+        if parts:
+            rule += f" ({', '.join(parts)})"
     return Decision(code, rule, policy.source, tuple(rulings))
 
 
@@ -486,27 +415,25 @@ _EXCUSED = {  # rulings that do not fail an audit, in words for its decision
 
 
 def _ruled(item: Item, policy: Policy, today: date) -> Ruled:
-    expired = _expired(item, policy, today)
     if item.ignored is not None:
         return Ruled(item.id, Ruling.IGNORED, _because(item.ignored))
     met = _met(item, policy)
     if met is not None and _is_known(item, policy):
         return Ruled(item.id, Ruling.KNOWN, f"{item.state} as in the baseline")
     if met is not None:
+        expired = _expired(item, policy, today)
         return Ruled(item.id, Ruling.FAILS, f"fail-on {met}{expired}")
     if item.finding.outcome is Outcome.UNCHECKED:
         return Ruled(item.id, Ruling.UNCHECKED, item.finding.status.value)
+    why = "nothing was given away"
     if item.finding.exposed:
         why = "meets no condition of fail-on"
-    else:
-        why = "nothing was given away"
     return Ruled(item.id, Ruling.PASSES, why)
 
 
 def _met(item: Item, policy: Policy) -> Condition | None:
     """Return the first condition that a finding meets, if any."""
-    conditions = (*policy.fail_on, *policy.standards)
-    return next((condition for condition in conditions if condition.met(item)), None)
+    return next((each for each in policy.fail_on if each.met(item)), None)
 
 
 def _is_known(item: Item, policy: Policy) -> bool:
@@ -522,10 +449,8 @@ def _is_known(item: Item, policy: Policy) -> bool:
 def _skipped(skip: Skip, policy: Policy, today: date) -> Ruled:
     """Rule on a check that could not be made, ignored by the id of its exposure or rule."""
     name = skip.exposure.id
-    rule = skip.exposure.rule
-    for ignore in policy.ignores:
-        named = fnmatchcase(name, ignore.finding) or fnmatchcase(rule, ignore.finding)
-        if ignore.until >= today and named:
+    for ignore in _ignores_of(name, skip.exposure.rule, policy):
+        if ignore.until >= today:
             return Ruled(name, Ruling.IGNORED, _because(ignore))
     return Ruled(name, Ruling.UNCHECKED, skip.reason)
 
@@ -534,15 +459,20 @@ def _ignored(item: Item, policy: Policy, today: date) -> Ignore | None:
     """Return the ignore that holds for a finding today; one that gave nothing away needs none."""
     if item.finding.outcome is Outcome.KEPT:
         return None
-    given = (i for i in policy.ignores if matches(i.finding, item) and i.until >= today)
-    return next(given, None)
+    ignores = _ignores_of(item.id, item.rule.id, policy)
+    return next((each for each in ignores if each.until >= today), None)
 
 
 def _expired(item: Item, policy: Policy, today: date) -> str:
-    ends = [
-        i.until for i in policy.ignores if matches(i.finding, item) and i.until < today
-    ]
-    return f" (ignored until {max(ends)}, which has passed)" if ends else ""
+    ignores = _ignores_of(item.id, item.rule.id, policy)
+    ends = [each.until for each in ignores if each.until < today]
+    if not ends:
+        return ""
+    return f" (ignored until {max(ends)}, which has passed)"
+
+
+def _ignores_of(name: str, rule: str, policy: Policy) -> list[Ignore]:
+    return [each for each in policy.ignores if _names(each.finding, name, rule)]
 
 
 def _because(ignore: Ignore) -> str:

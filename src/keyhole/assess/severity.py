@@ -22,7 +22,7 @@ from enum import StrEnum
 
 from keyhole.core import Finding, Outcome, Status
 from keyhole.core.exposure import Family, rule_of
-from keyhole.core.text import percent
+from keyhole.core.text import number, percent
 
 
 class Severity(StrEnum):
@@ -73,36 +73,32 @@ class Score:
 
 def score(finding: Finding) -> Score:
     if finding.control:
-        return Score(
-            0, Severity.NONE, "a control: an attack without choice, for comparison"
-        )
+        why = "a control: an attack without choice, for comparison"
+        return Score(0, Severity.NONE, why)
     if finding.outcome is Outcome.UNCHECKED:
         return Score(0, Severity.UNKNOWN, "could not be checked")
     if not finding.exposed:
-        return Score(
-            0, Severity.NONE, f"nothing was given away{_explained_by_chance(finding)}"
-        )
-    lost, what = _LOST_VECTOR if is_vector(finding) else _LOST[finding.exposure.family]
-    if finding.queries <= _CHEAP:
-        cheap = 2
-    elif finding.queries <= _AFFORDABLE:
-        cheap = 1
-    else:
-        cheap = 0
-    if finding.open:
-        return _scored(lost + cheap, f"a way to {what} is open, {cost(finding)}")
-    proved = is_proved(finding)
-    much, how_much = _points_for_share(
-        1.0 if is_vector(finding) else share(finding), proved
-    )
-    how_much += _compared_with_chance(finding)
-    words = (what, how_much, cost(finding), "proved" if proved else "not proved")
-    return _scored(lost + much + cheap + proved, ", ".join(words))
-
-
-def _scored(points: int, why: str) -> Score:
-    reached = (severity for severity, least in _LEAST_POINTS.items() if points >= least)
-    return Score(points, next(reached, Severity.NONE), why)
+        why = f"nothing was given away{_explained_by_chance(finding)}"
+        return Score(0, Severity.NONE, why)
+    points, what = _LOST[finding.exposure.family]
+    known = share(finding)
+    if is_vector(finding):
+        points, what = _LOST_VECTOR
+        known = 1.0
+    # 2 points up to the first of these limits, 1 up to the second.
+    points += sum(finding.queries <= limit for limit in (_CHEAP, _AFFORDABLE))
+    why = f"a way to {what} is open, {cost(finding)}"
+    if not finding.open:
+        proved = is_proved(finding)
+        much, how_much = _points_for_share(known, proved)
+        points += much + proved
+        how_much += _compared_with_chance(finding)
+        verdict = "not proved"
+        if proved:
+            verdict = "proved"
+        why = f"{what}, {how_much}, {cost(finding)}, {verdict}"
+    severity = next(each for each, least in _LEAST_POINTS.items() if points >= least)
+    return Score(points, severity, why)
 
 
 def is_vector(finding: Finding) -> bool:
@@ -133,7 +129,7 @@ def exact(finding: Finding) -> float | None:
         cell = finding.texts[0]
         return cell.exact / max(1, len(cell.readings))
     if finding.exposure.family is Family.PREDICTIONS:
-        return finding.known if finding.exposed else 0.0
+        return finding.known * finding.exposed
     return float(finding.status in (Status.RECOVERED, Status.WITHIN))
 
 
@@ -152,13 +148,17 @@ def is_proved(finding: Finding) -> bool:
 
 def cost(finding: Finding) -> str:
     """Return what the attack cost, in the unit of its rule: queries, texts, passes, and so on."""
-    single, several = rule_of(finding.exposure).units
-    return f"{finding.queries:,} {single if finding.queries == 1 else several}"
+    return number(finding.queries, *rule_of(finding.exposure).units)
+
+
+def _chance(finding: Finding) -> float | None:
+    """Return the share of tokens that guesses without the leak have right, if measured."""
+    return next((cell.chance for cell in finding.texts[:1]), None)
 
 
 def _compared_with_chance(finding: Finding) -> str:
     """Return what guesses without the leak would have right, if little of the text is known."""
-    chance = finding.texts[0].chance if finding.texts else None
+    chance = _chance(finding)
     if chance is None or share(finding) >= MOST or exact(finding):
         return ""
     return f" (guesses without the leak have {percent(chance)} right)"
@@ -166,7 +166,7 @@ def _compared_with_chance(finding: Finding) -> str:
 
 def _explained_by_chance(finding: Finding) -> str:
     """Return why tokens that are right are not given away."""
-    chance = finding.texts[0].chance if finding.texts else None
+    chance = _chance(finding)
     if chance is None or not finding.known:
         return ""
     return (
@@ -179,11 +179,11 @@ def _points_for_share(known: float, proved: bool) -> tuple[int, str]:
     """Return points for how much is known, and words for it; a little counts only if proved."""
     if known >= ALL:
         return 3, "all of it"
-    is_little = 0 < known < MUCH and not proved
+    if known <= 0:
+        return 1, "some of it"
+    words = f"{percent(known)} of it"
     if known >= MOST:
-        points = 2
-    elif is_little:
-        points = 0
-    else:
-        points = 1
-    return points, f"{percent(known)} of it" if known > 0 else "some of it"
+        return 2, words
+    if known < MUCH and not proved:
+        return 0, words
+    return 1, words

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from keyhole.core import Finding, Skip, Status
 from keyhole.core.exposure import Exposure
+from keyhole.core.journal import stopping_on_ctrl_c
 from keyhole.core.machine import largest_matrix
 from keyhole.core.progress import Track
 from keyhole.core.result import typed
@@ -50,9 +51,9 @@ class Check:
     """One attack on one exposure, still to be run.
 
     `attack` is its name if several attacks are tried on the exposure. `weight` is about
-    how many seconds the check takes; the time left is estimated from it, and from how
-    long other checks took. `queries` is the largest number of queries to a server, if
-    that is large.
+    how many seconds the check takes on a small model; the time left is estimated from
+    it, and from how long other checks took. `queries` is the largest number of queries
+    to a server, if that is large.
     """
 
     exposure: Exposure
@@ -64,7 +65,7 @@ class Check:
     @property
     def name(self) -> str:
         """What distinguishes it from the other checks of its target, in a journal for example."""
-        return f"{self.exposure}, {self.attack}" if self.attack else str(self.exposure)
+        return ", ".join(filter(None, (self.exposure.id, self.attack)))
 
 
 class Part(ABC):
@@ -87,7 +88,9 @@ class Part(ABC):
     @property
     def size(self) -> int:
         """The number of entries of its largest matrix, which decides how many threads are used."""
-        return 0 if self.loaded is None else largest_matrix(self.loaded.model)
+        if self.loaded is None:
+            return 0
+        return largest_matrix(self.loaded.model)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -98,28 +101,32 @@ class Part(ABC):
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]: ...
 
 
+def run_check(check: Check, track: Track) -> Checked:
+    """Run a check; a finding that does not say how long its attack took gets the check's time."""
+    started = time.perf_counter()
+    with stopping_on_ctrl_c():
+        checked = check.run(track)
+    if not checked.answered:  # what all checks of a failed endpoint say is said once
+        return checked
+    seconds = time.perf_counter() - started
+    findings = tuple(
+        replace(each, seconds=each.seconds or seconds) for each in checked.findings
+    )
+    return replace(checked, findings=findings)
+
+
 def one_finding(
     exposure: Exposure,
     attack: str,
     status: Status,
     reason: str,
     remedy: str,
-    started: float,
     *,
     queries: int = 1,
     **more: Any,
 ) -> Checked:
-    """Return a single finding of an attack that ran from `started` until now."""
-    finding = Finding(
-        exposure=exposure,
-        attack=attack,
-        status=status,
-        reason=reason,
-        remedy=remedy,
-        queries=queries,
-        seconds=time.perf_counter() - started,
-        **more,
-    )
+    """Return the single finding of an attack."""
+    finding = Finding(exposure, attack, status, reason, remedy, queries=queries, **more)
     return Checked((finding,))
 
 

@@ -21,8 +21,15 @@ from torch import Tensor
 
 from keyhole import attention
 from keyhole.audit import defences
-from keyhole.audit.check import Check, Checked, Part, one_skip, skipped_check
-from keyhole.core import Finding, Skip, Status
+from keyhole.audit.check import (
+    Check,
+    Checked,
+    Part,
+    one_finding,
+    one_skip,
+    skipped_check,
+)
+from keyhole.core import Skip, Status
 from keyhole.core.errors import MissingExtra
 from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Track
@@ -86,11 +93,14 @@ class EndpointPart(Part):
         for entry, row in EXTRACTIONS.rows():
             if as_given and (row.view is not None or row.budget is not None):
                 continue
-            if budget is not None:
-                row = replace(row, budget=budget / _unknowns(self.oracle))
+            queries = budget
+            if row.budget is not None:
+                # It is a share of the unknowns. 1e-6 keeps rounding from losing a query.
+                dim = self.oracle.dim
+                queries = int(row.budget * (dim**2 + dim) + 1e-6)
             method = EXTRACTIONS.make(entry.name, seed=seed, **row.settings)
             exposure = replace(row.exposure, part=self.name)
-            run = partial(self._check_weights, row, method, exposure, choice)
+            run = partial(self._check_weights, row, method, exposure, choice, queries)
             checks.append(Check(exposure, run, entry.name))
         return checks
 
@@ -100,58 +110,64 @@ class EndpointPart(Part):
         method: Method,
         exposure: Exposure,
         choice: Callable[[], Choice | OracleError],
+        budget: int | None,
         track: Track,
     ) -> Checked:
         """Run the attack if it reads the kind of answer that this endpoint gives."""
         chosen = choice()
-        if isinstance(chosen, OracleError):
-            return _endpoint_failed(exposure.part, chosen)
-        if row.reads is not chosen.kind:
+        if isinstance(chosen, Choice) and row.reads is not chosen.kind:
             reason = f"it reads {row.reads}; this target gives {chosen.kind}"
             return one_skip(row.exposure, type(method).__name__, reason, absent=True)
         try:
-            return Checked(
-                (_extract(row, method, exposure, chosen.view(self.oracle), track),)
+            if isinstance(chosen, OracleError):
+                raise chosen
+            oracle = chosen.view(self.oracle)
+            return _extract(row, method, exposure, oracle, budget, track)
+        except (
+            OracleError
+        ) as error:  # before the attack, or while the result was judged
+            failed = Exposure("KH-WEIGHTS-SCORES", part=self.name)
+            status = Status.ORACLE_FAILED
+            return one_finding(
+                failed, "Auto", status, str(error), status.advice, queries=0
             )
-        except OracleError as error:  # while the result was judged
-            return _endpoint_failed(exposure.part, error)
 
     def _input_checks(self, seed: int) -> list[Check]:
         """Return a check of every leak of a layer; they are skipped if its weights are unknown."""
-        layer = _planted_layer(self.oracle)
+        planted = (each for each in layers(self.oracle) if isinstance(each, Attention))
+        layer = next((each for each in planted if each.every_token), None)
         leak = cache(partial(_input_and_output, self.oracle, seed))
         checks: list[Check] = []
         for entry, row in INVERSIONS.rows():
             method = INVERSIONS.make(entry.name, seed=seed, **row.settings)
             if layer is None:
                 reason = "it needs the weights of an attention layer that answers for every token"
-                checks.append(
-                    skipped_check(Skip(row.exposure, type(method).__name__, reason))
-                )
+                skip = Skip(row.exposure, type(method).__name__, reason)
+                checks.append(skipped_check(skip))
                 continue
-            variant = row.exposure.variant or ("causal" if layer.causal else "")
-            exposure = replace(row.exposure, variant=variant, part=self.name)
-            run = partial(
-                _check_input, row, method, exposure, layer, partial(leak, layer)
-            )
+            exposure = replace(row.exposure, part=self.name)
+            if layer.causal and not exposure.variant:
+                exposure = replace(exposure, variant="causal")
+            known = partial(leak, layer)
+            run = partial(_check_input, row, method, exposure, layer, known)
             checks.append(Check(exposure, run, entry.name, weight=_INPUT_SECONDS))
         return checks
 
 
-def _endpoint_failed(part: str, error: OracleError) -> Checked:
-    """Return the finding that nothing could be checked because the endpoint failed."""
-    exposure = Exposure("KH-WEIGHTS-SCORES", part=part)
-    status = Status.ORACLE_FAILED
-    return Checked((Finding(exposure, "Auto", status, str(error), status.advice),))
-
-
 def _extract(
-    row: AnswerRow, method: Method, exposure: Exposure, oracle: Oracle, track: Track
-) -> Finding:
-    seen = oracle if row.view is None else row.view(oracle)
-    # The budget is a share of the unknowns. 1e-6 keeps rounding from losing a query.
-    budget = None if row.budget is None else int(row.budget * _unknowns(oracle) + 1e-6)
-    expected = budget if budget is not None else method.expected_queries(oracle.dim)
+    row: AnswerRow,
+    method: Method,
+    exposure: Exposure,
+    oracle: Oracle,
+    budget: int | None,
+    track: Track,
+) -> Checked:
+    expected = budget
+    if budget is None:
+        expected = method.expected_queries(oracle.dim)
+    seen = oracle
+    if row.view is not None:
+        seen = row.view(oracle)
     extraction = method(
         Counted(seen, budget, track(words.exposure(exposure), expected))
     )
@@ -161,28 +177,22 @@ def _extract(
         check = judge(oracle, extraction.model, method.seed)
         trace = ((extraction.queries, check.worst),)
         extraction = replace(extraction, check=check, trace=trace)
-    if budget is not None and extraction.status is Status.BUDGET:
-        extraction = replace(
-            extraction, status=Status.UNSOLVED
-        )  # the budget is the defence
-    return Finding(
-        exposure=exposure,
-        attack=type(method).__name__,
-        status=extraction.status,
-        reason=extraction.reason,
-        remedy=row.remedy,
-        error=None if extraction.check is None else extraction.check.worst,
+    status = extraction.status
+    if budget is not None and status is Status.BUDGET:
+        status = Status.UNSOLVED  # the budget is the defence
+    return one_finding(
+        exposure,
+        type(method).__name__,
+        status,
+        extraction.reason,
+        row.remedy,
+        error=extraction.check and extraction.check.worst,
         queries=extraction.queries,
         seconds=extraction.seconds,
         lower_bound=extraction.lower_bound,
         known=extraction.known,
         trace=extraction.trace,
     )
-
-
-def _unknowns(oracle: Oracle) -> int:
-    """Return the number of unknowns of a head that answers with a score: W and v."""
-    return oracle.dim**2 + oracle.dim
 
 
 def _input_and_output(
@@ -212,84 +222,63 @@ def _check_input(
         secret, output = leak()
     except OracleError as error:
         return one_skip(row.exposure, type(method).__name__, str(error), unchecked=True)
-    problem = _problem(row, layer, secret, output)
-    inversion = method(problem, progress=track(words.exposure(exposure)))
-    status, reason, error = _compared(inversion, secret, row.decimals)
-    extra = ""
-    if inversion.X is not None and inversion.solved:
-        proof, extra = _proof(problem, inversion.X)
-        reason += proof
-    finding = Finding(
-        exposure=exposure,
-        attack=type(method).__name__,
-        status=status,
-        reason=reason,
-        remedy=row.remedy,
-        error=error,
-        queries=1,
-        seconds=inversion.seconds,
-        known=1.0 if status is Status.RECOVERED else 0.0,
-        sought="input",
-        extra=extra,
-    )
-    return Checked((finding,))
-
-
-def _proof(problem: Problem, X: Tensor) -> tuple[str, str]:
-    """Return in words what is proved of an input, and the extra that a proof needs if missing."""
-    try:
-        certificate = certify(problem, X)
-    except MissingExtra as missing:
-        return f"; not proved: {missing}", missing.extra
-    if certificate.radius is None:
-        return "", ""
-    return (
-        f"; proved: one exact input lies within {certificate.radius:.0e} of this one",
-        "",
-    )
-
-
-def _planted_layer(oracle: Oracle) -> Attention | None:
-    """Return the planted layer inside the wrappers, if it answers for every token."""
-    planted = (inner for inner in layers(oracle) if isinstance(inner, Attention))
-    return next((inner for inner in planted if inner.every_token), None)
-
-
-def _problem(row: LeakRow, layer: Attention, secret: Tensor, output: Tensor) -> Problem:
-    """Return what the attacker has: the layer, its output, and its maps if they leak as well."""
+    # What the attacker has: the layer, its output, and its maps if they leak as well.
     problem = Problem(layer.W, layer.V, output, causal=layer.causal)
     if row.decimals is not None:
         rounded = output.round(decimals=row.decimals)
         problem = replace(problem, B=rounded, tolerance=0.5 * 10.0**-row.decimals)
-    return replace(problem, maps=problem.maps_of(secret)) if row.maps else problem
+    if row.maps:
+        problem = replace(problem, maps=problem.maps_of(secret))
+    inversion = method(problem, progress=track(words.exposure(exposure)))
+    status, among, error = _compare(inversion, secret, row.decimals)
+    reason = f"{inversion.reason}{among}"
+    extra = ""
+    if inversion.X is not None and inversion.solved:
+        try:
+            radius = certify(problem, inversion.X).radius
+            if radius is not None:
+                reason += (
+                    f"; proved: one exact input lies within {radius:.0e} of this one"
+                )
+        except MissingExtra as missing:
+            reason += f"; not proved: {missing}"
+            extra = missing.extra
+    return one_finding(
+        exposure,
+        type(method).__name__,
+        status,
+        reason,
+        row.remedy,
+        error=error,
+        seconds=inversion.seconds,
+        known=float(status is Status.RECOVERED),
+        sought="input",
+        extra=extra,
+    )
 
 
-def _compared(
+def _compare(
     inversion: Inversion, secret: Tensor, decimals: int | None
 ) -> tuple[Status, str, float | None]:
-    """Compare an inversion with the input: return a status, its reason, and the relative error."""
-    candidates = inversion.solutions or (() if inversion.X is None else (inversion.X,))
+    """Compare an inversion with the input: return a status, why, and the relative error."""
+    candidates = inversion.solutions
+    if not candidates and inversion.X is not None:
+        candidates = (inversion.X,)
     if not candidates:
-        return inversion.status, inversion.reason, None
+        return inversion.status, "", None
     size = float(secret.abs().max())
     errors = [float((X - secret).abs().max()) / size for X in candidates]
     error = min(errors)
+    count = len(errors)
     if not inversion.solved:
-        return inversion.status, inversion.reason, error
-    place = errors.index(error) + 1
-    among = f"number {place} of {len(errors)} inputs with this output is the one put in"
-    if len(errors) == 1:
-        among = "it is the one put in"
+        return inversion.status, "", error
+    among = "; it is the one put in"
+    if count > 1:
+        place = errors.index(error) + 1
+        among = f"; number {place} of {count} inputs with this output is the one put in"
     if error <= SAME:
-        return Status.RECOVERED, f"{inversion.reason}; {among}", error
+        return Status.RECOVERED, among, error
     if decimals is not None and error <= 1e-1:
-        return (
-            Status.INEXACT,
-            f"{inversion.reason}; {among}, but for what rounding hid",
-            error,
-        )
-    return (
-        Status.NOT_IDENTIFIABLE,
-        f"{inversion.reason}; none of the {len(errors)} found is the one put in",
-        error,
-    )
+        return Status.INEXACT, f"{among}, but for what rounding hid", error
+    among = f"; none of the {count} found is the one put in"
+    return Status.NOT_IDENTIFIABLE, among, error

@@ -26,14 +26,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from keyhole.audit.check import Checked
 from keyhole.audit.options import AuditOptions
-from keyhole.audit.run import Resuming, audit, reason_of
+from keyhole.audit.run import audit, reason_of, resuming, workers_of
 from keyhole.audit.target import NamedTarget, absolute
 from keyhole.core import Audit, Fleet, Skip, environment
 from keyhole.core.endpoint import EndpointOptions, headers_of, without_password
@@ -41,10 +41,11 @@ from keyhole.core.errors import InputError, expect_count, expect_keys
 from keyhole.core.exposure import NOT_CHECKED, Exposure
 from keyhole.core.files import exists, is_folder, read_toml
 from keyhole.core.journal import Journal
-from keyhole.core.options import Option
+from keyhole.core.options import options_of
 from keyhole.core.progress import Track, untracked
 from keyhole.core.result import typed
 from keyhole.core.tasks import MOST_PROCESSES, Done, Runner, Task
+from keyhole.oracle.ledger import Notice, ignored
 from keyhole.target import TargetKind, kind_of
 
 _OWN_KEYS = ("target", "name", "ledger")  # for one target, and not for [defaults]
@@ -67,9 +68,7 @@ class Member:
         return Path(fleet).absolute().with_name(f"{self.stem}.journal")
 
 
-Finished = Callable[
-    [Member, Audit], None
-]  # called when all checks of a target are done
+Finished = Callable[[Member, Audit], object]
 
 
 def fleet(
@@ -80,7 +79,7 @@ def fleet(
     journal: str | Path | None = None,
     force: bool = False,
     track: Track = untracked,
-    resuming: Resuming = lambda done, total: None,  # noqa: ARG005
+    notice: Notice = ignored,
     finished: Finished = lambda member, audit: None,  # noqa: ARG005
 ) -> Fleet:
     """Audit every target of a fleet, and report what each gives away.
@@ -89,13 +88,16 @@ def fleet(
     - `processes` targets are audited at a time (0: one by one in this process), or `dask` is the
       address of a cluster.
     - `journal` is the file that keeps finished targets; the checks of an unfinished target are in a
-      journal of its own next to it. A fleet that was stopped resumes from them, and
-      calls `resuming`. The journal of another run is refused, or replaced with `force`.
-    - `finished` is called with the audit of each target as soon as it is done.
+      journal of its own next to it. A fleet that was stopped resumes from them. The
+      journal of another run is refused, or replaced with `force`.
+    - `notice` is called with messages for the user, and `finished` with the audit of each target as
+      soon as it is done.
     """
     started = time.perf_counter()
     expect_count("--processes", processes, 0, MOST_PROCESSES)
-    members = read_fleet(targets) if isinstance(targets, str | Path) else list(targets)
+    if isinstance(targets, str | Path):
+        targets = read_fleet(targets)
+    members = list(targets)
     fingerprints = {member.name: member.target.fingerprint() for member in members}
     audits: dict[str, Audit] = {}
     progress = track("audit", len(members))
@@ -110,22 +112,31 @@ def fleet(
         def take(done: Done) -> None:
             member: Member = done.task.key
             if done.error is not None:
+                exposure = Exposure(NOT_CHECKED, "target")
                 reason = reason_of(done.error)
-                skip = Skip(
-                    Exposure(NOT_CHECKED, "target"), "none", reason, unchecked=True
-                )
-                add(
-                    member,
-                    Audit(target=member.name, identity="", findings=(), skips=(skip,)),
-                )
+                skip = Skip(exposure, "none", reason, unchecked=True)
+                add(member, Audit(member.name, "", (), (skip,)))
                 return
             audit: Audit = done.value
             if Checked(audit.findings, audit.skips).answered:
                 record = {"files": fingerprints[member.name], "audit": audit.to_dict()}
                 finished_targets.add({member.name: record})
-                if (checks := member.journal(journal)) is not None:
+                checks = member.journal(journal)
+                if checks is not None:
                     checks.unlink(missing_ok=True)
             add(member, audit)
+
+        def audit_group(group: Sequence[Member], workers: int | str) -> None:
+            more: dict[str, Any] = {}
+            if workers == 0:
+                more["track"] = track
+            with Runner(workers) as runner:
+                for member in group:
+                    checks = member.journal(journal)
+                    work = partial(_audit_member, member.target, checks, **more)
+                    runner.add(Task(member, work))
+                for done in runner.run():
+                    take(done)
 
         left: list[Member] = []
         for member in members:
@@ -135,28 +146,17 @@ def fleet(
             else:
                 left.append(member)
         if audits:
-            resuming(len(audits), len(members))
-        left.sort(
-            key=lambda member: -member.target.size
-        )  # so that no large one is left at the end
-        # A ledger, and the secrets of an address, do not leave this machine.
-        local = [
-            member for member in left if dask is not None and member.target.local_only
-        ]
+            notice(resuming(len(audits), len(members), "targets"))
+        # The largest first, so that none is left at the end.
+        left.sort(key=lambda member: -member.target.size)
+        local: list[Member] = []
+        if dask is not None:
+            # A ledger, and the secrets of an address, do not leave this machine.
+            local = [member for member in left if member.target.local_only]
         remote = [member for member in left if member not in local]
-        for workers, group in (
-            (dask if dask is not None else processes, remote),
-            (0, local),
-        ):
-            with Runner(workers if group else 0) as runner:
-                more = {"track": track} if runner.in_process else {}
-                for member in group:
-                    work = partial(
-                        _audit_member, member.target, member.journal(journal), **more
-                    )
-                    runner.add(Task(member, work))
-                for done in runner.run():
-                    take(done)
+        if remote:
+            audit_group(remote, workers_of(processes, dask))
+        audit_group(local, 0)
     return Fleet(
         {each.name: audits[each.name] for each in members},
         time.perf_counter() - started,
@@ -171,13 +171,14 @@ def _audit_member(
     target: NamedTarget, journal: Path | None, worker: int = 0, **more: Any
 ) -> Audit:
     """Audit one target in a worker, with a journal unless its folder is not on this machine."""
-    path = journal if journal is not None and is_folder(journal.parent) else None
-    return audit(target.on(worker), journal=path, force=True, complete=False, **more)
+    if journal is not None and not is_folder(journal.parent):
+        journal = None
+    return audit(target.on(worker), journal=journal, force=True, complete=False, **more)
 
 
 def read_fleet(path: str | Path, base: AuditOptions | None = None) -> list[Member]:
     """Read the targets of a fleet file; `base` are the options that the file overrides."""
-    base = AuditOptions() if base is None else absolute(base, Path.cwd())
+    base = absolute(base or AuditOptions(), Path.cwd())
     data = read_toml(path, "a fleet file")
     expect_keys(data, ("defaults", "target"), str(path))
     defaults = data.get("defaults", {})
@@ -189,14 +190,13 @@ def read_fleet(path: str | Path, base: AuditOptions | None = None) -> list[Membe
     if not isinstance(entries, list) or not entries:
         raise InputError(f"{path} has no [[target]]: it needs one or more")
     folder = Path(path).absolute().parent
-    shared = tuple(key for key in _KEYS if key not in _OWN_KEYS)
+    shared = [key for key in _TYPES if key not in _OWN_KEYS]
     where = f"{path}, [defaults]"
     base = _overridden(base, cast("dict[str, Any]", defaults), folder, where, shared)
     targets: list[tuple[str, NamedTarget]] = []
     for number, entry in enumerate(cast("list[Any]", entries), 1):
-        targets += _targets_of_entry(
-            base, entry, folder, f"{path}, [[target]] {number}"
-        )
+        where = f"{path}, [[target]] {number}"
+        targets += _targets_of_entry(base, entry, folder, where)
     return _members(targets, path)
 
 
@@ -215,7 +215,7 @@ def _targets_of_entry(
     if not isinstance(entry, dict):
         raise InputError(f"expected a table in {where}, got {entry!r:.40}")
     given = cast("dict[str, Any]", entry)
-    options = _overridden(base, given, folder, where, (*_OWN_KEYS, *_KEYS))
+    options = _overridden(base, given, folder, where, [*_TYPES])
     target = _typed(str, given.get("target", ""), "target", where)
     name = _typed(str, given.get("name", ""), "name", where)
     if not target.strip():
@@ -224,10 +224,9 @@ def _targets_of_entry(
     targets: list[tuple[str, NamedTarget]] = []
     for each in found:
         public = without_password(each).removeprefix("./")
+        own_name = name or public
         if name and len(found) > 1:
             own_name = f"{name}/{Path(public).name}"
-        else:
-            own_name = name or public
         targets.append((own_name, NamedTarget(each, options, str(folder))))
     return targets
 
@@ -237,20 +236,19 @@ def _matches(target: str, folder: Path, where: str) -> list[str]:
     literal = "://" in target or not _WILDCARD.search(target)
     if literal or exists(folder / target):
         return [target]
-    pattern = Path(target)
-    start = Path(pattern.anchor) if pattern.is_absolute() else folder
+    start = Path(Path(target).anchor or folder)
     try:
-        matches = sorted(start.glob(str(pattern.relative_to(pattern.anchor))))
+        found = sorted(start.glob(target.removeprefix(Path(target).anchor)))
     except (ValueError, OSError) as error:
         raise InputError(f"{target} in {where} is not a pattern of names") from error
-    names = [
-        str(path if pattern.is_absolute() else path.relative_to(folder))
-        for path in matches
-        if not path.name.startswith(".") and _is_target(path)
+    found = [
+        path for path in found if not path.name.startswith(".") and _is_target(path)
     ]
-    if not names:
+    if not found:
         raise InputError(f"no target matches {target} in {where}")
-    return names
+    if start != folder:
+        return [str(path) for path in found]
+    return [str(path.relative_to(folder)) for path in found]
 
 
 def _is_target(path: Path) -> bool:
@@ -264,16 +262,17 @@ def _is_target(path: Path) -> bool:
     return kind is TargetKind.STORE or path.suffix == ".safetensors"
 
 
-# The keys of a fleet file are the fields of both classes.
-_AUDIT_TYPES = get_type_hints(AuditOptions)
+# The keys of a fleet file are the fields of both classes, and the target itself.
 _ENDPOINT_TYPES = get_type_hints(EndpointOptions)
-_TYPES = _AUDIT_TYPES | _ENDPOINT_TYPES
-_DECLARED: dict[str, Option | None] = {
-    each.name: each.metadata.get("option")
-    for options in (AuditOptions, EndpointOptions)
-    for each in fields(options)
+_OPTIONS = options_of(AuditOptions) | options_of(EndpointOptions)
+_TYPES = {
+    "target": str,
+    "header": tuple[str, ...],
+    **get_type_hints(AuditOptions),
+    **_ENDPOINT_TYPES,
+    "layers": tuple[int, ...],  # or "all", which the option parses
 }
-_KEYS = (*(key for key in _TYPES if key not in ("endpoint", "headers")), "header")
+del _TYPES["endpoint"], _TYPES["headers"]
 
 
 def _overridden(
@@ -288,44 +287,41 @@ def _overridden(
     expect_keys(given, keys, where)
     audit: dict[str, Any] = {}
     endpoint: dict[str, Any] = {}
-    for key, value in given.items():
+    for key, word in given.items():
+        value = _option(key, word, folder, where)
         if key == "header":
-            endpoint["headers"] = headers_of(_typed(tuple[str, ...], value, key, where))
+            endpoint["headers"] = headers_of(value)
         elif key in _ENDPOINT_TYPES:
-            endpoint[key] = _option(value, key, folder, where)
-        elif (
-            key in _AUDIT_TYPES and key != "name"
-        ):  # the name of an entry, not an option
-            audit[key] = _option(value, key, folder, where)
+            endpoint[key] = value
+        elif key not in ("target", "name"):  # those of the entry, not options
+            audit[key] = value
     audit["endpoint"] = replace(base.endpoint, **endpoint)
     options = replace(base, **audit)
     return replace(options, model=absolute(options, folder).model)
 
 
-def _option(value: Any, key: str, folder: Path, where: str) -> Any:
-    """Return the value of an option, checked; a path is taken from the folder of the file."""
-    declared = _DECLARED[key]
-    kind = _TYPES[key]
-    if declared is not None and declared.parse is not None:  # "all", or numbers
-        if isinstance(value, str):
-            return declared.parse(value)
-        kind = tuple[int, ...] if key == "layers" else kind
-    value = _typed(kind, value, key, where)
-    return str(folder / value) if declared is not None and declared.file else value
+def _option(key: str, value: Any, folder: Path, where: str) -> Any:
+    """Return the value of a key, checked; a path is taken from the folder of the file."""
+    option = _OPTIONS.get(key)
+    if option and option.parse and isinstance(value, str):  # "all", or numbers
+        return option.parse(value)
+    value = _typed(_TYPES[key], value, key, where)
+    if option and option.file:
+        return str(folder / value)
+    return value
 
 
 def _typed(kind: Any, value: Any, key: str, where: str) -> Any:
     """Return `value`, or raise if it is not of this kind; one value may stand for a list."""
-    several = getattr(kind, "__origin__", None) is tuple
-    if several and not isinstance(value, list):
-        value = [value]
-    given = typed(kind, value, f"{key} in {where}")
-    if any(
-        isinstance(each, str) and "\0" in each
-        for each in (given if several else [given])
-    ):
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list):
+            value = [value]
+        inner = get_args(kind)[0]
+        values = cast("list[Any]", value)
+        return tuple(_typed(inner, each, key, where) for each in values)
+    if isinstance(value, str) and "\0" in value:
         raise InputError(f"{key} in {where} holds a NUL character")
-    return given
+    return typed(kind, value, f"{key} in {where}")
 
 
 def _members(targets: list[tuple[str, NamedTarget]], path: str | Path) -> list[Member]:
@@ -337,11 +333,8 @@ def _members(targets: list[tuple[str, NamedTarget]], path: str | Path) -> list[M
             raise InputError(
                 f"{path} has two targets called {name[:80]}: give each a name"
             )
-        plain = (
-            re.sub(r"[^A-Za-z0-9_]+", "-", name)[:_MAX_STEM].strip("-").lower()
-            or "target"
-        )
-        stem = plain
+        plain = re.sub(r"[^A-Za-z0-9_]+", "-", name)[:_MAX_STEM].strip("-").lower()
+        stem = plain = plain or "target"
         number = 1
         while stem in stems:
             number += 1

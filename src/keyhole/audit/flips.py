@@ -8,21 +8,19 @@ has no label, the model's own answer counts as right.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from keyhole.audit.check import Check, Checked, one_finding, one_skip, skipped_check
-from keyhole.core import Cut, Remedied, Skip, Status
+from keyhole.core import Cut, Remedied, Skip
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Progress, Track, silent
 from keyhole.core.text import percent
 from keyhole.data import NO_LABEL, Example, encode
-from keyhole.disrupt import ATTACKERS, Attacker, Disruption
-from keyhole.disrupt import Outcome as ExampleOutcome
+from keyhole.disrupt import ATTACKERS, Attacker, Disruption, Outcome
 from keyhole.disrupt.batches import Batches
 from keyhole.disrupt.hack_attend import HackAttend
 from keyhole.disrupt.tasks import settled
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
 SHOWN = 3  # flipped inputs that a finding shows
 _BATCH_SIZE = 16  # examples in one batch
 _MAX_LENGTH = 128  # tokens of a text
-_PASSES = 130  # of 512 tokens in the time that a check takes, as measured on the demo
 
 _EXPOSURE = Exposure("KH-PREDICTIONS-CUTS")
 _REMEDY = "Take no attention masks from clients; train with keyhole harden, and measure again."
@@ -52,32 +49,34 @@ def checks(
     `share` is how much of the attention may be cut; None for each attacker's default.
     """
     loaded = target.loaded
-    task = head_of(target.loaded.model)
+    task = head_of(loaded.model)
     if task not in ("classification", *GENERATES):
         name = type(loaded.model).__name__
         reason = f"{name} has no head for classes or text: try keyhole disrupt"
         return [skipped_check(Skip(_EXPOSURE, "HackAttend", reason))]
     texts = enumerate(target.texts, 1)
-    given = target.examples or [
+    examples = target.examples or [
         Example(f"text {n}", NO_LABEL, text) for n, text in texts
     ]
     if task == "classification":
         classes = int(loaded.model.config.num_labels)
-        largest = max(each.label for each in given)
+        largest = max(each.label for each in examples)
         if largest >= classes:
             raise InputError(
                 f"the model has the labels 0 to {classes - 1}, not {largest}"
             )
 
     @cache
-    def examples() -> Sequence[Example]:
-        return _labelled(loaded, given) if task == "classification" else given
+    def labelled() -> Sequence[Example]:
+        if task == "classification":
+            return _labelled(loaded, examples)
+        return examples
 
     checks: list[Check] = []
     for name, exposure, attacker in attackers(seed, share):
         exposure = replace(exposure, part=part)
-        run = partial(_check, exposure, target, attacker, examples)
-        checks.append(Check(exposure, run, name, weight=_PASSES * target.seconds))
+        run = partial(_check, exposure, target, attacker, labelled)
+        checks.append(Check(exposure, run, name, weight=6))
     return checks
 
 
@@ -89,9 +88,7 @@ def _check(
     track: Track,
 ) -> Checked:
     """Run one attacker on the model, and on its hardened version if there is one."""
-    loaded = target.loaded
     hardened = target.hardened
-    started = time.perf_counter()
 
     def attack(model: Loaded, name: str) -> Disruption:
         labelled = examples()
@@ -99,40 +96,41 @@ def _check(
 
     name = words.exposure(exposure)
     remedied = tuple[Remedied, ...]()
+    # An InputError: the model's attention cannot be cut, or it answers NaN.
     try:
-        disruption = attack(loaded, name)
-        status, reason = _verdict(disruption)
+        disruption = attack(target.loaded, name)
+        reason = _reason(disruption)
         if hardened is not None:
             other = attack(hardened, f"{name}, {hardened.name}")
             flipped = f"{other.flips} of {len(other.attacked)}"
-            shown = f"{flipped} ({percent(other.success)})"
             if other.control.flips:
                 shown = f"could not check: {other.obstacle}"
             else:
+                shown = f"{flipped} ({percent(other.success)})"
                 left = f"{flipped} right answers flipped"
                 remedied = (
                     Remedied(f"keyhole harden: {hardened.name}", other.success, left),
                 )
             reason += f"; of {hardened.name}: {shown}"
-    except (
-        InputError
-    ) as error:  # the model's attention cannot be cut, or it answers NaN
+    except InputError as error:
         return one_skip(_EXPOSURE, type(attacker).__name__, str(error))
     if target.about:
         reason += f"; {target.about}"
+    remedy = _REMEDY
     control = bool(disruption.method["control"])
+    if control:
+        remedy = _CONTROL_REMEDY
     known = 0.0
     cuts = tuple[Cut, ...]()
     if not disruption.obstacle:
         known = disruption.success
-        cuts = _cuts(loaded.tokenizer, loaded.model.config, disruption)
+        cuts = _cuts(target.loaded, disruption)
     return one_finding(
         exposure,
         disruption.method["attack"],
-        status,
+        disruption.status,
         reason,
-        _CONTROL_REMEDY if control else _REMEDY,
-        started,
+        remedy,
         queries=sum(outcome.queries for outcome in disruption.attacked),
         known=known,
         tried=len(disruption.attacked),
@@ -149,11 +147,14 @@ def attackers(
     """Return the attackers of the registry with their names and exposures."""
     named: list[tuple[str, Exposure, Attacker]] = []
     for entry, row in ATTACKERS.rows():
-        # An attacker that draws nothing at random need not take a seed.
-        seeded = {"seed": seed} if "seed" in entry.options else {}
-        attacker = ATTACKERS.make(entry.name, **row.settings, share=share, **seeded)
-        cut = f"{100 * attacker.share:g}%" if isinstance(attacker, HackAttend) else ""
-        named.append((entry.name, replace(row.exposure, name=cut), attacker))
+        settings = {**row.settings, "share": share}
+        if "seed" in entry.options:  # an attacker that draws nothing needs none
+            settings["seed"] = seed
+        attacker = ATTACKERS.make(entry.name, **settings)
+        exposure = row.exposure
+        if isinstance(attacker, HackAttend):
+            exposure = replace(exposure, name=f"{100 * attacker.share:g}%")
+        named.append((entry.name, exposure, attacker))
     return named
 
 
@@ -182,21 +183,20 @@ def _labelled(loaded: Loaded, examples: Sequence[Example]) -> list[Example]:
     ]
 
 
-def _verdict(disruption: Disruption) -> tuple[Status, str]:
-    """Return the status and the reason: how many right answers flipped, or why none was tried."""
+def _reason(disruption: Disruption) -> str:
+    """Say how many right answers flipped, or why none was tried."""
     if disruption.obstacle:
-        return disruption.status, disruption.obstacle
+        return disruption.obstacle
+    answers = "right answers"
     if disruption.own_answers:
         answers = "of the model's own answers"
-    else:
-        answers = "right answers"
     reason = f"{disruption.flips} of {len(disruption.attacked)} {answers} flipped"
     if disruption.flips:
         reason += f", by {percent(disruption.share, 2)} of all units on average"
-    return disruption.status, f"{reason}; {disruption.queries:.0f} passes an example"
+    return f"{reason}; {disruption.queries:.0f} passes an example"
 
 
-def _cuts(tokenizer: Any, config: Any, disruption: Disruption) -> tuple[Cut, ...]:
+def _cuts(loaded: Loaded, disruption: Disruption) -> tuple[Cut, ...]:
     """Return the flipped inputs to show: those that the model was most confident of."""
     by_id = {example.id: example for example in disruption.examples}
     flipped = [
@@ -206,34 +206,26 @@ def _cuts(tokenizer: Any, config: Any, disruption: Disruption) -> tuple[Cut, ...
     ]
     flipped.sort(key=lambda outcome: -outcome.confidence_before)
     return tuple(
-        _cut(tokenizer, config, by_id[outcome.id], outcome, disruption.task)
+        _cut(loaded, by_id[outcome.id], outcome, disruption.task)
         for outcome in flipped[:SHOWN]
     )
 
 
-def _cut(
-    tokenizer: Any, config: Any, example: Example, outcome: ExampleOutcome, task: str
-) -> Cut:
-    units = outcome.cut
-    last = max((max(unit.query, unit.key) for unit in units), default=0)
-    layers = [
-        getattr(config, "num_hidden_layers", 1),
-        *(unit.layer + 1 for unit in units),
-    ]
-    heads = [
-        getattr(config, "num_attention_heads", 1),
-        *(unit.head + 1 for unit in units),
-    ]
+def _cut(loaded: Loaded, example: Example, outcome: Outcome, task: str) -> Cut:
+    config = loaded.model.config
+    units = [(each.layer, each.head, each.query, each.key) for each in outcome.cut]
+    layers, heads, queries, keys = zip((0, 0, 0, 0), *units, strict=True)
+    least = max(*queries, *keys) + 1
     return Cut(
-        tokens=_tokens(tokenizer, example, outcome.before, last + 1),
-        before=_answer(tokenizer, config, outcome.before, task),
-        after=_answer(tokenizer, config, outcome.after, task),
+        tokens=_tokens(loaded.tokenizer, example, outcome.before, least),
+        before=_answer(loaded, outcome.before, task),
+        after=_answer(loaded, outcome.after, task),
         sure_before=outcome.confidence_before,
         sure_after=outcome.confidence_after,
         share=outcome.share,
-        layers=max(layers),
-        heads=max(heads),
-        units=tuple((unit.layer, unit.head, unit.query, unit.key) for unit in units),
+        layers=max(getattr(config, "num_hidden_layers", 1), max(layers) + 1),
+        heads=max(getattr(config, "num_attention_heads", 1), max(heads) + 1),
+        units=tuple(units),
     )
 
 
@@ -249,9 +241,9 @@ def _tokens(
     return (*tokens, *["?"] * (least - len(tokens)))
 
 
-def _answer(tokenizer: Any, config: Any, answer: tuple[int, ...], task: str) -> str:
+def _answer(loaded: Loaded, answer: tuple[int, ...], task: str) -> str:
     """Return the name of a class, or generated tokens as text."""
     if task == "classification":
-        names: Mapping[int, str] = getattr(config, "id2label", None) or {}
+        names: Mapping[int, str] = getattr(loaded.model.config, "id2label", None) or {}
         return str(names.get(answer[0], answer[0]))
-    return decoded(tokenizer, [token for token in answer if token >= 0])
+    return decoded(loaded.tokenizer, [token for token in answer if token >= 0])

@@ -7,7 +7,6 @@ gradient, nothing else.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,8 +19,12 @@ from keyhole.audit.texts import (
     PARTLY,
     TextTarget,
     explained,
+    max_length_of,
+    no_precision,
+    originals_of,
     readings_of,
     share_by_chance,
+    summary,
 )
 from keyhole.core import Skip, Status
 from keyhole.core.exposure import Exposure
@@ -35,7 +38,6 @@ from keyhole.recover.gradients import BatchRecovery, batch_of, recover_batch, up
 from keyhole.recover.gradients.update import KIND, TASKS
 from keyhole.recover.originals import Original
 from keyhole.recover.recovery import TextRecovery
-from keyhole.recover.simulate import MAX_LENGTH
 from keyhole.report import words
 
 EXPOSURE = Exposure("KH-TEXT-GRADIENT")
@@ -45,7 +47,6 @@ REMEDY = (
 )
 _PRECISIONS = ("float32", "bfloat16")
 _MAX_WEIGHTS = 1 << 28  # of a model whose gradient an audit computes
-_PASSES = 55  # of 512 tokens in the time that a check takes, as measured on the demo
 
 
 def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
@@ -70,26 +71,20 @@ def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
     if reason:
         return [skipped_check(Skip(EXPOSURE, "none", reason))]
     exposure = replace(EXPOSURE, part=part)
-    return [
-        Check(
-            exposure, partial(_check, exposure, target), weight=_PASSES * target.seconds
-        )
-    ]
+    if not target.tried(_PRECISIONS):
+        return [skipped_check(no_precision(exposure))]
+    return [Check(exposure, partial(_check, exposure, target), weight=3)]
 
 
 def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
-    started = time.perf_counter()
     loaded = target.loaded
-    max_length = min(MAX_LENGTH, anatomy(loaded.model).max_length)
+    max_length = max_length_of(loaded.model)
     examples = [Example("", NO_LABEL, text) for text in target.texts]
     batch = batch_of(loaded.model, loaded.tokenizer, examples, max_length)
-    originals = [
-        Original.of(loaded.tokenizer, text, max_length) for text in target.texts
-    ]
-    precisions = [name for name in _PRECISIONS if name in target.precisions]
+    originals = originals_of(loaded, target.texts)
+    precisions = target.tried(_PRECISIONS)
     progress = track(words.exposure(exposure), len(precisions))
     results: list[Readings] = []
-    notes: list[str] = []
     recoveries: list[BatchRecovery] = []
     for number, precision in enumerate(precisions, 1):
         update = update_of(loaded.model, batch, precision=precision)
@@ -101,28 +96,26 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
         # many tries.
         chance = min(1.0, chance * max(1, len(recovery.texts)))
         results.append(Readings(KIND, 1, precision, readings, chance))
-        notes.append(f"{precision} {percent(results[-1].known)}")
         recoveries.append(recovery)
         progress(number)
-    status = _status(results)
-    exact = results[0].exact if results else 0
-    reason = f"{exact} of {len(originals)} texts exact and verified; tokens right: "
-    if recoveries and not recoveries[0].texts:
+    first = results[0]
+    status = _status(first)
+    reason = summary(results)
+    if not recoveries[0].texts:
         known = _tokens_known(originals, recoveries[0])
         if known >= PARTLY:
             status = Status.INEXACT
-            notes[-1] += f"; {percent(known)} of the batch's tokens known, in no order"
+            reason += f"; {percent(known)} of the batch's tokens known, in no order"
         else:  # an attack that does not apply has not found the texts to be kept
             status = recoveries[0].status
-            notes[-1] += f"; {recoveries[0].reason}"
+            reason += f"; {recoveries[0].reason}"
     return one_finding(
         exposure,
-        "GradientSpans" if results else "",
+        "GradientSpans",
         status,
-        f"{reason}{', '.join(notes)}" if results else "no precision asked for is tried",
+        reason,
         REMEDY,
-        started,
-        known=results[0].known if results else 0.0,
+        known=first.known,
         sought="text",
         texts=tuple(results),
     )
@@ -146,10 +139,9 @@ def _tokens_known(originals: Sequence[Original], recovery: BatchRecovery) -> flo
     return len(truth & shown) / max(1, len(truth | shown))
 
 
-def _status(results: Sequence[Readings]) -> Status:
-    if not results:
-        return Status.NOT_APPLICABLE
-    if results[0].exact == len(results[0].readings):
+def _status(result: Readings) -> Status:
+    if result.exact == len(result.readings):
         return Status.RECOVERED
-    partly = results[0].exact or results[0].known >= PARTLY or not explained(results[0])
-    return Status.INEXACT if partly else Status.UNSOLVED
+    if result.exact or result.known >= PARTLY or not explained(result):
+        return Status.INEXACT
+    return Status.UNSOLVED

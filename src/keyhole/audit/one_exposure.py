@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from keyhole.audit import flips, gradients, stores, texts
-from keyhole.audit.check import Check, joined
+from keyhole.audit.check import Check, joined, run_check
 from keyhole.audit.endpoints import EndpointPart
 from keyhole.audit.target import Target
 from keyhole.core import Audit
@@ -29,7 +29,6 @@ from keyhole.core.errors import (
     expect_number,
     expect_seed,
 )
-from keyhole.core.journal import stopping_on_ctrl_c
 from keyhole.core.progress import untracked
 from keyhole.models.capture import KINDS, Exposure
 from keyhole.recover.gradients.update import KIND as GRADIENT
@@ -64,8 +63,7 @@ def audit_exposure(
         raise InputError(f"budget is for {SCORES}, not for {exposure}: leave it out")
     started = time.perf_counter()
     checks = _checks(target, exposure, precision, share, budget, seed)
-    with stopping_on_ctrl_c():
-        checked = joined(check.run(untracked) for check in checks)
+    checked = joined(run_check(check, untracked) for check in checks)
     return Audit(
         target=target.name or target.identity,
         identity=target.identity,
@@ -116,7 +114,9 @@ def _checks(
             for name, model in models.items()
         ]
     if not per_part:
-        what = "an endpoint" if exposure == SCORES else "a model"
+        what = "a model"
+        if exposure == SCORES:
+            what = "an endpoint"
         raise InputError(
             f"{exposure} needs {what}, and {target.name or 'an endpoint'} is none"
         )

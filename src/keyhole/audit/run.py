@@ -17,7 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from keyhole.audit.check import Check, Checked, joined, one_skip, skipped_check
+from keyhole.audit.check import (
+    Check,
+    Checked,
+    joined,
+    one_skip,
+    run_check,
+    skipped_check,
+)
 from keyhole.audit.options import AuditOptions
 from keyhole.audit.stores import StoreTarget, merged, readings_in
 from keyhole.audit.target import DECODER, NamedTarget, Target, target_of
@@ -27,7 +34,7 @@ from keyhole.core import Audit, Skip, environment
 from keyhole.core.endpoint import without_password
 from keyhole.core.errors import InputError, KeyholeError, expect_count
 from keyhole.core.exposure import NOT_CHECKED, Exposure, is_chosen
-from keyhole.core.journal import Journal, Run, stopping_on_ctrl_c
+from keyhole.core.journal import Journal, Run
 from keyhole.core.machine import threads_for
 from keyhole.core.progress import Expecting, Track, untracked
 from keyhole.core.tasks import MOST_PROCESSES, Done, Runner, Task, Work
@@ -35,11 +42,6 @@ from keyhole.models.loading import kept_open
 from keyhole.oracle import Oracle
 from keyhole.oracle.ledger import Notice, ignored
 from keyhole.report import words
-
-_PRIOR = 0.15  # the share of all weights that the expected pace counts for
-Resuming = Callable[
-    [int, int], None
-]  # called with the numbers of finished checks and of all
 
 
 def audit(
@@ -59,7 +61,6 @@ def audit(
     force: bool = False,
     complete: bool = True,
     track: Track = untracked,
-    resuming: Resuming = lambda done, total: None,  # noqa: ARG005
     notice: Notice = ignored,
     **more: Any,
 ) -> Audit:
@@ -73,30 +74,33 @@ def audit(
     - Checks run in `processes` worker processes (0: in this one), or on the `dask` cluster at that
       address. An endpoint on the network or with a ledger is queried by this process
       alone.
-    - `journal` is the file that keeps finished checks. An audit that was stopped resumes from it,
-      and calls `resuming`. Remove it once the findings are saved. The journal of
-      another audit is refused, or replaced with `force`.
+    - `journal` is the file that keeps finished checks. An audit that was stopped resumes from it.
+      Remove it once the findings are saved. The journal of another audit is refused, or
+      replaced with `force`.
     - `answers` is the file that keeps a server's answers if the options name no ledger.
     - With `complete`, a check that fails ends the audit; otherwise it becomes a skip.
     - `notice` is called with messages for the user.
     """
     expect_count("--processes", processes, 0, MOST_PROCESSES)
-    workers = dask if dask is not None else processes
+    workers = workers_of(processes, dask)
+    options = options or AuditOptions(**more)
     if isinstance(target, str):
-        target = NamedTarget(
-            target, AuditOptions(**more) if options is None else options
-        )
-    named = target if isinstance(target, NamedTarget) else None
-    if named is not None:
-        options = named.options
-        named = named.anywhere() if workers else named
-    elif options is None:
-        options = AuditOptions(**more)
+        target = NamedTarget(target, options)
+    named = None
     started = time.perf_counter()
-    opened = target_of(cast("Oracle", target)) if named is None else named.open()
+    if isinstance(target, NamedTarget):
+        options = target.options
+        named = target
+        if workers:
+            named = target.anywhere()
+        opened = named.open()
+    else:
+        opened = target_of(cast("Oracle", target))
     opening = time.perf_counter() - started
     store = opened.store
-    ledger = options.ledger or (answers if opened.has_server else None)
+    ledger = options.ledger
+    if ledger is None and opened.has_server:
+        ledger = answers
     with opened.ready(ledger, notice) as ready, ExitStack() as stack:
         checks = numbered(checks_of(ready, options))
         for check in checks.values():
@@ -119,7 +123,7 @@ def audit(
 
         def work(key: str) -> Work:
             if not workers:
-                return partial(run_check, checks[key], track)
+                return lambda _: run_check(checks[key], track)
             if named is None:
                 raise InputError(
                     "--processes and --dask need a target by its name: workers open it"
@@ -128,7 +132,7 @@ def audit(
 
         checking.begin(work)
         if checking.done:
-            resuming(checking.done, len(checks))
+            notice(resuming(checking.done, len(checks), "checks"))
         checking.report()
         for done in runner.run():
             if done.error is not None and complete:
@@ -136,6 +140,17 @@ def audit(
             checking.take(done)
         # Inside `threads_for`, because the audit records the number of threads.
         return _audit_of(opened, options, checking.checked, opening + checking.seconds)
+
+
+def workers_of(processes: int, dask: str | None) -> int | str:
+    """Return what a Runner takes: the address of a Dask cluster, or the number of processes."""
+    if dask is not None:
+        return dask
+    return processes
+
+
+def resuming(done: int, total: int, unit: str) -> str:
+    return f"resuming: {done} of {total} {unit} are done"
 
 
 def _audit_of(
@@ -168,28 +183,22 @@ def _audit_of(
     )
 
 
-def run_check(check: Check, track: Track, worker: int = 0) -> Checked:  # noqa: ARG001
-    with stopping_on_ctrl_c():
-        return check.run(track)
-
-
 def checks_of(target: Target, options: AuditOptions) -> list[Check]:
     """Return all checks in the order of the findings.
 
     A check that `only` leaves out is replaced by one that skips it, so that numbers
     stay the same.
     """
-    only = options.only
     skip = left_out(options.only)
-    return [
-        check
-        if is_chosen(check.exposure, only)
-        else skipped_check(skip, check.exposure)
-        for part in target.parts
+    checks: list[Check] = []
+    for part in target.parts:
         for check in part.checks(
             options.seed, against_defences=options.against_defences
-        )
-    ]
+        ):
+            if not is_chosen(check.exposure, options.only):
+                check = skipped_check(skip, check.exposure)
+            checks.append(check)
+    return checks
 
 
 def left_out(only: Sequence[str]) -> Skip:
@@ -235,10 +244,11 @@ class Checking:
         self.checks = checks
         self.runner = runner
         self.journal = journal
-        self._store, self._notice, self._progress = store, notice, track("audit")
-        self._finished: dict[
-            str, tuple[Checked, float]
-        ] = {}  # with the seconds that each took
+        self._store = store
+        self._notice = notice
+        self._progress = track("audit")
+        # with the seconds that each took
+        self._finished: dict[str, tuple[Checked, float]] = {}
 
     def begin(self, work: Callable[[str], Work]) -> None:
         """Read finished checks from the journal, and make tasks of the others."""
@@ -251,25 +261,16 @@ class Checking:
     def take(self, done: Done) -> None:
         """Keep the result of a check, or a skip with the reason if it failed."""
         key = done.task.key
-        check = self.checks[done.task.key]
+        check = self.checks[key]
         exposure = check.exposure
-        attack = check.attack or "none"
         if done.error is not None:
-            reason = reason_of(done.error)
-            self._finished[key] = (
-                one_skip(exposure, attack, reason, unchecked=True),
-                0.0,
-            )
+            attack = check.attack or "none"
+            checked = one_skip(exposure, attack, reason_of(done.error), unchecked=True)
         else:
             checked: Checked = done.value
             if checked.answered:
                 self.journal.add({key: {**checked.to_dict(), "seconds": done.seconds}})
-            self._finished[key] = checked, done.seconds
-            self._notify_of_texts(checked)
-        self.report(words.in_full(exposure))
-
-    def _notify_of_texts(self, checked: Checked) -> None:
-        """Report the texts of a store that a check has read."""
+        self._finished[key] = checked, done.seconds
         latest = readings_in(checked.findings)
         if self._store is not None and latest:
             tried = readings_in(
@@ -277,9 +278,9 @@ class Checking:
                 for each, _ in self._finished.values()
                 for finding in each.findings
             )
-            rows = self._store.rows
-            count = self._store.count
-            self._notice(words.so_far(latest, tried, len(rows), count))
+            rows = len(self._store.rows)
+            self._notice(words.so_far(latest, tried, rows, self._store.count))
+        self.report(words.in_full(exposure))
 
     @property
     def checked(self) -> Checked:
@@ -295,20 +296,12 @@ class Checking:
         return sum(seconds for _, seconds in self._finished.values())
 
     def report(self, note: str = "") -> None:
-        if isinstance(self._progress, Expecting):
+        """Report progress; finished checks tell how long a weight of 1 takes here."""
+        weight = sum(self.checks[key].weight for key in self._finished)
+        if isinstance(self._progress, Expecting) and weight:
             left = sum(self.checks[task.key].weight for task in self.runner.left())
-            self._progress.expect(left * self._pace() / len(self.runner))
+            self._progress.expect(left * self.seconds / weight / len(self.runner))
         self._progress(self.done, len(self.checks) or None, note)
-
-    def _pace(self) -> float:
-        """Return the seconds that finished checks took per weight, as an estimate for the others.
-
-        It starts at 1, as if checks with `_PRIOR` of all weights had taken the expected
-        time.
-        """
-        prior = _PRIOR * sum(check.weight for check in self.checks.values())
-        weight = sum(self.checks[done].weight for done in self._finished)
-        return (self.seconds + prior) / (weight + prior) if prior else 1.0
 
 
 def _read_record(record: dict[str, Any]) -> tuple[Checked, float]:
@@ -321,9 +314,6 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, KeyholeError):
         return text
     return f"{type(error).__name__}: {text}"[:500]
-
-
-# Workers open the target themselves.
 
 
 def run_in_worker(

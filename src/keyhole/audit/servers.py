@@ -15,7 +15,6 @@ not for others.
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -36,7 +35,7 @@ from keyhole.audit.check import (
     one_skip,
     skipped_check,
 )
-from keyhole.audit.texts import readings_of, seconds_of, unread, verdict
+from keyhole.audit.texts import originals_of, readings_of, unread, verdict
 from keyhole.core import Skip, Status, Unsuccessful
 from keyhole.core.endpoint import EndpointOptions, without_password
 from keyhole.core.exposure import Exposure, is_chosen
@@ -62,16 +61,14 @@ from keyhole.oracle.probe import (
     Route,
     Server,
 )
-from keyhole.oracle.protocol import Counted, OracleError
+from keyhole.oracle.protocol import Counted, Oracle, OracleError
 from keyhole.oracle.vector_prompts import FORMS, VectorPrompts
 from keyhole.recover import HiddenStates, Logits, recover_text
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.embeddings.final_state import final_states
 from keyhole.recover.files.contents import as_served, served_noise
 from keyhole.recover.leaks import Leak
-from keyhole.recover.originals import Original
 from keyhole.recover.recovery import TextRecovery
-from keyhole.recover.simulate import MAX_LENGTH
 from keyhole.report import words
 
 _RULES = {
@@ -92,19 +89,13 @@ _PROBES = (
     "the door",
     "no",
 )
-# Estimates for Check.weight.
-_ANSWER_SECONDS = 1.0  # of a request for log-probabilities
-_TEXT_PASSES = 65  # of 512 tokens through the model, in a check of states
-_LAST_STATE_PASSES = 6  # the same in a check of the last state
 _TOLERANCE = 1e-3  # of the state's length: rounding by float32 and by printing
-_SURPLUS = (
-    2  # times as many chosen tokens as a state needs, so that rounding averages out
-)
+# Times as many chosen tokens as a state needs, so that rounding averages out.
+_SURPLUS = 2
 _NO_HEAD = "the weights have no head for next tokens"
 _FAULT = 500  # the status of a server's own fault
-_MIN_LOGPROBS = (
-    384  # that a state needs, if its width is unknown: small models have this width
-)
+# That a state needs, if its width is unknown: small models have this width.
+_MIN_LOGPROBS = 384
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,31 +123,21 @@ class ServerTarget(Part):
 
     @property
     def identity(self) -> str:
-        weights = "" if self.loaded is None else f"; {self.loaded.identity}"
         model = Path(self.server.model).name  # llama.cpp names a file
-        return f"{self.server.url} {self.server.kind} {model}{weights}"
+        identity = f"{self.server.url} {self.server.kind} {model}"
+        return _with_weights(identity, self.loaded)
 
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
         """Return a check of each route, and one for each attack on what a route returns."""
         checks: list[Check] = []
         server = self.server
         loaded = self.loaded
-        seconds_per_pass = 0.0 if loaded is None else seconds_of(loaded.model)
 
         def add(
-            rule: str,
-            variant: str,
-            name: str,
-            check: Callable[..., Checked],
-            *arguments: Any,
-            passes: float = 0.0,
+            rule: str, variant: str, name: str, check: Callable[..., Checked], *on: Any
         ) -> None:
             exposure = Exposure(rule, variant, name=name)
-            seconds = passes * seconds_per_pass
-            seconds += _ANSWER_SECONDS if rule == _RULES[LOGPROBS] else 0.0
-            checks.append(
-                Check(exposure, partial(check, *arguments, exposure), weight=seconds)
-            )
+            checks.append(Check(exposure, partial(check, *on, exposure), weight=1))
 
         for route in server.routes:
             rule = _RULES[route.gives]
@@ -168,28 +149,11 @@ class ServerTarget(Part):
             if loaded is None:
                 continue
             if route.gives == STATES:
-                add(
-                    rule,
-                    "served",
-                    route.name,
-                    self._texts,
-                    loaded,
-                    route,
-                    passes=_TEXT_PASSES,
-                )
+                add(rule, "served", route.name, self._texts, loaded, route)
             # OpenAI's own form names tokens by their text, which may be the same for
             # several.
             if route.gives == LOGPROBS and route.numbered:
-                passes = _LAST_STATE_PASSES
-                add(
-                    rule,
-                    "last-state",
-                    route.name,
-                    self._state,
-                    loaded,
-                    route,
-                    passes=passes,
-                )
+                add(rule, "last-state", route.name, self._state, loaded, route)
         if loaded is not None and server.kind in FORMS and not self.probe_only:
             name = FORMS[server.kind].name(server.kind)
             add("KH-WEIGHTS-VECTOR-PROMPTS", "", name, takes_vectors, server, loaded)
@@ -197,13 +161,15 @@ class ServerTarget(Part):
 
     def _allowed(self) -> int | None:
         """Return how many queries an expensive attack may make; None if none is chosen."""
-        return self.budget or (QUERIES if self.only else None)
+        if self.only and not self.budget:
+            return QUERIES
+        return self.budget
 
     def _last_layer_check(self, route: Route) -> Check:
         """Return the attack on the last layer; a skip unless it is chosen by a rule or a budget."""
         exposure = Exposure("KH-WEIGHTS-LAST-LAYER", name=route.name)
-        allowed = self._allowed() if is_chosen(exposure, self.only) else None
-        if allowed is None:
+        allowed = self._allowed()
+        if not allowed or not is_chosen(exposure, self.only):
             reason = (
                 f"it takes about {QUERIES:,} questions to the server: --budget {QUERIES} or "
                 "--only KH-WEIGHTS-LAST-LAYER runs it"
@@ -212,22 +178,21 @@ class ServerTarget(Part):
         run = partial(last_layer, self.server, route, allowed, self.ledger, exposure)
         return Check(exposure, run, queries=allowed)
 
-    def _probe(self, route: Route, exposure: Exposure, track: Track) -> Checked:
+    def _probe(self, route: Route, exposure: Exposure, _: Track) -> Checked:
         """Test whether the route answers without a key."""
-        del track
-        started = time.perf_counter()
-        answered, _ = self._ask(route, _PROBES)
+        answered, _text = self._ask(route, _PROBES)
+        if not answered.open and not answered.shut:
+            return _not_given(exposure, "probe", answered)
         status, reason = _verdict(route, answered, self.loaded)
-        if status is None:
-            return _not_given(exposure, "probe", answered, reason)
-        command = self._command(route) if status is Status.EXPOSED else ""
+        command = ""
+        if status is Status.EXPOSED:
+            command = self._command(route)
         return one_finding(
             exposure,
             "probe",
             status,
             reason,
             route.remedy,
-            started,
             sought=route.gives,
             command=command,
             queries=answered.requests,
@@ -236,22 +201,19 @@ class ServerTarget(Part):
     def _command(self, route: Route) -> str:
         """Return the command that reads from an open route; none if this audit does so itself."""
         url = self.server.url
-        loaded = self.loaded
-        model = "MODEL" if loaded is None else shlex.quote(loaded.name)
-        if loaded is not None and (route.gives == STATES or route.numbered):
-            return ""
+        model = "MODEL"
+        if self.loaded is not None:
+            if route.gives == STATES or route.numbered:
+                return ""
+            model = shlex.quote(self.loaded.name)
         if route.gives == VECTOR:
             return f"keyhole audit {url}/v1/embeddings --model {model} --known FILE"
         if route.gives == CACHE:
             return f"keyhole audit SAVED-SLOT --model {model}"
-        if (
-            route.gives == LOGPROBS
-            and not route.numbered
-            and self.server.kind != "SGLang"
-        ):
+        named_by_text = route.gives == LOGPROBS and not route.numbered
+        # `keyhole extract` refuses SGLang, since its queries would crash the server.
+        if named_by_text and self.server.kind != "SGLang":
             return f"keyhole extract {url}/v1/completions --method output-layer"
-        # Also for SGLang: `keyhole extract` refuses it, since its queries would crash
-        # the server.
         return f"keyhole audit {url} --model {model}"
 
     def _ask(
@@ -266,33 +228,34 @@ class ServerTarget(Part):
         needed = _needed(self.loaded)
         if not route.chosen or not answered.open or len(answered.content) >= needed:
             return answered, text
-        count = _SURPLUS * needed
-        size = count if self.loaded is None else len(anatomy(self.loaded.model).table)
         # Any tokens will do: the first, or if the vocabulary is known, some from all of
         # it.
+        count = size = _SURPLUS * needed
+        if self.loaded is not None:
+            size = len(anatomy(self.loaded.model).table)
         tokens = range(0, size, max(1, size // count))
         chosen = self.server.ask_tokens(route, text, tokens, key=key)
-        return (chosen if chosen.open else answered), text
+        if chosen.open:
+            return chosen, text
+        return answered, text
 
     def _texts(
         self, loaded: Loaded, route: Route, exposure: Exposure, track: Track
     ) -> Checked:
         """Send texts, and read them back from the states that the server returns."""
-        started = time.perf_counter()
-        parts = anatomy(loaded.model)
-        max_length = min(MAX_LENGTH, parts.max_length)
+        layers = anatomy(loaded.model).layers
         progress = track(words.exposure(exposure), len(self.texts))
         recoveries: list[TextRecovery] = []
         refused: list[Answered] = []
-        originals: list[Original] = []
+        texts: list[str] = []
         for number, text in enumerate(self.texts):
             progress(number)
             answered = self.server.try_route(route, text, key=True)
             if not answered.open:
                 refused.append(answered)
                 continue
-            originals.append(Original.of(loaded.tokenizer, text, max_length))
-            leak: Leak = HiddenStates(torch.tensor(answered.content), parts.layers)
+            texts.append(text)
+            leak: Leak = HiddenStates(torch.tensor(answered.content), layers)
             arithmetic = nullcontext()
             if route.arithmetic:
                 target = Attacked.of(loaded.model, loaded.tokenizer)
@@ -307,8 +270,9 @@ class ServerTarget(Part):
         progress(len(self.texts))
         if not recoveries:
             return _not_given(exposure, "none", refused[0])
+        originals = originals_of(loaded, texts)
         readings = readings_of(loaded.tokenizer, originals, recoveries)
-        result = Readings("hidden", parts.layers, "as served", readings)
+        result = Readings("hidden", layers, "as served", readings)
         status, reason = verdict([result], recoveries[0].reason)
         if status is Status.UNSOLVED:
             status, reason = unread(recoveries, reason)
@@ -321,7 +285,6 @@ class ServerTarget(Part):
             status,
             reason,
             route.remedy,
-            started,
             queries=len(self.texts),
             known=result.known,
             sought="text",
@@ -329,11 +292,9 @@ class ServerTarget(Part):
         )
 
     def _state(
-        self, loaded: Loaded, route: Route, exposure: Exposure, track: Track
+        self, loaded: Loaded, route: Route, exposure: Exposure, _: Track
     ) -> Checked:
         """Compute the last state from log-probabilities, and compare it with the model's own."""
-        del track
-        started = time.perf_counter()
         if head_of(loaded.model) != "causal":
             return one_skip(exposure, "none", _NO_HEAD)
         answered, text = self._ask(route, self.texts, key=True)
@@ -346,11 +307,17 @@ class ServerTarget(Part):
             status,
             reason,
             route.remedy,
-            started,
             error=error,
             sought="last state",
             queries=answered.requests,
         )
+
+
+def _with_weights(identity: str, loaded: Loaded | None) -> str:
+    """Return an endpoint's identity with that of the weights that its answers are read with."""
+    if loaded is None:
+        return identity
+    return f"{identity}; {loaded.identity}"
 
 
 def _first_answer(
@@ -362,28 +329,25 @@ def _first_answer(
     for text in texts:
         answered = server.try_route(route, text, key=key)
         # Only an answer without log-probabilities may depend on the text (see _PROBES).
-        lacks_logprobs = (
-            route.gives == LOGPROBS and answered.status == 200 and not answered.open
-        )
-        if not lacks_logprobs:
+        if route.gives != LOGPROBS or answered.status != 200 or answered.open:
             break
     return answered, text
 
 
 def _needed(loaded: Loaded | None) -> int:
     """Return how many log-probabilities a state needs."""
-    return _MIN_LOGPROBS if loaded is None else anatomy(loaded.model).width + 1
+    if loaded is None:
+        return _MIN_LOGPROBS
+    return anatomy(loaded.model).width + 1
 
 
-def _not_given(
-    exposure: Exposure, attack: str, answered: Answered, reason: str = ""
-) -> Checked:
+def _not_given(exposure: Exposure, attack: str, answered: Answered) -> Checked:
     """Return the skip of a route that is absent, or that did not answer or failed: unchecked."""
     replied = answered.status not in (0, _FAULT)
     return one_skip(
         exposure,
         attack,
-        f"not given: {reason or answered.reason}",
+        f"not given: {answered.reason}",
         unchecked=not replied,
         absent=replied and not answered.shut,
     )
@@ -391,16 +355,11 @@ def _not_given(
 
 def _verdict(
     route: Route, answered: Answered, loaded: Loaded | None
-) -> tuple[Status | None, str]:
-    """Return the status of a route tried without a key, and the reason; None if it is absent."""
+) -> tuple[Status, str]:
+    """Return the status of a route that exists, tried without a key, and the reason."""
     content = answered.content
-    if answered.shut:
-        return (
-            Status.UNSOLVED,
-            f"asks for a key ({answered.status})",
-        )  # tried, nothing given away
-    if not answered.open:
-        return None, answered.reason
+    if answered.shut:  # tried, and nothing was given away
+        return Status.UNSOLVED, f"asks for a key ({answered.status})"
     given = "answers without a key: "
     if route.gives == STATES:
         given += f"{len(content)} rows of {len(content[0])} numbers for {_PROBES[0]!r}"
@@ -410,10 +369,11 @@ def _verdict(
         given += f"one vector of {len(content)} numbers for a text"
     elif route.gives == LOGPROBS:
         given += f"{len(content):,} log-probabilities of the next token"
+        needed = _needed(loaded)
         if answered.chosen:
             requests = words.number(answered.requests, "request", "requests")
             given += f", of tokens named in {requests}, past the cap"
-        elif len(content) < (needed := _needed(loaded)):
+        elif len(content) < needed:
             return Status.NOT_IDENTIFIABLE, f"{given}, where a state needs {needed:,}"
     else:
         given += (
@@ -441,21 +401,28 @@ def _compare_state(
         return end.status, end.reason, None
     target = Attacked.of(model, loaded.tokenizer)
     top = Captured("hidden", target.parts.layers)
-    ids = torch.tensor(
-        [loaded.tokenizer(text)["input_ids"]], device=target.parts.device
-    )
     with torch.no_grad():
-        own = capture(model, top, ids=ids)["values"][0, -1].double().cpu()
+        states = capture(model, top, ids=_ids(loaded, text))["values"]
+    own = states[0, -1].double().cpu()
     error = float((state - own).norm() / own.norm())
-    leak = HiddenStates(own.float()[None], target.parts.layers)
-    size = float(own.square().mean().sqrt())
-    noise = served_noise(target, leak, route.arithmetic) if route.arithmetic else 0.0
-    allowed = _TOLERANCE + noise / size
+    allowed = _TOLERANCE
+    if route.arithmetic:
+        leak = HiddenStates(own.float()[None], target.parts.layers)
+        size = float(own.square().mean().sqrt())
+        allowed += served_noise(target, leak, route.arithmetic) / size
     reason = (
         f"the last state from {len(logprobs):,} log-probabilities, {error:.1e} of its length from "
         f"the model's own, where the server's arithmetic allows {allowed:.1e}"
     )
-    return (Status.RECOVERED if error <= allowed else Status.MISMATCH), reason, error
+    if error > allowed:
+        return Status.MISMATCH, reason, error
+    return Status.RECOVERED, reason, error
+
+
+def _ids(loaded: Loaded, text: str) -> Tensor:
+    """Return the ids of a text (1, n)."""
+    ids = [loaded.tokenizer(text)["input_ids"]]
+    return torch.tensor(ids, device=anatomy(loaded.model).device)
 
 
 # The last layer, from a server's log-probabilities: its width, and its matrix.
@@ -487,31 +454,26 @@ def last_layer(
     track: Track,
 ) -> Checked:
     """Attack the last layer with at most `queries` answers; skip it if they are not complete."""
-    started = time.perf_counter()
     answered, _ = _first_answer(server, route, _PROBES, key=True)
     if not answered.open:
         return _not_given(exposure, "OutputLayer", answered)
     address = server.address or server.url
     with closing(Completions.at(f"{address}{route.path}", server.options)) as oracle:
         count = len(answered.content)
-        if count < (
-            oracle.vocabulary or count
-        ):  # an unknown vocabulary counts as complete
+        # An unknown vocabulary counts as complete.
+        if count < (oracle.vocabulary or count):
             reason = (
                 f"{count} log-probabilities at a time: keyhole extract {server.url} --method "
                 f"output-layer -o top={route.chosen or count} finds out whether clients may choose "
                 "tokens"
             )
             return one_skip(exposure, "OutputLayer", reason)
-        if (oracle.width or 0) < _MAX_WIDTH * queries:
-            budget = queries
-        else:
-            budget = min(SAMPLE, queries)
-        counted = Counted(oracle, budget, track(words.exposure(exposure), budget))
+        if (oracle.width or 0) >= _MAX_WIDTH * queries:
+            queries = min(SAMPLE, queries)
+        counted = Counted(oracle, queries, track(words.exposure(exposure), queries))
         with ExitStack() as stack:
-            if ledger is None:
-                remembered = counted
-            else:
+            remembered: Oracle = counted
+            if ledger is not None:
                 remembered = stack.enter_context(Ledger(counted, ledger))
             result = OutputLayer()(remembered)
     reason = result.reason
@@ -523,8 +485,7 @@ def last_layer(
         result.status,
         reason,
         REMEDY,
-        started,
-        error=None if result.check is None else result.check.worst,
+        error=result.check and result.check.worst,
         queries=counted.queries,
         lower_bound=result.lower_bound,
         known=result.known,
@@ -539,13 +500,11 @@ def last_layer(
 # attacks on weights need that, and it is a way past every filter that reads prompts.
 
 
-def _own_logprobs(loaded: Loaded, text: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ids of a text (1, n), and the model's own log-probabilities of the next token."""
-    ids = torch.tensor(
-        [loaded.tokenizer(text)["input_ids"]], device=anatomy(loaded.model).device
-    )
+def _own_logprobs(loaded: Loaded, text: str) -> Tensor:
+    """Return the model's own log-probabilities of the next token of a text."""
     with torch.no_grad():
-        return ids, loaded.model(ids).logits[0, -1].double().log_softmax(-1).cpu()
+        logits = loaded.model(_ids(loaded, text)).logits[0, -1]
+    return logits.double().log_softmax(-1).cpu()
 
 
 def _rounding_error(loaded: Loaded, count: int) -> float:
@@ -556,54 +515,50 @@ def _rounding_error(loaded: Loaded, count: int) -> float:
     """
     error = 0.0
     for text in _PROBES[1:]:
-        best = _own_logprobs(loaded, text)[1].topk(count)
+        best = _own_logprobs(loaded, text).topk(count)
         with ARITHMETICS["bfloat16"](loaded.model):
-            rounded = _own_logprobs(loaded, text)[1][best.indices]
+            rounded = _own_logprobs(loaded, text)[best.indices]
         error = max(error, float((rounded - best.values).abs().max()))
     return error
 
 
 def takes_vectors(
-    server: Server, loaded: Loaded, exposure: Exposure, track: Track
+    server: Server, loaded: Loaded, exposure: Exposure, _: Track
 ) -> Checked:
     """Test whether the server takes vectors as a prompt without a key."""
-    del track
-    form = FORMS[server.kind]
-    started = time.perf_counter()
     if head_of(loaded.model) != "causal":
         return one_skip(exposure, "none", _NO_HEAD)
-    parts = anatomy(loaded.model)
-    ids, own = _own_logprobs(loaded, _PROBES[0])
+    text = _PROBES[0]
+    vectors = anatomy(loaded.model).table[_ids(loaded, text)].double().cpu()
     try:
-        with closing(VectorPrompts(server, parts.table.shape[1], key=False)) as oracle:
-            answer = oracle(parts.table[ids].double().cpu())[0]
+        with closing(VectorPrompts(server, vectors.shape[-1], key=False)) as oracle:
+            answer = oracle(vectors)[0]
     except Refused as error:
         return one_skip(exposure, "probe", f"not taken: {error.status}")
     except OracleError as error:
         return one_skip(exposure, "probe", str(error), unchecked=True)
     # Answers have no ids: the largest log-probabilities, in descending order, are
     # compared.
-    error = float((own.topk(len(answer)).values - answer).abs().max())
+    best = _own_logprobs(loaded, text).topk(len(answer)).values
+    error = float((best - answer).abs().max())
     allowed = _TOLERANCE + _rounding_error(loaded, len(answer))
-    same = error <= allowed
-    if same:
-        meaning = (
-            "every attack that asks by vectors may begin (keyhole.oracle.VectorPrompts)"
-        )
-    else:
+    status = Status.EXPOSED
+    meaning = (
+        "every attack that asks by vectors may begin (keyhole.oracle.VectorPrompts)"
+    )
+    if error > allowed:
+        status = Status.MISMATCH
         meaning = "another model, or it computes with something else than the vectors"
     reason = (
         "vectors are taken as a prompt without a key; the best log-probabilities are "
         f"{error:.1e} from the model's own, where bfloat16 allows {allowed:.1e}: {meaning}"
     )
-    status = Status.EXPOSED if same else Status.MISMATCH
     return one_finding(
         exposure,
         "probe",
         status,
         reason,
-        form.remedy,
-        started,
+        FORMS[server.kind].remedy,
         error=error,
         sought="vectors as prompts",
     )
@@ -617,21 +572,16 @@ def takes_vectors(
 # numbers or a label; this does not prove them safe.
 
 _SUM_TOLERANCE = 1e-3  # of probabilities, which are rounded and should add up to 1
-_MOST_CLASSES = (
-    32  # more unbounded numbers than this are a vector, not a score for each class
-)
-_ANY_IDS = (
-    (5, 6, 7, 8, 9, 10),
-    (11, 12, 13, 14),
-    (20, 21, 22, 23, 24),
-)  # if no model is given
-_STATES, _LABELS, _CLASSES, _VECTOR, _SCORE = (  # variants of KH-TEXT-ANSWERS
-    "token-vectors",
-    "labels",
-    "classes",
-    "vector",
-    "score",
-)
+# More unbounded numbers than this are a vector, not a score for each class.
+_MAX_CLASSES = 32
+# If no model is given.
+_ANY_IDS = ((5, 6, 7, 8, 9, 10), (11, 12, 13, 14), (20, 21, 22, 23, 24))
+# Variants of KH-TEXT-ANSWERS.
+_STATES = "token-vectors"
+_LABELS = "labels"
+_CLASSES = "classes"
+_VECTOR = "vector"
+_SCORE = "score"
 _REMEDIES = {
     _STATES: "Return a label, or one vector for the whole text: token vectors are as good as text.",
     _VECTOR: "Guard embeddings like the texts themselves: keyhole audit reads stored ones.",
@@ -660,9 +610,8 @@ class AnswersTarget(Part):
 
     @property
     def identity(self) -> str:
-        weights = "" if self.loaded is None else f"; {self.loaded.identity}"
         address = f"{without_password(self.url)}/v2/models/{self.model}"
-        return f"{address}{self.options.chosen}{weights}"
+        return _with_weights(f"{address}{self.options.chosen}", self.loaded)
 
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
         exposure = Exposure("KH-TEXT-ANSWERS", part=self.name)
@@ -670,7 +619,6 @@ class AnswersTarget(Part):
 
     def _check(self, exposure: Exposure, track: Track) -> Checked:
         """Send all texts, then classify each output by its values for them."""
-        started = time.perf_counter()
         progress = track("answers to texts", len(self.texts))
         outputs: dict[str, list[Output]] = {}
         try:
@@ -682,7 +630,7 @@ class AnswersTarget(Part):
         except OracleError as error:
             return one_skip(exposure, "asked", str(error), unchecked=True)
         return joined(
-            _finding(exposure, name, given, started) for name, given in outputs.items()
+            _finding(exposure, name, given) for name, given in outputs.items()
         )
 
     def _inputs(self, endpoint: TextEndpoint) -> list[str | Sequence[int]]:
@@ -697,22 +645,25 @@ class AnswersTarget(Part):
         ]
 
 
-def _finding(
-    exposure: Exposure, name: str, outputs: Sequence[Output], started: float
-) -> Checked:
+def _finding(exposure: Exposure, name: str, outputs: Sequence[Output]) -> Checked:
     """Return the finding about one output of an endpoint."""
     kind, what = _kind(name, outputs)
+    status = Status.EXPOSED
     reason = f"answers {len(outputs)} texts with {what}"
-    readable = kind in _COMMANDS
+    if kind not in _COMMANDS:
+        status = Status.NOT_APPLICABLE
+        reason += "; no attack reads weights or texts from that"
+    sought = "answers"
+    if kind == _STATES:
+        sought = STATES
     return one_finding(
         replace(exposure, variant=kind, name=name),
         "asked",
-        Status.EXPOSED if readable else Status.NOT_APPLICABLE,
-        reason if readable else f"{reason}; no attack reads weights or texts from that",
+        status,
+        reason,
         _REMEDIES[kind],
-        started,
         queries=len(outputs),
-        sought="token states" if kind == _STATES else "answers",
+        sought=sought,
         command=_COMMANDS.get(kind, ""),
     )
 
@@ -722,25 +673,23 @@ def _kind(name: str, outputs: Sequence[Output]) -> tuple[str, str]:
     first = outputs[0]
     if first.values is None:
         labels = sorted({label for output in outputs for label in output.labels})
-        return (
-            _LABELS,
-            f"labels ({', '.join(repr(label[:20]) for label in labels[:4])})",
-        )
-    values = [output.values for output in outputs if output.values is not None]
+        some = ", ".join(repr(label[:20]) for label in labels[:4])
+        return _LABELS, f"labels ({some})"
     if first.datatype and first.datatype not in FLOATS and first.values.numel() == 1:
         return _LABELS, f"the number of a class, in {first.datatype}"
-    rows = torch.cat(
-        [value.reshape(-1, value.shape[-1] if value.ndim else 1) for value in values]
-    )
+    values = [output.values for output in outputs if output.values is not None]
+    rows = torch.cat([torch.atleast_2d(value).flatten(0, -2) for value in values])
     count = rows.shape[1]
+    numbers = _numbers(name, rows)
     if first.values.ndim > 1:  # of one text, so not a batch
-        return _STATES, f"{count:,} numbers for each token, {_numbers(name, rows)}"
+        return _STATES, f"{count:,} numbers for each token, {numbers}"
     if count == 1:
         return _SCORE, "one number"
-    numbers = _numbers(name, rows)
-    long = numbers is _Numbers.ANY and count > _MOST_CLASSES
+    what = f"{count:,} numbers, {numbers}"
     unit = numbers is _Numbers.UNIT and "logit" not in name.lower()
-    return (_VECTOR if long or unit else _CLASSES), f"{count:,} numbers, {numbers}"
+    if unit or (numbers is _Numbers.ANY and count > _MAX_CLASSES):
+        return _VECTOR, what
+    return _CLASSES, what
 
 
 class _Numbers(StrEnum):
@@ -754,16 +703,15 @@ class _Numbers(StrEnum):
 
 
 def _numbers(name: str, rows: Tensor) -> _Numbers:
-    if bool((rows >= 0).all()) and bool(
-        ((rows.sum(1) - 1).abs() <= _SUM_TOLERANCE).all()
-    ):
+    def are(figures: Tensor, expected: float) -> bool:
+        return bool(((figures - expected).abs() <= _SUM_TOLERANCE).all())
+
+    if bool((rows >= 0).all()) and are(rows.sum(1), 1):
         return _Numbers.PROBABILITIES
-    if bool((rows <= 0).all()) and bool(
-        (rows.logsumexp(1).abs() <= _SUM_TOLERANCE).all()
-    ):
+    if bool((rows <= 0).all()) and are(rows.logsumexp(1), 0):
         return _Numbers.LOG_PROBABILITIES
-    if rows.shape[1] > 2 and bool(
-        ((rows.norm(dim=1) - 1).abs() <= _SUM_TOLERANCE).all()
-    ):
+    if rows.shape[1] > 2 and are(rows.norm(dim=1), 1):
         return _Numbers.UNIT
-    return _Numbers.LOGITS if "logit" in name.lower() else _Numbers.ANY
+    if "logit" in name.lower():
+        return _Numbers.LOGITS
+    return _Numbers.ANY

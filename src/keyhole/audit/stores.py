@@ -8,7 +8,6 @@ interval for the whole store (`Estimate` in core/finding.py).
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,9 +24,8 @@ from keyhole.audit.texts import (
     PARTLY,
     aligned,
     reading_alone,
-    shortest,
-    special_ids,
     tokens_read,
+    without_special,
 )
 from keyhole.core import Estimate, Finding, Readings, Status
 from keyhole.core.errors import InputError
@@ -42,7 +40,6 @@ from keyhole.models.loading import Loaded, identity
 from keyhole.recover import Pooled, TextRecovery
 from keyhole.recover.attack import Target as Attacked
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts, effort
-from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
 from keyhole.recover.embeddings.pooling import (
     AGREES,
     AGREES_QUANTISED,
@@ -81,14 +78,9 @@ AT_ONCE = {"cpu": 1, "cuda": 256}  # vectors that one check reads
 # The most runs of the encoder for one text. On a CPU, few texts are read after more of
 # them.
 _PASSES = {"cpu": 5_000, "cuda": 1_000_000}
-_TYPICAL = 0.85  # the share of these runs that a text of usual length takes on average
-_COUNTED = 35_000  # tokens that are run to count the corpus that ships with Keyhole
-ORDINARY = (
-    *demo.TEXTS,
-    *(example.text for example in demo.EXAMPLES),
-)  # texts of no store
-_USUAL_TOKENS = 10  # of a text that the store does not have
-_CHARACTERS = 4  # of a token, on average
+# Texts of no store.
+ORDINARY = (*demo.TEXTS, *(example.text for example in demo.EXAMPLES))
+_USUAL_LENGTH = 40  # characters of a text that the store does not have
 _KNOWN_TEXTS = 8  # from which the pooling is determined
 _STORE_SAMPLE = 256  # vectors of the store for statistics
 _ENCODER_SAMPLE = 100  # texts of the corpus whose vectors give the encoder's statistics
@@ -140,15 +132,14 @@ class StoreTarget(Part):
         if store.dim > anatomy(loaded.model).width:
             raise _another_width(store, loaded)
         rows = sample(store.count, texts, seed)
-        vectors = store.read(rows)
-        own_texts = [None] * len(rows) if store.texts is None else store.texts(rows)
+        own_texts: Sequence[str | None] = [None] * len(rows)
+        if store.texts is not None:
+            own_texts = store.texts(rows)
         # The shortest texts first, which are read soonest.
-        order = sorted(
-            range(len(rows)), key=lambda number: len(own_texts[number] or "")
-        )
-        rows = [rows[number] for number in order]
-        vectors = vectors[order]
-        own_texts = [own_texts[number] for number in order]
+        order = sorted(range(len(rows)), key=lambda place: len(own_texts[place] or ""))
+        vectors = store.read(rows)[order]
+        rows = [rows[place] for place in order]
+        own_texts = [own_texts[place] for place in order]
         max_length = min(
             encoder_max_length(loaded.name), anatomy(loaded.model).max_length
         )
@@ -198,7 +189,6 @@ class StoreTarget(Part):
             )
             return [Check(EXPOSURE, lambda _: Checked((mismatch,)))]
         count = len(self.rows)
-        seconds = self._seconds_per_token()
         step = AT_ONCE[anatomy(self.loaded.model).device.type]
         pooled = self.pooling.exposure
         ready: list[CountedReader] = []
@@ -206,64 +196,29 @@ class StoreTarget(Part):
 
         def attack(track: Track) -> CountedReader:  # the first check counts the corpus
             if not ready:
-                attacked = replace(self._attacked, track=track)
+                attacked = Attacked.of(self.loaded.model, self.loaded.tokenizer)
+                attacked = replace(attacked, track=track)
                 ready.append(self.method.ready(attacked, pooled, self.pooling.prefix))
             return ready[0]
 
         for start in range(0, count, step):
-            end = min(start + step, count)
-            run = partial(_check, self.part(start, end), attack)
-            name = f"{start + 1}–{end} of {count}" if step > 1 else f"{end} of {count}"
-            checks.append(
-                Check(EXPOSURE, run, name, weight=seconds * self._tokens(start, end))
-            )
-        if (
-            against_defences
-            and pooled.normalised
-            and pooled.width is None
-            and not self.rounding
-        ):
+            part = self.part(start, start + step)
+            name = f"{start + len(part.rows)} of {count}"
+            if step > 1:
+                name = f"{start + 1}–{name}"
+            run = partial(_check, part, attack)
+            checks.append(Check(EXPOSURE, run, name, weight=_seconds(part.texts)))
+        whole = pooled.normalised and pooled.width is None and not self.rounding
+        if against_defences and whole:
             d = self.vectors.shape[1]
-            for defence in (
-                *(gaussian_noise(s, d, seed) for s in _NOISE),
-                rounding("binary"),
-            ):
+            defences = [gaussian_noise(share, d, seed) for share in _NOISE]
+            for defence in (*defences, rounding("binary")):
                 name = f"{defence.name}, {defence.strength}"
                 exposure = replace(EXPOSURE, variant="defended", name=name)
                 run = partial(_read_behind, self, exposure, defence, attack)
-                weight = seconds * self._tokens(0, _BEHIND_DEFENCES)
+                weight = _seconds(self.texts[:_BEHIND_DEFENCES])
                 checks.append(Check(exposure, run, weight=weight))
         return checks
-
-    @property
-    def _attacked(self) -> Attacked:
-        return Attacked.of(self.loaded.model, self.loaded.tokenizer)
-
-    def _tokens(self, start: int, end: int) -> float:
-        """Estimate how many tokens are run to read these texts; the first come with counting."""
-        attacked = self._attacked
-        passes = self.method.search.passes or _PASSES[attacked.parts.device.type]
-        lengths = [
-            _USUAL_TOKENS if text is None else len(text) // _CHARACTERS
-            for text in self.texts[start:end]
-        ]
-        # A short text is read early; on a longer one all runs are spent. 3 tokens are
-        # special.
-        tokens = sum(
-            min(1.0, length / _USUAL_TOKENS) * (length + 3) for length in lengths
-        )
-        return _TYPICAL * passes * tokens + (
-            0 if start else _COUNTED * effort(attacked)
-        )
-
-    def _seconds_per_token(self) -> float:
-        """Measure how long the encoder takes for a token."""
-        encoder = Encoder(self._attacked, self.pooling.exposure, matrix_half())
-        texts = Texts.filled(
-            torch.full((128, 8), len(encoder.table) // 2, device=encoder.device)
-        )
-        seconds = shortest(lambda: encoder.vectors(texts, fast=True))
-        return seconds / encoder.framed(texts)[0].numel()
 
     def part(self, start: int, end: int) -> StoreTarget:
         """Return the target with a part of its sample."""
@@ -271,6 +226,12 @@ class StoreTarget(Part):
         return replace(
             self, rows=self.rows[few], vectors=self.vectors[few], texts=self.texts[few]
         )
+
+
+def _seconds(texts: Sequence[str | None]) -> float:
+    """Estimate the time to read texts: a short one is read early, a longer one takes all runs."""
+    lengths = [len(text or "") or _USUAL_LENGTH for text in texts]
+    return sum(min(length, _USUAL_LENGTH) * (length + 12) / 400 for length in lengths)
 
 
 def _expect_truncated(store: Store, loaded: Loaded, pooling: Pooling) -> Pooling:
@@ -322,9 +283,13 @@ def _pooling(
     max_length: int,
 ) -> Pooling:
     """Determine the pooling from known texts, else the encoder's own settings, else statistics."""
-    width = store.dim if store.dim < anatomy(loaded.model).width else None
+    width = None
+    if store.dim < anatomy(loaded.model).width:
+        width = store.dim
+    agrees = AGREES
+    if Path(loaded.name).suffix == ".gguf":
+        agrees = AGREES_QUANTISED
     encoder = (loaded.model, loaded.tokenizer)
-    agrees = AGREES_QUANTISED if Path(loaded.name).suffix == ".gguf" else AGREES
     alone = partial(loaded.tokenizer, add_special_tokens=False, verbose=False)
     with_tokens = (
         (row, text) for row, text in enumerate(texts) if text and alone(text).input_ids
@@ -340,16 +305,18 @@ def _pooling(
 
     if own_texts or known:
         plain = by_texts(("",))
-        prefixed = plain if plain.sure else by_texts(PREFIXES)
-        return prefixed if prefixed.sure else plain
+        if not plain.sure:
+            prefixed = by_texts(PREFIXES)
+            if prefixed.sure:
+                return prefixed
+        return plain
     many = store.read(sample(store.count, _STORE_SAMPLE, 0))
     guess = from_settings(loaded.name, many, width)
     guess = guess or from_statistics(*encoder, ORDINARY, many, width)
     prefix = likely_prefix(*encoder, ORDINARY, many, guess.exposure)
+    reason = guess.reason
     if prefix:
-        reason = f'{guess.reason}; texts seem to begin with "{prefix.strip()}"'
-    else:
-        reason = guess.reason
+        reason += f'; texts seem to begin with "{prefix.strip()}"'
     return replace(guess, prefix=prefix, reason=reason)
 
 
@@ -362,30 +329,21 @@ def quick(method: CountedReader, loaded: Loaded) -> CountedReader:
 
 def readings_in(findings: Iterable[Finding]) -> list[Reading]:
     """Return the texts that were read as they are stored, not behind a defence."""
-    stored = (each for each in findings if each.exposure == EXPOSURE)
-    return [
-        reading
-        for each in stored
-        for cell in each.texts[:1]
-        for reading in cell.readings
-    ]
+    stored = filter(_is_part, findings)
+    return [reading for each in stored for reading in each.texts[0].readings]
+
+
+def _is_part(finding: Finding) -> bool:
+    return bool(finding.texts) and finding.exposure == EXPOSURE
 
 
 def merged(
     store: StoreTarget | None, findings: Sequence[Finding]
 ) -> tuple[Finding, ...]:
     """Return the findings, with those about parts of a store's sample merged into one."""
-
-    def is_part(finding: Finding) -> bool:
-        return bool(finding.texts) and finding.exposure == EXPOSURE
-
-    parts = list(filter(is_part, findings))
+    parts = list(filter(_is_part, findings))
     if store is None or not parts:
         return tuple(findings)
-    return (*filterfalse(is_part, findings), _merged(store, parts))
-
-
-def _merged(store: StoreTarget, parts: Sequence[Finding]) -> Finding:
     result = replace(parts[0].texts[0], readings=tuple(readings_in(parts)))
     status = _status(result, [part.status for part in parts])
     count = len(result.readings)
@@ -397,12 +355,11 @@ def _merged(store: StoreTarget, parts: Sequence[Finding]) -> Finding:
         )
     if status not in _NO_ESTIMATE:
         estimate = Estimate.of(result.exact, count, store.count)
-        if result.exact == count:
-            summary = str(estimate)
-        else:
-            summary = f"{estimate}; {LEARN_MORE}"
+        summary = str(estimate)
+        if result.exact < count:
+            summary += f"; {LEARN_MORE}"
     notes = (summary, store.pooling.reason, store.note, store.method.note)
-    return replace(
+    merged = replace(
         parts[0],
         status=status,
         reason="; ".join(filter(None, notes)),
@@ -412,6 +369,7 @@ def _merged(store: StoreTarget, parts: Sequence[Finding]) -> Finding:
         known=result.known,
         texts=(result,),
     )
+    return (*filterfalse(_is_part, findings), merged)
 
 
 # One check: a part of the sample is read.
@@ -429,7 +387,6 @@ def _check(
 
 def read(part: StoreTarget, track: Track) -> Checked:
     """Read all vectors of a part of the sample."""
-    started = time.perf_counter()
     pooled = part.pooling.exposure
     leaks = [
         Pooled(
@@ -450,17 +407,24 @@ def read(part: StoreTarget, track: Track) -> Checked:
         found[number] = recovery
         progress(len(found))
     recoveries = [found[number] for number in range(len(leaks))]
-    result = _readings(part, recoveries)
-    status = _status(result, [recovery.status for recovery in recoveries])
-    first = recoveries[0]
+    result, status = _readings(part, recoveries)
+    return _finding(EXPOSURE, recoveries, status, recoveries[0].reason, result)
+
+
+def _finding(
+    exposure: Exposure,
+    recoveries: Sequence[TextRecovery],
+    status: Status,
+    reason: str,
+    result: Readings,
+) -> Checked:
     return one_finding(
-        EXPOSURE,
-        first.method,
+        exposure,
+        recoveries[0].method,
         status,
-        first.reason,
+        reason,
         _REMEDY,
-        started,
-        queries=len(leaks),
+        queries=len(recoveries),
         known=result.known,
         sought="text",
         texts=(result,),
@@ -473,16 +437,21 @@ def _status(result: Readings, statuses: Sequence[Status]) -> Status:
         return statuses[0]
     if result.exact == len(result.readings):
         return Status.RECOVERED
-    partly = result.exact or Status.INEXACT in statuses or result.known >= PARTLY
-    return Status.INEXACT if partly else Status.BUDGET
+    if result.exact or Status.INEXACT in statuses or result.known >= PARTLY:
+        return Status.INEXACT
+    return Status.BUDGET
 
 
-def _readings(part: StoreTarget, recoveries: Sequence[TextRecovery]) -> Readings:
-    """Return what was read from each vector of a part."""
+def _readings(
+    part: StoreTarget, recoveries: Sequence[TextRecovery]
+) -> tuple[Readings, Status]:
+    """Return what was read from the vectors of a part, and their status."""
     readings = tuple(
         _reading(part, place, recovery) for place, recovery in enumerate(recoveries)
     )
-    return Readings("pooled", anatomy(part.loaded.model).layers, "as stored", readings)
+    layers = anatomy(part.loaded.model).layers
+    result = Readings("pooled", layers, "as stored", readings)
+    return result, _status(result, [recovery.status for recovery in recoveries])
 
 
 def _reading(part: StoreTarget, place: int, recovery: TextRecovery) -> Reading:
@@ -495,9 +464,9 @@ def _reading(part: StoreTarget, place: int, recovery: TextRecovery) -> Reading:
         return reading_alone(tokenizer, recovery, note, similarity)
     original = Original.of(tokenizer, part.pooling.prefix + text, part.max_length)
     tokens = tokens_read(tokenizer, recovery)
-    special = special_ids(tokenizer)
-    truth = [id_ for id_ in original.ids if id_ not in special]
+    truth = without_special(tokenizer, original.ids)
     common = (Counter(id_ for _, _, id_ in tokens) & Counter(truth)).total()
+    f1 = 2 * common / max(1, len(tokens) + len(truth))  # of the tokens as multisets
     return Reading(
         original=original.text,
         pieces=tuple(aligned(tokens, truth)),
@@ -505,9 +474,7 @@ def _reading(part: StoreTarget, place: int, recovery: TextRecovery) -> Reading:
         verified=recovery.verified,
         note="; ".join(original.notes),
         tokens=len(truth),
-        overlap=2
-        * common
-        / max(1, len(tokens) + len(truth)),  # F1 of the tokens as multisets
+        overlap=f1,
         similarity=similarity,
     )
 
@@ -537,41 +504,29 @@ def _read_behind(
     """Read some vectors behind a defence, and measure what it costs retrieval."""
     method = attack(track)
     part = target.part(0, _BEHIND_DEFENCES)
-    started = time.perf_counter()
     pooled = part.pooling.exposure
-    vectors = part.vectors.float()
     about = (pooled.pooling, pooled.normalised)
-    stored = defence.keep(vectors).float().cpu()
+    stored = defence.keep(part.vectors.float()).float().cpu()
     leaks = [Pooled(vector, *about, **defence.stated) for vector in stored]
-    model = part.loaded.model
-    tokenizer = part.loaded.tokenizer
-    recoveries = recover_texts(model, tokenizer, leaks, method=method)
-    result = _readings(part, recoveries)
-    others = vectors if target.others is None else target.others.float()
-    queries, docs = others.tensor_split([-(-len(others) // 10)])
-    count = len(recoveries)
-    lost = 1 - recall(docs, defence.keep(docs), queries, queries)
-    status = _status(result, [recovery.status for recovery in recoveries])
-    status = Status.UNSOLVED if status is Status.BUDGET else status
-    if count == len(target.rows):
-        which = ""
-    else:
-        which = f", the shortest of the {len(target.rows)} tried,"
-    reason = f"{result.exact} of {count} texts{which} were read exactly, and recall@{NEAREST} "
-    reason += (
-        f"falls by {lost:.1%} (of {len(queries)} queries among {len(docs)} vectors of the store)"
-        if len(docs)
-        else "needs a store of two vectors or more"
+    recoveries = recover_texts(
+        part.loaded.model, part.loaded.tokenizer, leaks, method=method
     )
-    return one_finding(
-        exposure,
-        recoveries[0].method,
-        status,
-        reason,
-        _REMEDY,
-        started,
-        queries=count,
-        known=result.known,
-        sought="text",
-        texts=(result,),
+    result, status = _readings(part, recoveries)
+    if status is Status.BUDGET:
+        status = Status.UNSOLVED
+    count = f"{len(recoveries)} texts"
+    if len(recoveries) < len(target.rows):
+        count += f", the shortest of the {len(target.rows)} tried,"
+    others = target.others
+    if others is None:
+        others = part.vectors
+    queries, docs = others.float().tensor_split([-(-len(others) // 10)])
+    price = "needs a store of two vectors or more"
+    if len(docs):
+        lost = 1 - recall(docs, defence.keep(docs), queries, queries)
+        price = f"falls by {lost:.1%} (of {len(queries)} queries among {len(docs)} vectors of the "
+        price += "store)"
+    reason = (
+        f"{result.exact} of {count} were read exactly, and recall@{NEAREST} {price}"
     )
+    return _finding(exposure, recoveries, status, reason, result)

@@ -53,6 +53,7 @@ TEXTS_OF_A_MODEL = 3
 TEXTS_OF_A_STORE = 20
 DECODER = "decoder"  # the name of the second part of an encoder-decoder model
 _RANDOM_STATES = 16  # that stand for those of an encoder of sounds or images
+Auditable = Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,16 +74,11 @@ class ModelPart(Part):
     @property
     def settings(self) -> dict[str, Any]:
         target = self.target
-        hardened = self.target.hardened
         examples = [asdict(example) for example in target.examples]
-        return {
-            "weights": identity(target.loaded.model, head=True),
-            "hardened model": None
-            if hardened is None
-            else identity(hardened.model, head=True),
-            "layers": target.layers
-            if target.layers in (None, "all")
-            else list(target.layers),
+        settings: dict[str, Any] = {
+            "weights": self.identity,
+            "hardened model": None,
+            "layers": target.layers,
             "precisions": list(target.precisions),
             "texts": len(target.texts),
             "examples": len(examples),
@@ -90,27 +86,34 @@ class ModelPart(Part):
             "corpus": digest(corpus_texts(target.corpus or SHIPPED)),
             "device": next(target.loaded.model.parameters()).device.type,
         }
+        if target.hardened is not None:
+            hardened = identity(target.hardened.model, head=True)
+            settings["hardened model"] = hardened
+        if isinstance(target.layers, Sequence) and target.layers != "all":
+            settings["layers"] = list(target.layers)
+        return settings
 
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:
         model = self.target.loaded.model
         states = self.target.encoder
-        is_decoder = states is not None
+        families = [texts.checks, gradients.checks, flips.checks]
+        if against_defences:
+            families.append(defences.model_checks)
+        checks: list[Check] = []
+        context = nullcontext()
+        if states is not None:
+            families = [texts.checks]
+            context = behind(model, states)
         try:
-            with nullcontext() if states is None else behind(model, states):
+            with context:
                 anatomy(model)
         except InputError as error:  # the model reads more than text
-            skip = Skip(Exposure("KH-TEXT-OTHER", part=self.name), "none", str(error))
-            others = [] if is_decoder else flips.checks(self.name, self.target, seed)
-            return [skipped_check(skip), *others]
-        families = [texts.checks]
-        if not is_decoder:
-            families += [gradients.checks, flips.checks]
-            families += [defences.model_checks] if against_defences else []
-        return [
-            check
-            for family in families
-            for check in family(self.name, self.target, seed)
-        ]
+            exposure = Exposure("KH-TEXT-OTHER", part=self.name)
+            checks.append(skipped_check(Skip(exposure, "none", str(error))))
+            families = [family for family in families if family is flips.checks]
+        for family in families:
+            checks += family(self.name, self.target, seed)
+        return checks
 
 
 def _model_parts(subject: TextTarget) -> tuple[ModelPart, ...]:
@@ -123,20 +126,17 @@ def _model_parts(subject: TextTarget) -> tuple[ModelPart, ...]:
     model = subject.loaded.model
     if not is_pair(model):
         return (part,)
-    encoder = encoder_of(model)
+    encoder: Any = encoder_of(model)
     try:
         parts = anatomy(model)
-        ids = subject.loaded.tokenizer(subject.texts[0])["input_ids"][
-            : parts.max_length
-        ]
+        ids = subject.loaded.tokenizer(subject.texts[0])["input_ids"]
+        given = torch.tensor([ids[: parts.max_length]], device=parts.device)
         with torch.no_grad():
-            output = encoder(input_ids=torch.tensor([ids], device=parts.device))
-        states = output.last_hidden_state[0]
+            states = encoder(input_ids=given).last_hidden_state[0]
     except InputError:
-        width = int(cast("Any", encoder).config.hidden_size)
-        states = torch.randn(
-            _RANDOM_STATES, width, generator=torch.Generator().manual_seed(0)
-        )
+        width = int(encoder.config.hidden_size)
+        stream = torch.Generator().manual_seed(0)
+        states = torch.randn(_RANDOM_STATES, width, generator=stream)
     loaded = replace(subject.loaded, model=decoder_of(model))
     decoder = replace(
         subject, loaded=loaded, encoder=states, examples=(), hardened=None
@@ -177,30 +177,29 @@ class Target:
 
     @property
     def store(self) -> StoreTarget | None:
-        return next(
-            (part for part in self.parts if isinstance(part, StoreTarget)), None
-        )
+        stores = (part for part in self.parts if isinstance(part, StoreTarget))
+        return next(stores, None)
+
+    @property
+    def servers(self) -> list[ServerTarget]:
+        return [part for part in self.parts if isinstance(part, ServerTarget)]
 
     @property
     def has_server(self) -> bool:
         """Whether a part is a server, whose answers are worth keeping."""
-        return any(
-            isinstance(part, ServerTarget)
-            or (
-                isinstance(part, EndpointPart)
-                and getattr(part.oracle, "may_change", False)
-            )
-            for part in self.parts
-        )
+        oracles = self.endpoints.values()
+        changing = (getattr(oracle, "may_change", False) for oracle in oracles)
+        return bool(self.servers) or any(changing)
 
     @contextmanager
     def ready(
         self, ledger: str | Path | None = None, notice: Notice = ignored
     ) -> Generator[Target]:
         """Yield the target with its queries counted, and kept in the ledger if there is one."""
-        servers = [part for part in self.parts if isinstance(part, ServerTarget)]
-        if ledger is not None and not self.endpoints and not servers:
-            kind = TargetKind.STORE if self.store else TargetKind.MODEL
+        if ledger is not None and not self.endpoints and not self.servers:
+            kind = TargetKind.MODEL
+            if self.store:
+                kind = TargetKind.STORE
             raise no_endpoint(kind, self.name)
         with session(self.endpoints, ledger=ledger, notice=notice) as wrapped:
 
@@ -214,25 +213,23 @@ class Target:
             yield replace(self, parts=tuple(map(ready, self.parts)))
 
 
-def target_of(
-    target: Oracle | Mapping[str, Oracle] | TextTarget | StoreTarget | Target,
-    name: str = "",
-) -> Target:
+def target_of(target: Auditable | Target) -> Target:
     """Return as a target what has no name to open: an oracle, several, or a model with texts."""
     if isinstance(target, Target):
         return target
     if isinstance(target, StoreTarget):
-        return Target(name or target.name, (target,))
+        return Target(target.name, (target,))
     if isinstance(target, TextTarget):
-        return Target(name or target.loaded.name, _model_parts(target))
-    endpoints = target if isinstance(target, Mapping) else {"": target}
-    for each in endpoints.values():
+        return Target(target.loaded.name, _model_parts(target))
+    if not isinstance(target, Mapping):
+        target = {"": target}
+    for each in target.values():
         if not callable(each) or not hasattr(each, "dim"):
             raise InputError(
                 "expected a target of keyhole audit, a model or an oracle (a callable with .dim), "
                 f"got {type(each).__name__}"
             )
-    return Target(name, tuple(EndpointPart(*each) for each in endpoints.items()))
+    return Target("", tuple(EndpointPart(*each) for each in target.items()))
 
 
 @dataclass(frozen=True)
@@ -261,9 +258,12 @@ class NamedTarget:
         """The name as any process of this machine can open it."""
         if "://" in self.name or self.folder is None:
             return self.name
-        for kind, mark, path in (("", "", self.name), self.name.partition(":")):
-            if path and exists(Path(self.folder, path)):
-                return f"{kind}{mark}{Path(self.folder, path)}"
+        whole = Path(self.folder, self.name)
+        if exists(whole):
+            return str(whole)
+        kind, _, path = self.name.partition(":")
+        if path and exists(Path(self.folder, path)):
+            return f"{kind}:{Path(self.folder, path)}"
         return self.name
 
     def on(self, worker: int) -> NamedTarget:
@@ -273,11 +273,9 @@ class NamedTarget:
 
     def fingerprint(self) -> str:
         """Return a digest that changes with the target's files, from their sizes and times."""
-        named = (getattr(self.options, name) for name in _FILE_OPTIONS)
-        files = [
-            *self._own_files(),
-            *(file for name in named if name for file in _files(name)),
-        ]
+        files = self._own_files()
+        for option in _FILE_OPTIONS:
+            files += _files(getattr(self.options, option))
         times = [
             (str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files
         ]
@@ -297,21 +295,22 @@ class NamedTarget:
         options = self.options
         public = without_password(self.name)
         expect_device(options.device)
-        kind = expect_fitting(self.name, self.place, options)
-        if kind is TargetKind.SERVER:
-            return self._open_server(f"the server {public}")
-        if kind in (TargetKind.ENDPOINT, TargetKind.ROUTE):
-            return self._open_remote_endpoint(public)
-        if kind is TargetKind.LEAK:
-            return self._open_leak()
-        if kind is TargetKind.STORE:
-            return self._open_store()
-        if kind is TargetKind.MODEL:
-            return self._open_model()
-        if kind is TargetKind.DEMO:
-            return self._open_demo()
-        oracle = open_endpoint(self.place)
-        return Target(describe(self.name, oracle), (EndpointPart("", oracle),))
+        match expect_fitting(self.name, self.place, options):
+            case TargetKind.SERVER:
+                return self._open_server(f"the server {public}")
+            case TargetKind.ENDPOINT | TargetKind.ROUTE:
+                return self._open_remote_endpoint(public)
+            case TargetKind.LEAK:
+                return self._open_leak()
+            case TargetKind.STORE:
+                return self._open_store()
+            case TargetKind.MODEL:
+                return self._open_model()
+            case TargetKind.DEMO:
+                return self._open_demo()
+            case _:
+                oracle = open_endpoint(self.place)
+                return Target(describe(self.name, oracle), (EndpointPart("", oracle),))
 
     def _with_texts(
         self,
@@ -353,7 +352,7 @@ class NamedTarget:
 
     def _texts(self) -> list[str]:
         options = self.options
-        count = self.options.texts or TEXTS_OF_A_MODEL
+        count = options.texts or TEXTS_OF_A_MODEL
         if options.data is None:
             return list(demo.TEXTS[:count])
         return read_texts(options.data, options.column, count)
@@ -368,10 +367,10 @@ class NamedTarget:
 
     def _open_model(self) -> Target:
         task = task_of(self.place)
-        head = "base" if task == "choice" else task
-        loaded = replace(
-            load_model(self.place, task=head, **self._loading), name=self.name
-        )
+        if task == "choice":
+            task = "base"
+        loaded = load_model(self.place, task=task, **self._loading)
+        loaded = replace(loaded, name=self.name)
         return Target(self.name, _model_parts(self._with_texts(loaded)))
 
     def _open_demo(self) -> Target:
@@ -394,15 +393,14 @@ class NamedTarget:
 
     def _open_server(self, what: str) -> Target:
         """Open a server of a language model; its answers are read with the weights of --model."""
-        loaded = self._given_model()
-        server = Server.at(self.place, self.options.endpoint.only_connecting(what))
-        reason = "give --model to read it back"
-        if loaded:
-            skips = ()
-        else:
-            skips = (Skip(Exposure(NOT_CHECKED, "routes"), "none", reason),)
-        name = f"{server.kind or 'a server'} at {server.url}"
         options = self.options
+        loaded = self._given_model()
+        server = Server.at(self.place, options.endpoint.only_connecting(what))
+        skips: list[Skip] = []
+        if loaded is None:
+            reason = "give --model to read it back"
+            skips.append(Skip(Exposure(NOT_CHECKED, "routes"), "none", reason))
+        name = f"{server.kind or 'a server'} at {server.url}"
         part = ServerTarget(
             name,
             server,
@@ -412,7 +410,7 @@ class NamedTarget:
             options.budget,
             options.only,
         )
-        return Target(name, (part,), skips)
+        return Target(name, (part,), tuple(skips))
 
     def _open_remote_endpoint(self, public: str) -> Target:
         """Open an endpoint that takes vectors, or one that takes texts."""
@@ -445,10 +443,9 @@ class NamedTarget:
         """Open a saved slot or leak, to be read with the weights of --model."""
         model = cast("str", self.options.model)
         loaded, opened = open_leaks(model, self.place, **self._loading)
+        file = Path(self.name).name
         leaks = [
-            replace(
-                leak, name=f"{Path(self.name).name}{leak.name.removeprefix(self.place)}"
-            )
+            replace(leak, name=f"{file}{leak.name.removeprefix(self.place)}")
             for leak in opened
         ]
         return Target(self.name, (LeakTarget(self.name, loaded, leaks),))
@@ -458,9 +455,9 @@ class NamedTarget:
         options = self.options
         if address := address_of(self.place):
             expect_authorized(address, options.authorized)
-        corpus = corpus_file(options.corpus)
-        method = CountedReader() if corpus is None else CountedReader(corpus)
-        known = [] if options.known is None else read_texts(options.known)
+        known: list[str] = []
+        if options.known is not None:
+            known = read_texts(options.known)
         encoder = cast("str", options.model)
         with open_store(self.place, known, shown=self.name) as store:
             subject = StoreTarget.of(
@@ -470,38 +467,33 @@ class NamedTarget:
                 known=known,
                 seed=options.seed,
             )
+        method = CountedReader(corpus_file(options.corpus) or SHIPPED)
         subject = replace(subject, method=quick(method, subject.loaded))
         return Target(f"{store.name}, read with {subject.loaded.name}", (subject,))
 
 
 def open_target(name: str, options: AuditOptions | None = None, **more: Any) -> Target:
     """Open the target of this name; options may also be given as keywords."""
-    return NamedTarget(
-        name, AuditOptions(**more) if options is None else options
-    ).open()
+    return NamedTarget(name, options or AuditOptions(**more)).open()
 
 
-_FILE_OPTIONS = (
-    "model",
-    "data",
-    "known",
-    "corpus",
-)  # a model may also be a name on the hub
+# A model may also be a name on the hub.
+_FILE_OPTIONS = ("model", "data", "known", "corpus")
 
 
 def absolute(options: AuditOptions, folder: str | Path) -> AuditOptions:
     """Return the options with absolute paths of the files that exist in `folder`."""
-    changed: dict[str, str] = {}
+    changed: dict[str, Any] = {}
     for option in _FILE_OPTIONS:
-        name = getattr(options, option)
-        if name and exists(path := Path(folder, name)):
+        path = Path(folder, getattr(options, option) or "")
+        if path != Path(folder) and exists(path):
             changed[option] = str(path)
     return replace(options, **changed)
 
 
-def _files(name: str) -> list[Path]:
+def _files(name: str | None) -> list[Path]:
     """Return a file, or all files of a folder; none if there is nothing of this name."""
-    path = Path(name)
+    path = Path(name or "")
     if not name or not exists(path):
         return []
     if path.is_dir():

@@ -11,12 +11,10 @@ layers. A file that holds leaks is a target of its own (`LeakTarget`).
 
 from __future__ import annotations
 
-import time
-import timeit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice, starmap
 from operator import eq
 from pathlib import Path
@@ -33,14 +31,13 @@ from keyhole.core.progress import Track
 from keyhole.core.text import percent
 from keyhole.data import Example
 from keyhole.models.anatomy import Anatomy, anatomy
-from keyhole.models.capture import KINDS, capture
+from keyhole.models.capture import KINDS
 from keyhole.models.capture import Exposure as Captured
 from keyhole.models.loading import Loaded
 from keyhole.models.pieces import unknown_token, written
 from keyhole.recover import Mark, TextRecovery, recover_text, recover_texts
 from keyhole.recover.attack import Attack
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
-from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.files.contents import Opened, Sealed, WrittenIds
 from keyhole.recover.layers.mixed import MixedKeys
 from keyhole.recover.leaks import Leak
@@ -61,18 +58,9 @@ from keyhole.report import words
 PARTLY = (
     0.5  # the share of right tokens from which on a text counts as recovered in part
 )
-# How long a check takes, as seconds plus passes of 512 tokens: measured on the demo's
-# classifier and on MiniLM. For hidden states it is multiplied by the number of layers.
-_HIDDEN_TIME = (0.2, 22)
-_TIMES = {
-    "maps": (5.0, 20),
-    "attention": (5.0, 10),
-    "kv": (0.5, 95),
-    "pooled": (3.0, 270),
-    "logits": (3.0, 270),
-}
-_RUNS = 4  # of a pass, to time it
-_SECONDS_PER_WEIGHT = 6e-9  # for 512 tokens on two cores, about
+# About how many seconds a check takes on a small model; of hidden states, as many as
+# there are layers below them.
+_SECONDS = {"maps": 6, "attention": 5, "kv": 5, "pooled": 16, "logits": 16}
 _MAX_NOTES = 3  # notes of texts that a reason repeats
 
 
@@ -108,33 +96,9 @@ class TextTarget:
                 f"precisions must be one or more of {', '.join(PRECISIONS)}"
             )
 
-    @cached_property
-    def seconds(self) -> float:
-        """The time that the model takes for 512 tokens."""
-        return seconds_of(self.loaded.model)
-
-
-def seconds_of(model: Any) -> float:
-    """Measure the time for 512 tokens; estimate it from the size if the model reads more than text.
-
-    The time of a check is estimated from it.
-    """
-    try:
-        parts = anatomy(model)
-    except InputError:
-        return _SECONDS_PER_WEIGHT * sum(
-            weight.numel() for weight in model.parameters()
-        )
-    ids = torch.full((32, 16), 1, device=parts.device)
-    with torch.no_grad():
-        return shortest(
-            lambda: capture(model, Captured("hidden", parts.layers), ids=ids)
-        )
-
-
-def shortest(run: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of a few runs: the first is slow, any may be disturbed."""
-    return min(timeit.repeat(run, number=1, repeat=_RUNS))
+    def tried(self, precisions: Sequence[str]) -> list[str]:
+        """Return those of an attack's precisions that are asked for."""
+        return [name for name in precisions if name in self.precisions]
 
 
 def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
@@ -164,14 +128,19 @@ def _check_of(
 ) -> Check:
     """Return the check of one exposure by the attack of this name."""
     exposure = replace(row.exposure, layer=layer, part=part)
-    corpus = target.corpus if "corpus" in ATTACKS[name].options else None
-    attack = ATTACKS.make(name, **row.settings, corpus=corpus)
+    if not target.tried(row.precisions):
+        return skipped_check(no_precision(exposure))
+    settings = dict(row.settings)
+    if "corpus" in ATTACKS[name].options:
+        settings["corpus"] = target.corpus
+    attack = ATTACKS.make(name, **settings)
     run = partial(_check, row, attack, exposure, target, seed)
-    times = 1 if row.kind in _TIMES else 1 + (layer or 0)
-    seconds, passes = _TIMES.get(row.kind, _HIDDEN_TIME)
-    return Check(
-        exposure, run, name, weight=times * (seconds + passes * target.seconds)
-    )
+    return Check(exposure, run, name, weight=_SECONDS.get(row.kind, 1 + (layer or 0)))
+
+
+def no_precision(exposure: Exposure) -> Skip:
+    reason = "no precision asked for is tried"
+    return Skip(exposure, "none", reason, unchecked=True)
 
 
 def checks_of(
@@ -184,7 +153,7 @@ def checks_of(
     """
     parts = anatomy(target.loaded.model)
     leak.block(parts)  # raises if there is no such layer
-    layer = None if leak.kind in ("pooled", "logits") else leak.layer
+    exposure = exposure_of_leak(leak)
     wanted = (leak.kind, parts.causal, precision == PERMUTED)
     reading = [
         (name, row)
@@ -192,23 +161,21 @@ def checks_of(
         if (row.kind, row.causal, row.permuted) == wanted
     ]
     if not reading:
-        reason = f"no attack reads it of {'a causal model' if parts.causal else 'an encoder'}"
-        exposure = replace(exposure_of(leak.kind), layer=layer)
-        return [skipped_check(Skip(exposure, "none", reason))]
-    learning = [
-        pair
-        for pair in reading
-        if target.corpus and "corpus" in ATTACKS[pair[0]].options
-    ]
-    tried = (
-        [pair for pair in reading if pair[1].layers(parts)] or learning or reading[:1]
-    )
+        return [skipped_check(Skip(exposure, "none", _unread_of(parts)))]
+    tried = [pair for pair in reading if pair[1].layers(parts)]
+    if not tried and target.corpus:
+        tried = [pair for pair in reading if "corpus" in ATTACKS[pair[0]].options]
     target = replace(target, precisions=(precision,))
     return [
         _check_of(
-            replace(row, precisions=(precision,)), layer, part, name, target, seed
+            replace(row, precisions=(precision,)),
+            exposure.layer,
+            part,
+            name,
+            target,
+            seed,
         )
-        for name, row in tried
+        for name, row in tried or reading[:1]
     ]
 
 
@@ -228,26 +195,38 @@ def exposure_of(kind: str) -> Exposure:
     )
 
 
+def exposure_of_leak(leak: Captured) -> Exposure:
+    """Return what a leak exposes, with its layer if it comes from one."""
+    exposure = exposure_of(leak.kind)
+    if leak.kind in ("pooled", "logits"):
+        return exposure
+    return replace(exposure, layer=leak.layer)
+
+
+def _unread_of(parts: Anatomy) -> str:
+    if parts.causal:
+        return "no attack reads it of a causal model"
+    return "no attack reads it of an encoder"
+
+
 def _skips(parts: Anatomy) -> list[Skip]:
     """Return what no attack reads of such a model, and what takes longer than an audit."""
-    model = "a causal model" if parts.causal else "an encoder"
-    rows = [
-        row for _, row in ATTACKS.rows() if row.kind in KINDS
-    ]  # no model gives the others
-    exposures = {row.kind: row.exposure for row in rows if not row.permuted}
-    if not parts.causal:
-        exposures.pop("logits", None)  # an encoder has none
+    kinds = [kind for kind in KINDS if parts.causal or kind != "logits"]
     skips: list[Skip] = []
-    for kind, exposure in exposures.items():
+    for kind in kinds:
         reading = [
-            row for row in rows if (row.kind, row.causal) == (kind, parts.causal)
+            row
+            for _, row in ATTACKS.rows()
+            if (row.kind, row.causal) == (kind, parts.causal)
         ]
+        names = " or ".join(readers(kind, parts.causal))
+        reason = (
+            f"takes longer than an audit: keyhole lab capture, recover --method {names}"
+        )
         if not reading:
-            skips.append(Skip(exposure, "none", f"no attack reads it of {model}"))
-        elif not any(row.layers(parts) for row in reading):
-            names = " or ".join(readers(kind, parts.causal))
-            reason = f"takes longer than an audit: keyhole lab capture, recover --method {names}"
-            skips.append(Skip(exposure, "none", reason))
+            reason = _unread_of(parts)
+        if not any(row.layers(parts) for row in reading):
+            skips.append(Skip(exposure_of(kind), "none", reason))
     return skips
 
 
@@ -261,21 +240,21 @@ def _check(
 ) -> Checked:
     model = target.loaded.model
     tokenizer = target.loaded.tokenizer
-    started = time.perf_counter()
     leaking = Captured(row.kind, exposure.layer or 0)
-    texts = [*target.texts, *(target.notes if row.short else ())]
+    texts = list(target.texts)
+    if row.short:
+        texts += target.notes
     exact = [
         leak_of(model, tokenizer, text, leaking, encoder=target.encoder)
         for text in texts
     ]
-    parts = anatomy(model)
-    max_length = min(MAX_LENGTH, parts.max_length)
-    originals = [Original.of(tokenizer, text, max_length) for text in texts]
-    # An exposure without a layer, such as a pooled embedding, comes from the last one.
-    layer = parts.layers if exposure.layer is None else exposure.layer
+    originals = originals_of(target.loaded, texts)
+    layer = exposure.layer
+    if layer is None:  # a pooled embedding, for example, comes from the last one
+        layer = anatomy(model).layers
     results: list[Readings] = []
     first: list[TextRecovery] = []
-    for precision in [name for name in row.precisions if name in target.precisions]:
+    for precision in target.tried(row.precisions):
         leaks = [
             _degraded(leak, precision, seed + number)
             for number, leak in enumerate(exact)
@@ -285,30 +264,36 @@ def _check(
             model, tokenizer, leaks, method=attack, progress=progress
         )
         readings = readings_of(tokenizer, originals, recoveries)
-        chance = None
-        if not results:
-            first = recoveries
-            chance = share_by_chance(tokenizer, originals, recoveries, max_length)
-        results.append(Readings(row.kind, layer, precision, readings, chance))
-    status, reason = verdict(
-        results, attack.note if isinstance(attack, CountedReader) else ""
-    )
+        results.append(Readings(row.kind, layer, precision, readings))
+        first = first or recoveries
+    chance = share_by_chance(tokenizer, originals, first, max_length_of(model))
+    results[0] = replace(results[0], chance=chance)
+    status, reason = verdict(results, getattr(attack, "note", ""))
     if status is Status.UNSOLVED:
         status, reason = unread(first, reason)
     if row.short and target.notes:
         reason = f"{reason}; {len(target.notes)} of the texts are short ones, chosen to show it"
     return one_finding(
         exposure,
-        type(attack).__name__ if results else "",
+        type(attack).__name__,
         status,
         reason,
         row.remedy,
-        started,
         queries=len(texts),
-        known=results[0].known if results else 0.0,
+        known=results[0].known,
         sought="text",
         texts=tuple(results),
     )
+
+
+def max_length_of(model: Any) -> int:
+    """Return after how many tokens the texts of an audit are cut off."""
+    return min(MAX_LENGTH, anatomy(model).max_length)
+
+
+def originals_of(loaded: Loaded, texts: Sequence[str]) -> list[Original]:
+    max_length = max_length_of(loaded.model)
+    return [Original.of(loaded.tokenizer, text, max_length) for text in texts]
 
 
 def unread(recoveries: Sequence[TextRecovery], reason: str) -> tuple[Status, str]:
@@ -390,7 +375,7 @@ def reading_of(tokenizer: Any, original: Original, recovery: TextRecovery) -> Re
             if true not in special
         )
     else:  # another length than the text's, or no proposal at all
-        pieces = tuple(aligned(read, _without_special(tokenizer, truth)))
+        pieces = tuple(aligned(read, without_special(tokenizer, truth)))
     return Reading(original.text, pieces, exact, recovery.verified, note)
 
 
@@ -406,30 +391,36 @@ def verdict(results: Sequence[Readings], read_with: str) -> tuple[Status, str]:
 
     `read_with` says what the attack used besides the leak.
     """
-    if not results:
-        return Status.NOT_APPLICABLE, "no precision asked for is tried"
-    count = len(results[0].readings)
-    exact = results[0].exact
-    known = results[0].known
-    shares = [f"{result.precision} {percent(result.known)}" for result in results]
-    reason = f"{exact} of {count} texts exact and verified; tokens right: {', '.join(shares)}"
+    first = results[0]
     notes = list(
-        dict.fromkeys(reading.note for reading in results[0].readings if reading.note)
+        dict.fromkeys(reading.note for reading in first.readings if reading.note)
     )
-    left = len(notes) - _MAX_NOTES
-    more = f"{left} more texts are not whole" if left > 0 else ""
-    reason = "; ".join(filter(None, [reason, *notes[:_MAX_NOTES], more, read_with]))
-    if exact == count:
+    if len(notes) > _MAX_NOTES:
+        notes[_MAX_NOTES:] = [f"{len(notes) - _MAX_NOTES} more texts are not whole"]
+    reason = "; ".join(filter(None, [summary(results), *notes, read_with]))
+    if first.exact == len(first.readings):
         return Status.RECOVERED, reason
-    if results[0].kind == "pooled":
+    pooled = first.kind == "pooled"
+    if pooled:
         reason = f"{reason}; {NOT_ARRIVED}: {LEARN_MORE}"
-    if exact or known >= PARTLY:
+    if first.exact or first.known >= PARTLY:
         return Status.INEXACT, reason
-    if results[0].kind != "pooled" and known:
-        reason = f"{reason}; guesses without the leak have {percent(results[0].chance or 0)} right"
-        if not explained(results[0]):
+    if pooled:
+        return Status.BUDGET, reason
+    if first.known:
+        reason = f"{reason}; guesses without the leak have {percent(first.chance or 0)} right"
+        if not explained(first):
             return Status.INEXACT, reason
-    return Status.BUDGET if results[0].kind == "pooled" else Status.UNSOLVED, reason
+    return Status.UNSOLVED, reason
+
+
+def summary(results: Sequence[Readings]) -> str:
+    first = results[0]
+    shares = [f"{result.precision} {percent(result.known)}" for result in results]
+    return (
+        f"{first.exact} of {len(first.readings)} texts exact and verified; "
+        f"tokens right: {', '.join(shares)}"
+    )
 
 
 # The layers of a model that an audit attacks, and those that it leaves out.
@@ -451,8 +442,9 @@ def layers_of(row: Row, chosen: Layers | None, parts: Anatomy) -> Sequence[int |
 
 def _all_layers(kind: str, parts: Anatomy) -> range:
     """Return the numbers of all layers: of a causal model's cache from 0, of all else from 1."""
-    first = 0 if kind == "kv" and parts.causal else 1
-    return range(first, first + parts.layers)
+    if kind == "kv" and parts.causal:
+        return range(parts.layers)
+    return range(1, 1 + parts.layers)
 
 
 def left_out(part: str, model: Any, chosen: Layers | None) -> tuple[Skip, ...]:
@@ -461,26 +453,23 @@ def left_out(part: str, model: Any, chosen: Layers | None) -> tuple[Skip, ...]:
         parts = anatomy(model)
     except InputError:  # the checks of texts report it
         return ()
-    rows = [row for _, row in ATTACKS.rows() if row.causal == parts.causal]
-    tried: dict[str, set[int]] = {}
-    for row in rows:
-        if not row.permuted:
-            numbers = (
-                layer for layer in layers_of(row, chosen, parts) if layer is not None
-            )
+    tried: dict[str, set[int | None]] = {}
+    for _, row in ATTACKS.rows():
+        if row.causal == parts.causal and not row.permuted:
+            numbers = layers_of(row, chosen, parts)
             tried.setdefault(row.kind, set()).update(numbers)
-    exposures = {row.kind: row.exposure for row in reversed(rows) if not row.permuted}
     skips: list[Skip] = []
     for kind, layers in tried.items():
         every = _all_layers(kind, parts)
         missing = [layer for layer in every if layer not in layers]
-        if layers and missing:
+        if missing and layers - {None}:
+            how = f"these take longer: keyhole lab capture --expose {kind}:{missing[0]}, then "
+            how += "keyhole recover"
+            if kind in _WITH_LAYERS:
+                how = "--layers all tries every one"
             count = len(every) - len(missing)
-            capture_it = f"keyhole lab capture --expose {kind}:{missing[0]}, then keyhole recover"
-            how = f"these take longer: {capture_it}"
-            how = "--layers all tries every one" if kind in _WITH_LAYERS else how
             reason = f"{count} of {parts.layers} layers were tried; {how}"
-            exposure = replace(exposures[kind], part=part)
+            exposure = replace(exposure_of(kind), part=part)
             skips.append(Skip(exposure, "none", reason, layers=tuple(missing)))
     return tuple(skips)
 
@@ -507,10 +496,10 @@ def share_by_chance(
 
     Of these two shares it is the larger one.
     """
-    texts = [_without_special(tokenizer, original.ids) for original in originals]
-    read = [_without_special(tokenizer, recovery.ids) for recovery in recoveries]
+    texts = [without_special(tokenizer, original.ids) for original in originals]
+    read = [without_special(tokenizer, recovery.ids) for recovery in recoveries]
     ordinary = [
-        _without_special(tokenizer, Original.of(tokenizer, line, max_length).ids)
+        without_special(tokenizer, Original.of(tokenizer, line, max_length).ids)
         for line in islice(corpus_texts(SHIPPED), _SENTENCES)
     ]
     shares: list[float] = []
@@ -541,7 +530,7 @@ def explained(result: Readings) -> bool:
     return float(binom.sf(right - 1, len(pieces), result.chance)) > _BY_CHANCE
 
 
-def _without_special(tokenizer: Any, ids: Sequence[int]) -> list[int]:
+def without_special(tokenizer: Any, ids: Sequence[int]) -> list[int]:
     special = special_ids(tokenizer)
     return [id_ for id_ in ids if id_ not in special]
 
@@ -575,8 +564,9 @@ def aligned(tokens: Sequence[Token], truth: Sequence[int]) -> Iterator[Piece]:
         for place, (piece, mark, _) in enumerate(tokens[start:end], start):
             # The first token has no space before it, but tokens may be missing in front
             # of it.
-            space = " " if place == 0 and from_ > 0 else ""
-            yield Piece(f"{space}{piece}", mark.value, kind == "equal")
+            if place == 0 and from_ > 0:
+                piece = f" {piece}"
+            yield Piece(piece, mark.value, kind == "equal")
         for _ in range(max(0, (to - from_) - (end - start))):
             yield Piece(" ?", Mark.UNKNOWN.value, False)
 
@@ -585,9 +575,6 @@ def aligned(tokens: Sequence[Token], truth: Sequence[int]) -> Iterator[Piece]:
 
 _UNFITTING = (
     0.5  # the share of a leak's spread that a text of the right model would explain
-)
-_OF_ANOTHER_MODEL = (
-    "nothing fits, and the file does not name its model: is it that of --model?"
 )
 _REMEDY_OF_IDS = (
     "Treat the file as the prompt: it holds the token ids as they are. Keep it "
@@ -622,50 +609,49 @@ class LeakTarget(Part):
         for opened in self.leaks:
             if opened.ids is not None:
                 add(Exposure("KH-TEXT-TOKEN-IDS"), opened, WrittenIds([opened.ids]))
-            leaking = opened.leak.exposure
-            layer = None if leaking.kind in ("pooled", "logits") else leaking.layer
-            sealed = Sealed(opened.sealed) if opened.sealed else None
-            add(
-                replace(exposure_of(leaking.kind), variant="file", layer=layer),
-                opened,
-                sealed,
-            )
+            exposure = replace(exposure_of_leak(opened.leak.exposure), variant="file")
+            sealed = None
+            if opened.sealed:
+                sealed = Sealed(opened.sealed)
+            add(exposure, opened, sealed)
         return checks
 
     def _check(
         self, exposure: Exposure, leak: Leak, attack: Attack | None, track: Track
     ) -> Checked:
-        started = time.perf_counter()
-        model = self.loaded.model
         tokenizer = self.loaded.tokenizer
-        progress = track(f"tokens from {leak.exposure}", leak.length)
-        recovery = recover_text(
-            model, tokenizer, leak, method=attack, progress=progress
-        )
         given = leak.exposure
+        progress = track(f"tokens from {given}", leak.length)
+        recovery = recover_text(
+            self.loaded.model, tokenizer, leak, method=attack, progress=progress
+        )
         readings = (reading_alone(tokenizer, recovery),)
         result = Readings(
             given.kind, given.layer, leak.precision or "float32", readings
         )
-        remedy = _REMEDY_OF_IDS
-        if not isinstance(attack, WrittenIds):
-            kind = "mixed" if recovery.method == MixedKeys.__name__ else leak.kind
-            remedy = next(row.remedy for _, row in ATTACKS.rows() if row.kind == kind)
+        kind = leak.kind
+        if recovery.method == MixedKeys.__name__:
+            kind = "mixed"
+        remedy = next(row.remedy for _, row in ATTACKS.rows() if row.kind == kind)
+        if isinstance(attack, WrittenIds):
+            remedy = _REMEDY_OF_IDS
         status = recovery.status
         reason = recovery.reason
+        known = result.known
         unfitting = recovery.residual is None or recovery.residual > _UNFITTING
         if status is Status.UNSOLVED and leak.model is None and unfitting:
             status = Status.MISMATCH
-            reason = f"{reason}; {_OF_ANOTHER_MODEL}"
+            reason += "; nothing fits, and the file does not name its model: is it that of --model?"
+        if status is Status.MISMATCH:
+            known = 0.0
         return one_finding(
             exposure,
             recovery.method,
             status,
             reason,
             remedy,
-            started,
             queries=0,
-            known=result.known if status is not Status.MISMATCH else 0.0,
+            known=known,
             sought="text",
             texts=(result,),
         )

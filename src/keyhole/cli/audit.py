@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +14,7 @@ import typer
 from keyhole.audit.options import AuditOptions, expect_fitting
 from keyhole.cli import options as opt
 from keyhole.cli.app import command, interruptible
-from keyhole.cli.bars import bars, report_resuming
+from keyhole.cli.bars import bars
 from keyhole.cli.outputs import OutputFiles, Outputs, expect_new, say
 from keyhole.cli.policy import BaselineFile, Environment, Judge, PolicyFile
 from keyhole.core import Audit, read
@@ -84,11 +83,7 @@ def audit(
     resumes from it. Without TARGET, the policy's targets are audited.
     """
     judge = Judge.of(policy, environment, None)
-    options = replace(
-        options,
-        only=options.only or judge.policy.exposures,
-        returns=options.returns or judge.policy.returns,
-    )
+    options = replace(options, returns=options.returns or judge.policy.returns)
     judge = replace(
         judge, policy=replace(judge.policy, returns=())
     )  # now part of each audit
@@ -144,13 +139,7 @@ class _Run:
     ) -> Generator[dict[str, Any]]:
         """Show progress, and yield what both library calls take; after Ctrl-C, print `kept`."""
         with interruptible(kept), bars("audit", unit) as track:
-            resuming = partial(report_resuming, unit=unit)
-            yield {
-                **self.scale,
-                "journal": journal,
-                "track": track,
-                "resuming": resuming,
-            }
+            yield {**self.scale, "journal": journal, "track": track, "notice": say}
 
 
 def _audit_one(target: str, run: _Run, baseline: Path | None) -> int:
@@ -184,7 +173,7 @@ def _audit_one(target: str, run: _Run, baseline: Path | None) -> int:
     with run.progress(journal, lambda: _kept(journal, ledger), "checks") as given:
         # force: a journal of this command is useless if the target has changed since.
         result = audit_target(
-            target, run.options, **given, answers=answers, force=True, notice=say
+            target, run.options, **given, answers=answers, force=True
         )
         assessment = run.judge(result)
         wanted.write(assessment)

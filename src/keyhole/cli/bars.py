@@ -48,10 +48,6 @@ def bars(command: str, unit: str = "", *, each: bool = True) -> Generator[Bars]:
         shown.close(finished)
 
 
-def report_resuming(done: int, total: int, unit: str) -> None:
-    say(f"resuming: {done} of {total} {unit} are done")
-
-
 class Bars:
     """A `Track` whose overall bar is the track with the command's own name; the others are parts.
 

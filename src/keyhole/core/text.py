@@ -1,4 +1,4 @@
-"""Percentages, and text from a target made safe to show on a terminal, on a page and in Markdown.
+"""Percentages, counts, and text from a target made safe for terminals, pages and Markdown.
 
 Whoever controls a model's name, a stored text or a server's error message writes into
 files that other programs show. Control characters steer terminals, and direction marks
@@ -21,6 +21,13 @@ def percent(share: float, decimals: int = 0) -> str:
     if share > 0 and written == f"{0:.{decimals}f}%":
         return f"<{step:.{decimals}f}%"
     return written
+
+
+def number(count: int, single: str, several: str) -> str:
+    """Return a count with its noun, in singular or plural."""
+    if count == 1:
+        return f"1 {single}"
+    return f"{count:,} {several}"
 
 
 # such as Wales's
