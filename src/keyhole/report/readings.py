@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from statistics import median
+from statistics import mean, median
 
 from keyhole.core import Finding, Piece, Reading
 from keyhole.core.text import percent
@@ -39,10 +39,10 @@ class Row:
     @property
     def marks(self) -> str:
         """The counts of marks in words, because not everybody sees colours."""
-        counts = Counter(piece.mark for piece in self.reading.pieces)
-        wrong = sum(piece.right is False for piece in self.reading.pieces)
-        words = [f"{count} {mark}" for mark, count in counts.most_common()]
-        return ", ".join([*words, *([f"{wrong} wrong"] if wrong else [])])
+        pieces = self.reading.pieces
+        counts = Counter(piece.mark for piece in pieces).most_common()
+        counts.append(("wrong", sum(piece.right is False for piece in pieces)))
+        return ", ".join(f"{count} {mark}" for mark, count in counts if count)
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Shown:
 
 def shown(finding: Finding) -> list[Shown]:
     """Return the first texts of a finding."""
-    first = finding.texts[0].readings if finding.texts else ()
     return [
         Shown(reading.original, reading.note, tuple(_rows(finding, number)))
-        for number, reading in enumerate(first[:SHOWN])
+        for cell in finding.texts[:1]
+        for number, reading in enumerate(cell.readings[:SHOWN])
     ]
 
 
@@ -78,7 +78,10 @@ def _rows(finding: Finding, number: int) -> list[Row]:
 
 def runs(pieces: Sequence[Piece]) -> tuple[Run, ...]:
     def kind(piece: Piece) -> tuple[str, bool]:
-        return piece.mark if piece.mark in _MARKS else "unread", piece.right is False
+        mark = piece.mark
+        if mark not in _MARKS:
+            mark = "unread"
+        return mark, piece.right is False
 
     return tuple(
         Run("".join(piece.text for piece in group), mark, wrong)
@@ -86,12 +89,8 @@ def runs(pieces: Sequence[Piece]) -> tuple[Run, ...]:
     )
 
 
-EDGES = (
-    1,
-    10,
-    17,
-    25,
-)  # the shortest length in each row of the table, without special tokens
+# The shortest length in each row of the table, without special tokens.
+EDGES = (1, 10, 17, 25)
 
 
 @dataclass(frozen=True)
@@ -114,11 +113,14 @@ class Span:
 
     def __str__(self) -> str:
         words = f"{self.name} tokens: {self.exact:,} of {self.tried:,} ({percent(self.share)})"
-        parts = [] if self.overlap is None else [f"F1 of tokens {self.overlap:.2f}"]
-        parts += (
-            [] if self.similarity is None else [f"cosine {cosine(self.similarity)}"]
-        )
-        return f"{words}; the others: {', '.join(parts)}" if parts else words
+        parts: list[str] = []
+        if self.overlap is not None:
+            parts.append(f"F1 of tokens {self.overlap:.2f}")
+        if self.similarity is not None:
+            parts.append(f"cosine {cosine(self.similarity)}")
+        if not parts:
+            return words
+        return f"{words}; the others: {', '.join(parts)}"
 
 
 def spans(finding: Finding) -> list[Span]:
@@ -127,8 +129,8 @@ def spans(finding: Finding) -> list[Span]:
         r for cell in finding.texts[:1] for r in cell.readings if r.tokens is not None
     ]
     ranges = zip(EDGES, (*EDGES[1:], math.inf), strict=True)
-    made = [_span(readings, first, end - 1) for first, end in ranges]
-    return [span for span in made if span.tried]
+    spans = [_span(readings, first, end - 1) for first, end in ranges]
+    return [span for span in spans if span.tried]
 
 
 def whose(finding: Finding) -> str:
@@ -146,8 +148,10 @@ def near(reading: Reading) -> str:
     """Say how near a text is to the original; empty if it is exact or that was not measured."""
     if reading.similarity is None or (reading.exact and reading.verified):
         return ""
-    overlap = "" if reading.overlap is None else f", F1 of tokens {reading.overlap:.2f}"
-    return f"cosine {cosine(reading.similarity)}{overlap}"
+    words = f"cosine {cosine(reading.similarity)}"
+    if reading.overlap is not None:
+        words += f", F1 of tokens {reading.overlap:.2f}"
+    return words
 
 
 def cosine(value: float) -> str:
@@ -159,12 +163,23 @@ def _span(readings: list[Reading], first: int, last: float) -> Span:
     # A vector of which nothing was read counts among the shortest.
     inside = [r for r in readings if first <= max(1, r.tokens or 0) <= last]
     missed = [r for r in inside if not (r.exact and r.verified)]
-    overlaps = [r.overlap for r in missed if r.overlap is not None]
-    similar = [r.similarity for r in missed if r.similarity is not None]
+    name = f"{first}–{last:g}"
+    if last == math.inf:
+        name = f"{first} or more"
     return Span(
-        f"{first}–{last:g}" if last < math.inf else f"{first} or more",
+        name,
         len(inside),
         len(inside) - len(missed),
-        sum(overlaps) / len(overlaps) if overlaps else None,
-        median(similar) if similar else None,
+        _figure(mean, [reading.overlap for reading in missed]),
+        _figure(median, [reading.similarity for reading in missed]),
     )
+
+
+def _figure(
+    of: Callable[[list[float]], float], values: Sequence[float | None]
+) -> float | None:
+    """Return a figure of the values that were measured, if any were."""
+    measured = [value for value in values if value is not None]
+    if not measured:
+        return None
+    return of(measured)

@@ -12,14 +12,14 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from itertools import groupby
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from keyhole.assess import Assessment, Policy
 from keyhole.assess.severity import is_vector
 from keyhole.core import Audit, Finding, Outcome, Skip, Status
 from keyhole.core.exposure import NOT_CHECKED, RETURNS, Exposure, is_returned, needs
 from keyhole.core.finding import Estimate, Reading
-from keyhole.core.text import inert, legible, percent
+from keyhole.core.text import inert, legible, number, percent
 
 # The words for exposures, by rule, variant and defences. `{of_layer}` becomes " of
 # layer 3" if the exposure comes from a layer, `{name}` the target's own name for it.
@@ -63,7 +63,6 @@ EXPOSURES: dict[tuple[str, ...], str] = {
     ("KH-TEXT-HIDDEN-STATES", "permuted"): "hidden states in no order{of_layer}",
     ("KH-TEXT-HIDDEN-STATES", "route"): "token states: {name}",
     ("KH-TEXT-HIDDEN-STATES", "served"): "text from {name}",
-    ("KH-TEXT-HIDDEN-STATES", "file"): "hidden states{of_layer} in {name}",
     ("KH-TEXT-KEYS-AND-VALUES", ""): "keys and values{of_layer}",
     ("KH-TEXT-KEYS-AND-VALUES", "", "rotated"): "keys and values{of_layer}, rotated",
     (
@@ -78,20 +77,15 @@ EXPOSURES: dict[tuple[str, ...], str] = {
     ): "keys and values{of_layer}, by KV-Cloak",
     ("KH-TEXT-KEYS-AND-VALUES", "", "mixed"): "keys and values{of_layer}, mixed",
     ("KH-TEXT-KEYS-AND-VALUES", "route"): "cache files: {name}",
-    ("KH-TEXT-KEYS-AND-VALUES", "file"): "keys and values{of_layer} in {name}",
     ("KH-TEXT-ATTENTION-MAPS", ""): "attention maps{of_layer}",
-    ("KH-TEXT-ATTENTION-MAPS", "file"): "attention maps{of_layer} in {name}",
     ("KH-TEXT-ATTENTION-OUTPUT", ""): "attention output before the residual{of_layer}",
-    ("KH-TEXT-ATTENTION-OUTPUT", "file"): "attention output{of_layer} in {name}",
     ("KH-TEXT-LOG-PROBABILITIES", ""): "next-token logits",
     ("KH-TEXT-LOG-PROBABILITIES", "route"): "log-probabilities: {name}",
     ("KH-TEXT-LOG-PROBABILITIES", "last-state"): "last state from {name}",
-    ("KH-TEXT-LOG-PROBABILITIES", "file"): "next-token logits in {name}",
     ("KH-TEXT-EMBEDDING", ""): "pooled embedding",
     ("KH-TEXT-EMBEDDING", "stored"): "stored embedding",
     ("KH-TEXT-EMBEDDING", "defended"): "stored embedding behind a defence: {name}",
     ("KH-TEXT-EMBEDDING", "route"): "embedding: {name}",
-    ("KH-TEXT-EMBEDDING", "file"): "pooled embedding in {name}",
     ("KH-TEXT-GRADIENT", ""): "gradient of a batch of texts",
     ("KH-TEXT-TOKEN-IDS", ""): "token ids in {name}",
     ("KH-TEXT-ANSWERS", ""): "answers to texts",
@@ -129,26 +123,25 @@ _UNNAMED = {  # in place of a missing name
 def exposure(given: Exposure, layers: Sequence[int] = ()) -> str:
     """Return the words for an exposure; `layers` are several layers in place of its own."""
     words = EXPOSURES.get((given.rule, given.variant, *given.defences))
+    if given.variant == "file":
+        words = f"{EXPOSURES[given.rule, '']} in {{name}}"
     if words is None:  # of a method that somebody added
         parts = [given.variant or given.rule, given.name, *given.defences]
-        words = ", ".join(
-            part.replace("{", "").replace("}", "") for part in parts if part
-        )
-        words += "{of_layer}"
-    numbers = layers or (() if given.layer is None else (given.layer,))
-    if numbers:
-        of_layer = f" of layer{'' if len(numbers) == 1 else 's'} {spans(numbers)}"
-    else:
-        of_layer = ""
-    return words.format(
-        of_layer=of_layer, name=given.name or _UNNAMED.get(given.rule, "")
-    )
+        words = re.sub("[{}]", "", ", ".join(filter(None, parts))) + "{of_layer}"
+    if given.layer is not None and not layers:
+        layers = (given.layer,)
+    of_layer = ""
+    if layers:
+        of_layer = f" of layers {spans(layers)}"
+    if len(layers) == 1:
+        of_layer = f" of layer {layers[0]}"
+    name = given.name or _UNNAMED.get(given.rule, "")
+    return words.format(of_layer=of_layer, name=name)
 
 
 def in_full(given: Exposure, layers: Sequence[int] = ()) -> str:
     """Return the words for an exposure and its part: two parts may expose the same."""
-    words = exposure(given, layers)
-    return f"{words}, {given.part}" if given.part else words
+    return ", ".join(filter(None, (exposure(given, layers), given.part)))
 
 
 def skip(given: Skip) -> str:
@@ -162,7 +155,10 @@ def spans(numbers: Sequence[int]) -> str:
     parts: list[str] = []
     for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         row = [number for _, number in run]
-        parts.append(f"{row[0]}–{row[-1]}" if len(row) > 1 else str(row[0]))
+        part = str(row[0])
+        if len(row) > 1:
+            part += f"–{row[-1]}"
+        parts.append(part)
     return ", ".join(parts)
 
 
@@ -174,18 +170,18 @@ _OPTION = re.compile(r"(?<!\S)(--[a-z][a-z-]*)")
 
 def counts(assessment: Assessment) -> str:
     total = len(assessment.items)
-    ways = sum(item.finding.open for item in assessment.items)
-    exposed = len(assessment.exposed) - ways
-    unchecked = sum(
-        item.finding.outcome is Outcome.UNCHECKED for item in assessment.items
-    )
-    kept = total - exposed - ways - unchecked
     if not total:
         return "no check was made"
+    outcomes = Counter(item.finding.outcome for item in assessment.items)
+    ways = assessment.ways
+    exposed = len(assessment.exposed) - ways
+    others = {
+        "found a way open": ways,
+        "found nothing": outcomes[Outcome.KEPT],
+        "had no result": outcomes[Outcome.UNCHECKED],
+    }
     parts = [f"{exposed} of {number(total, 'check', 'checks')} gave something away"]
-    parts += [f"{ways} found a way open"] if ways else []
-    parts += [f"{kept} found nothing"] if kept else []
-    parts += [f"{unchecked} had no result"] if unchecked else []
+    parts += [f"{count} {words}" for words, count in others.items() if count]
     return ", ".join(parts)
 
 
@@ -202,21 +198,20 @@ def unfinished(audit: Audit) -> list[str]:
 
 
 def unchecked(assessment: Assessment) -> list[str]:
-    items = [
-        i.finding for i in assessment.items if i.finding.outcome is Outcome.UNCHECKED
+    findings = [
+        in_full(item.finding.exposure)
+        for item in assessment.items
+        if item.finding.outcome is Outcome.UNCHECKED
     ]
-    skips = [skip(each) for each in assessment.audit.unchecked_skips]
-    return [*(in_full(finding.exposure) for finding in items), *skips]
+    return [*findings, *map(skip, assessment.audit.unchecked_skips)]
 
 
 def begins(sample: int, population: int) -> str:
     """Say how many texts of a store will be read."""
-    some = f"{sample:,} of {number(population, 'text', 'texts')}, chosen at random"
+    texts = number(population, "text", "texts")
     if sample == population:
-        some = f"all of {number(population, 'text', 'texts')}"
-    else:
-        some = some
-    return f"reading {some}, the shortest first"
+        return f"reading all of {texts}, the shortest first"
+    return f"reading {sample:,} of {texts}, chosen at random, the shortest first"
 
 
 def so_far(
@@ -231,39 +226,36 @@ def so_far(
     least = Estimate.of(exact, sample, population).least
     most = Estimate.of(exact + sample - len(tried), sample, population).most
     share = Estimate(exact, sample, population, least, most).share
-    texts = [
-        "".join(piece.text for piece in reading.pieces)
-        for reading in last
-        if reading.exact
-    ]
-    quoted = f": {legible('; '.join(texts))}" if texts else ""
-    return (
-        f"read {exact} of {sample} ({len(tried)} tried); {share} of your texts{quoted}"
-    )
+    words = f"read {exact} of {sample} ({len(tried)} tried); {share} of your texts"
+    texts = [_recovered(reading) for reading in last if reading.exact]
+    if not texts:
+        return words
+    return f"{words}: {legible('; '.join(texts))}"
 
 
 def summary(assessment: Assessment) -> str:
     """Return a sentence with a figure about the worst finding, preferably about texts."""
-    items = [item for item in assessment.exposed if not item.finding.open]
-    read = [item for item in items if example(item.finding)]
-    if not items:
+    findings = [each.finding for each in assessment.exposed if not each.finding.open]
+    if not findings:
         return ""
-    finding = (read or items)[0].finding
-    origin = in_full(finding.exposure)
-    if read:
-        cell = finding.texts[0]
-        texts = number(len(cell.readings), "text was", "texts were")
-        return f"{cell.exact:,} of {texts} read word for word ({origin})."
-    return f"The worst: {origin}, {outcome(finding)}."
+    read = next(filter(example, findings), None)
+    if read is None:
+        worst = findings[0]
+        return f"The worst: {in_full(worst.exposure)}, {outcome(worst)}."
+    cell = read.texts[0]
+    texts = number(len(cell.readings), "text was", "texts were")
+    return f"{cell.exact:,} of {texts} read word for word ({in_full(read.exposure)})."
+
+
+def _recovered(reading: Reading) -> str:
+    return "".join(piece.text for piece in reading.pieces)
 
 
 def example(finding: Finding) -> str:
     """Return a text that was read exactly and is of a good length to be quoted."""
     first = _readings(finding)[:SHOWN]
     exact = [reading for reading in first if reading.exact and reading.verified]
-    texts = [
-        r.original or "".join(piece.text for piece in r.pieces).strip() for r in exact
-    ]
+    texts = [reading.original or _recovered(reading).strip() for reading in exact]
     return min(texts, key=lambda text: abs(len(text) - _GOOD_LENGTH), default="")
 
 
@@ -274,7 +266,7 @@ def apart(assessment: Assessment) -> str:
         (len(assessment.audit.skips), "check not made", "checks not made"),
     )
     words = ", ".join(number(*part) for part in parts if part[0])
-    return f"not counted: {words}" if words else ""
+    return words and f"not counted: {words}"
 
 
 def assumed(assessment: Assessment) -> str:
@@ -282,19 +274,18 @@ def assumed(assessment: Assessment) -> str:
     stated = assessment.audit.returns
     if stated:
         seen = [i.finding.exposure for i in assessment.exposed if i.finding.observed]
-        more = [needs(each) for each in seen if not is_returned(each, stated)]
-        names = ", ".join(name for name in RETURNS if name in more)
-        said = f"Said to return {', '.join(stated)}, but {names} were seen as well, and count."
-        return said if names else ""
-    needed = [
-        needs(i.finding.exposure) for i in assessment.items if not i.finding.observed
-    ]
-    names = [name for name in RETURNS if name in needed]
+        needed = [needs(each) for each in seen if not is_returned(each, stated)]
+    else:
+        items = assessment.items
+        needed = [needs(i.finding.exposure) for i in items if not i.finding.observed]
+    names = ", ".join(name for name in RETURNS if name in needed)
     if not names:
         return ""
+    if stated:
+        return f"Said to return {', '.join(stated)}, but {names} were seen as well, and count."
     return (
-        f"Assumed that your service returns all that was looked at: {', '.join(names)}. Say what "
-        "it does return with --returns, or returns in keyhole.toml."
+        f"Assumed that your service returns all that was looked at: {names}. Say what it does "
+        "return with --returns, or returns in keyhole.toml."
     )
 
 
@@ -305,42 +296,39 @@ def hypothetical(assessment: Assessment) -> str:
     )
 
 
-def number(count: int, single: str, several: str) -> str:
-    return f"{count:,} {single if count == 1 else several}"
-
-
 def outcome(finding: Finding) -> str:
     """Say in a word or two what became of the secret."""
+    share = percent(finding.known)
     if finding.outcome is Outcome.UNCHECKED:
         return "could not check"
+    if finding.open and finding.command:
+        return "open, not tried"
     if finding.open:
-        return "open, not tried" if finding.command else "open"
+        return "open"
     if is_vector(finding) and finding.status is Status.RECOVERED:
         return "vector recovered"
     if finding.sought == "prediction":
-        share = percent(finding.known)
         tried = finding.tried
-        count = round(finding.known * tried)
-        if tried:
-            return f"{count:,} of {tried:,} flipped ({share})"
-        return f"{share} flipped"
+        if not tried:
+            return f"{share} flipped"
+        return f"{round(finding.known * tried):,} of {tried:,} flipped ({share})"
     if finding.estimate is not None:
         given = finding.estimate
-        of_all = "" if given.sample == given.population else " of all"
-        return f"{given.exact:,} of {given.sample:,} texts ({given.share}{of_all})"
+        share = given.share
+        if given.sample < given.population:
+            share += " of all"
+        return f"{given.exact:,} of {given.sample:,} texts ({share})"
     if finding.status in (Status.RECOVERED, Status.WITHIN):
         return finding.status.value
     if finding.sought == "text":
-        cell = finding.texts[0] if finding.texts else None
-        if (
-            cell is not None and cell.kind == "pooled" and cell.exact
-        ):  # one vector: all or nothing
-            return f"{cell.exact} of {len(cell.readings)} texts"
+        for cell in finding.texts[:1]:
+            if cell.kind == "pooled" and cell.exact:  # one vector: all or nothing
+                return f"{cell.exact} of {len(cell.readings)} texts"
         return _share_of_tokens(finding)
     if finding.status is Status.INEXACT:
         return "nearly recovered"
     if finding.known and finding.sought == "weights":
-        return f"{percent(finding.known)} known"
+        return f"{share} known"
     return "not recovered"
 
 
@@ -348,15 +336,14 @@ def _share_of_tokens(finding: Finding) -> str:
     share = percent(finding.known)
     pieces = [piece for reading in _readings(finding) for piece in reading.pieces]
     right = sum(piece.counts for piece in pieces)
-    if (
-        not pieces or percent(right / len(pieces)) != share
-    ):  # as a damaged file may have it
+    # A damaged file may have another share than its tokens.
+    if not pieces or percent(right / len(pieces)) != share:
         return f"{share} of tokens"
     return f"{right:,} of {len(pieces):,} tokens ({share})"
 
 
 def _readings(finding: Finding) -> Sequence[Reading]:
-    return finding.texts[0].readings if finding.texts else ()
+    return next((cell.readings for cell in finding.texts), ())
 
 
 def brief(remedy: str) -> str:
@@ -365,16 +352,15 @@ def brief(remedy: str) -> str:
 
 
 def error(finding: Finding) -> str:
-    return "–" if finding.error is None else f"{finding.error:.1e}"
+    if finding.error is None:
+        return "–"
+    return f"{finding.error:.1e}"
 
 
 def unbroken(text: str) -> Markup:
     """Escape a text, and keep a browser from breaking options such as --model after a hyphen."""
-    parts = _OPTION.split(legible(text))  # every second part is an option
-    return Markup().join(
-        Markup('<span class="option">{}</span>').format(part) if number % 2 else part
-        for number, part in enumerate(parts)
-    )
+    marked = _OPTION.sub(r'<span class="option">\1</span>', escape(legible(text)))
+    return Markup(marked)  # noqa: S704 - the text is escaped
 
 
 def ruling(assessment: Assessment) -> str:
@@ -384,17 +370,21 @@ def ruling(assessment: Assessment) -> str:
     if decision is None or (decision.policy == Policy().source and not states):
         return ""
     ends = {0: "passes", 1: "fails", 3: "cannot be judged"}
-    changes = [f"{count} {state}" for state, count in states.items()]
-    changes += [f"{len(assessment.gone)} gone"] if assessment.gone else []
-    untried = len(assessment.untried)
-    changes += [f"{untried} not tried, as before"] if untried else []
-    since = f" Since the baseline: {', '.join(changes)}." if changes else ""
+    words = f"It {ends[decision.exit_code]}: {decision.rule} ({decision.policy})."
+    counts = {
+        **states,
+        "gone": len(assessment.gone),
+        "not tried, as before": len(assessment.untried),
+    }
+    changes = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
     if assessment.other:
-        since = (
-            f" The baseline is of another target ({assessment.other}), so all is new: if it is the "
-            "same, give both audits one --name."
+        return (
+            f"{words} The baseline is of another target ({assessment.other}), so all is new: if it "
+            "is the same, give both audits one --name."
         )
-    return f"It {ends[decision.exit_code]}: {decision.rule} ({decision.policy}).{since}"
+    if changes:
+        return f"{words} Since the baseline: {changes}."
+    return words
 
 
 def version(audit: Audit) -> str:
@@ -407,16 +397,19 @@ def finished(audit: Audit) -> str | None:
         moment = datetime.fromisoformat(audit.created).astimezone(UTC)
     except (ValueError, OverflowError):
         return None
-    return moment.strftime("%Y-%m-%dT%H:%M:%SZ") if moment.year >= 1000 else None
+    if moment.year < 1000:
+        return None
+    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def slug(text: str, max_length: int = 80) -> str:
+_MAX_SLUG = 80  # letters
+
+
+def slug(text: str) -> str:
     """Return ASCII letters, digits and hyphens, with a digest if other characters were lost."""
-    plain = re.sub("[^0-9a-z]+", "-", text[: 4 * max_length].lower()).strip("-")
-    plain = plain[:max_length].rstrip("-")
-    is_whole = text.isascii() and len(text) <= max_length
-    if plain and is_whole:
-        mark = ""
-    else:
-        mark = sha256(text.encode("utf-8", "replace")).hexdigest()[:8]
-    return "-".join(part for part in (plain, mark) if part)
+    plain = re.sub("[^0-9a-z]+", "-", text[: 4 * _MAX_SLUG].lower()).strip("-")
+    plain = plain[:_MAX_SLUG].rstrip("-")
+    if plain and text.isascii() and len(text) <= _MAX_SLUG:
+        return plain
+    mark = sha256(text.encode("utf-8", "replace")).hexdigest()[:8]
+    return f"{plain}-{mark}".strip("-")
