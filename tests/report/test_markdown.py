@@ -22,7 +22,10 @@ def many(count):
 
 def test_the_verdict_the_cards_and_the_findings():
     comment = as_markdown(assess(whole()))
-    assert "6 of 8 checks gave something away, worst severity **critical**" in comment
+    assert (
+        "6 of 8 checks gave something away, 1 found nothing, 1 had no result; worst"
+        in comment
+    )
     assert "| 🔴 critical | text | all | 3 of 4 | `a remedy` |" in comment
     assert "`hidden states of layer 3, a model`<br>KH-TEXT-HIDDEN-STATES" in comment
     assert "2 could not be checked, which is not clean" in comment
@@ -33,7 +36,7 @@ def test_what_was_not_tried_has_no_severity():
     """A family that was not tried is not shown as green."""
     findings = tuple(f for f in whole().findings if f.exposure.family != "predictions")
     comment = as_markdown(assess(replace(whole(), findings=findings)))
-    assert "| – | predictions | not tried | – | |" in comment
+    assert "| – | predictions | not tried | – | – |" in comment
     assert "🟢" not in comment
 
 

@@ -17,6 +17,7 @@ from keyhole.assess.assessment import (
     State,
     assess,
     assess_fleet,
+    assessed,
     compared,
 )
 from keyhole.assess.policy import Policy, decided, find_policy, read_policy
@@ -42,6 +43,7 @@ __all__ = [
     "State",
     "assess",
     "assess_fleet",
+    "assessed",
     "compared",
     "decided",
     "find_policy",

@@ -253,6 +253,13 @@ def assess(
     )
 
 
+def assessed(audit: Audit | Assessment) -> Assessment:
+    """Return the assessment of an audit, or one to which a policy or a baseline was applied."""
+    if isinstance(audit, Assessment):
+        return audit
+    return assess(audit)
+
+
 def ids(findings: Sequence[Finding], skips: Sequence[Skip] = ()) -> list[str]:
     """Return an id for each finding that is the same in every audit: the id of its exposure.
 

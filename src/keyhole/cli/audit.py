@@ -172,9 +172,7 @@ def _audit_one(target: str, run: _Run, baseline: Path | None) -> int:
     ledger = run.options.ledger or (str(answers) if "://" in target else None)
     with run.progress(journal, lambda: _kept(journal, ledger), "checks") as given:
         # force: a journal of this command is useless if the target has changed since.
-        result = audit_target(
-            target, run.options, **given, answers=answers, force=True
-        )
+        result = audit_target(target, run.options, **given, answers=answers, force=True)
         assessment = run.judge(result)
         wanted.write(assessment)
     kept = _kept_for_another_try([replace(result, skips=())], journal)

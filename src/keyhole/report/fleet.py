@@ -66,38 +66,36 @@ class Row:
         return next(iter(self.assessment.exposed), None)
 
 
-def rows(
-    assessment: FleetAssessment, pages: Mapping[str, str] | None = None
-) -> list[Row]:
+def rows(assessment: FleetAssessment, pages: Mapping[str, str]) -> list[Row]:
     """Return the targets, the worst first; `pages` are the files of their pages, by name."""
 
     def order(row: Row) -> tuple[int, int, str]:
-        return (
-            -row.severity.rank,
-            0 if row.worst is None else -row.worst.score,
-            row.name,
-        )
+        scores = [item.score for item in row.assessment.exposed]
+        return -row.severity.rank, -max(scores, default=0), row.name
 
-    made = [
-        Row(name, quote((pages or {}).get(name, "")), of)
-        for name, of in assessment.targets.items()
-    ]
-    return sorted(made, key=order)
+    targets = assessment.targets.items()
+    return sorted(
+        (Row(name, quote(pages.get(name, "")), of) for name, of in targets), key=order
+    )
+
+
+def _assessed(fleet: Fleet | FleetAssessment) -> FleetAssessment:
+    """Return an assessment as it is: a policy or a baseline was applied to its audits."""
+    if isinstance(fleet, FleetAssessment):
+        return fleet
+    return assess_fleet(fleet)
 
 
 def render_fleet(
     fleet: Fleet | FleetAssessment, pages: Mapping[str, str] | None = None
 ) -> str:
-    """Return the page of a fleet, in which everything from a target is escaped.
-
-    An assessment is given if a policy or a baseline was applied to the audits.
-    """
-    meant = fleet if isinstance(fleet, FleetAssessment) else assess_fleet(fleet)
+    """Return the page of a fleet, in which everything from a target is escaped."""
+    assessment = _assessed(fleet)
     return fill(
         "fleet.html",
-        fleet=meant.fleet,
-        rows=rows(meant, pages),
-        verdict=meant.verdict,
+        fleet=assessment.fleet,
+        rows=rows(assessment, pages or {}),
+        verdict=assessment.verdict,
         families=list(Family),
         duration=duration,
         words=words,
@@ -105,15 +103,14 @@ def render_fleet(
 
 
 def fleet_table(fleet: Fleet | FleetAssessment) -> Group:
-    meant = fleet if isinstance(fleet, FleetAssessment) else assess_fleet(fleet)
+    assessment = _assessed(fleet)
     view = Table(box=box.SIMPLE)
     for heading in ("target", "severity", "worst finding", *Family):
         view.add_column(heading)
     view.add_column("seconds", justify="right", no_wrap=True)
-    for row in rows(meant):
-        if row.worst is None:
-            worst = row.verdict
-        else:
+    for row in rows(assessment, {}):
+        worst = row.verdict
+        if row.worst is not None:
             worst = words.exposure(row.worst.finding.exposure)
         view.add_row(
             # As Text, so that nothing from a target is taken for markup.
@@ -123,7 +120,7 @@ def fleet_table(fleet: Fleet | FleetAssessment) -> Group:
             *(Text(card.level.value) for card in row.assessment.families),
             f"{row.audit.seconds:.1f}",
         )
-    return Group(Text(meant.verdict, style="bold"), view)
+    return Group(Text(assessment.verdict, style="bold"), view)
 
 
 MOST_RUNS = 20  # that GitHub accepts in a SARIF file
@@ -161,9 +158,7 @@ def _distinct(names: Iterable[str]) -> dict[str, str]:
     """Return a short name for each run of a file, with a digest if two would be the same."""
     short = {name: words.slug(inert(name)) for name in names}
     count = Counter(short.values())
-    return {
-        name: plain
-        if count[plain] == 1
-        else f"{plain} {sha256(name.encode()).hexdigest()[:8]}"
-        for name, plain in short.items()
-    }
+    for name, plain in short.items():
+        if count[plain] > 1:
+            short[name] = f"{plain} {sha256(name.encode()).hexdigest()[:8]}"
+    return short

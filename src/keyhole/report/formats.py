@@ -53,15 +53,11 @@ def as_markdown(assessment: Assessment) -> str:
 
 
 def _title(assessment: Assessment) -> list[str]:
-    ways = sum(
-        item.finding.open for item in assessment.items
-    )  # open to attack, but not attacked
-    found_open = f"{ways} found a way open, " if ways else ""
+    target = as_code(assessment.audit.target, CELL)
     return [
         f"## {SIGNS[assessment.severity]} Keyhole: {assessment.verdict}",
         "",
-        f"Target {as_code(assessment.audit.target, CELL)}: {len(assessment.exposed) - ways} of "
-        f"{len(assessment.items)} checks gave something away, {found_open}worst severity "
+        f"Target {target}: {words.counts(assessment)}; worst severity "
         f"**{assessment.severity}**, exit code {assessment.exit_code}.",
         "",
     ]
@@ -69,19 +65,20 @@ def _title(assessment: Assessment) -> list[str]:
 
 def _cards(cards: Sequence[Card]) -> list[str]:
     """Return a table with one row for each kind of attack."""
-    rows = [
-        f"| {SIGNS[card.severity]} {card.severity} | {card.family} | {card.level} | "
-        f"{card.exposed} of {card.checked} | {as_code(card.fix, CELL)} |"
-        if card.level is not Level.NOT_TRIED
-        else f"| – | {card.family} | {card.level} | – | |"
-        for card in cards
-    ]
-    return [
+    lines = [
         "| severity | what | given away | through | the fix that serves most |",
         "| --- | --- | --- | --- | --- |",
-        *rows,
-        "",
     ]
+    for card in cards:
+        severity = "–"
+        through = "–"
+        if card.level is not Level.NOT_TRIED:
+            severity = f"{SIGNS[card.severity]} {card.severity}"
+            through = f"{card.exposed} of {card.checked}"
+        lines.append(
+            f"| {severity} | {card.family} | {card.level} | {through} | {as_code(card.fix, CELL)} |"
+        )
+    return [*lines, ""]
 
 
 def _decision(assessment: Assessment) -> list[str]:
@@ -98,33 +95,46 @@ def _decision(assessment: Assessment) -> list[str]:
 def _row(item: Item) -> str:
     """Return a finding's row of the table under `HEAD`."""
     finding = item.finding
-    state = f" ({item.state})" if item.state is not None else ""
-    tries = f"<br>{as_code(finding.command, CELL)}" if finding.command else ""
-    ignored = ""
+    severity = f"{SIGNS[item.severity]} {item.severity}"
+    if item.state is not None:
+        severity += f" ({item.state})"
+    exposure = f"{as_code(words.in_full(finding.exposure), CELL)}<br>{item.rule.id}"
     if item.ignored is not None:
         reason = as_code(item.ignored.reason, CELL)
-        ignored = f"<br>ignored until {item.ignored.until}: {reason}"
-    return (
-        f"| {SIGNS[item.severity]} {item.severity}{state} | "
-        f"{as_code(words.in_full(finding.exposure), CELL)}<br>{item.rule.id}{ignored} | "
-        f"{words.outcome(finding)}{tries} | {cost(finding)} | {as_code(finding.remedy, CELL)} |"
-    )
+        exposure += f"<br>ignored until {item.ignored.until}: {reason}"
+    outcome = words.outcome(finding)
+    if finding.command:
+        outcome += f"<br>{as_code(finding.command, CELL)}"
+    remedy = as_code(finding.remedy, CELL)
+    return f"| {severity} | {exposure} | {outcome} | {cost(finding)} | {remedy} |"
 
 
 def _given_away(rows: Sequence[str], fitting: int) -> list[str]:
     """Return the table of findings, of which the first `fitting` rows fit."""
     shown = rows[: min(fitting, SHOWN)]
     more = rows[SHOWN:fitting]
-    lines = [] if not shown else ["### Given away", "", *HEAD, *shown, ""]
+    left = len(rows) - fitting
+    lines: list[str] = []
+    if shown:
+        lines += ["### Given away", "", *HEAD, *shown, ""]
     if more:
-        lines += [f"<details><summary>{len(more)} more</summary>", "", *HEAD, *more, ""]
-        lines += ["</details>", ""]
-    if left := len(rows) - fitting:
-        lines += [
-            f"{left} more findings do not fit here: the JSON file has all of them.",
-            "",
-        ]
+        lines += _details(f"{len(more)} more", [*HEAD, *more])
+    if left:
+        words = f"{left} more findings do not fit here: the JSON file has all of them."
+        lines += [words, ""]
     return lines
+
+
+def _details(title: str, lines: Sequence[str]) -> list[str]:
+    """Return lines that are folded under a title."""
+    return [
+        f"<details><summary>{title}</summary>",
+        "",
+        *lines,
+        "",
+        "</details>",
+        "",
+    ]
 
 
 def _not_counted(assessment: Assessment) -> list[str]:
@@ -137,46 +147,39 @@ def _not_counted(assessment: Assessment) -> list[str]:
         ("of the baseline not tried this time, as before", assessment.untried),
         ("hypothetical: the service does not return it", assessment.hypothetical),
     ):
-        lines += _folded(
-            about, [words.in_full(item.finding.exposure) for item in items]
-        )
+        names = [words.in_full(item.finding.exposure) for item in items]
+        lines += _folded(about, names)
     note = words.assumed(assessment)
-    return [*lines, note, ""] if note else lines
+    if note:
+        lines += [note, ""]
+    return lines
 
 
 def _folded(about: str, names: Sequence[str]) -> list[str]:
     """Return a list that is folded under a line with its count."""
     if not names:
         return []
-    listed = [f"- {as_code(name, CELL)}" for name in names[:SHOWN]]
-    listed += [f"- and {len(names) - SHOWN} more"] if len(names) > SHOWN else []
-    return [
-        f"<details><summary>{len(names)} {about}</summary>",
-        "",
-        *listed,
-        "",
-        "</details>",
-        "",
-    ]
+    lines = [f"- {as_code(name, CELL)}" for name in names[:SHOWN]]
+    if len(names) > SHOWN:
+        lines.append(f"- and {len(names) - SHOWN} more")
+    return _details(f"{len(names)} {about}", lines)
 
 
 def _how_to_reproduce(assessment: Assessment) -> list[str]:
     audit = assessment.audit
-    return [
-        "<details><summary>How to reproduce</summary>",
-        "",
+    about = (
         f"Keyhole {as_code(words.version(audit))}, seed {audit.seed}, finished "
         f"{as_code(audit.created, 40)}, {audit.seconds:.0f} s, on "
         f"{as_code(audit.environment.get('platform', ''), CELL)}; the target's identity is "
-        f"{as_code(audit.identity, CELL)}.",
-        "",
+        f"{as_code(audit.identity, CELL)}."
+    )
+    commands = [
         "```sh",
         f"keyhole audit TARGET --seed {audit.seed}",
         "keyhole report AUDIT.json  # this audit as a page",
         "```",
-        "",
-        "</details>",
     ]
+    return _details("How to reproduce", [about, "", *commands])
 
 
 # JUnit XML, in the dialect of Jenkins' xUnit plugin (junit-10), which all others read.
@@ -190,30 +193,19 @@ def _how_to_reproduce(assessment: Assessment) -> list[str]:
 def as_junit(assessment: Assessment) -> str:
     """Return a document with a suite for each part of the target."""
     audit = assessment.audit
-    items = (*assessment.items, *assessment.hypothetical)
-    cases = [
-        (item.finding.part or audit.target, _case(item, assessment)) for item in items
-    ]
-    cases += [(audit.target, _skipped(skip, assessment)) for skip in audit.skips]
+    suites: dict[str, list[Element]] = {}
+    for item in (*assessment.items, *assessment.hypothetical):
+        part = item.finding.part or audit.target
+        suites.setdefault(part, []).append(_case(item, assessment))
+    for skip in audit.skips:
+        suites.setdefault(audit.target, []).append(_skipped(skip, assessment))
     name = inert(f"keyhole audit of {audit.target}")
-    root = Element("testsuites", {"name": name, **_totals([case for _, case in cases])})
-    about = {
-        "verdict": assessment.verdict,
-        "severity": assessment.severity.value,
-        "identity": audit.identity,
-        "keyhole": words.version(audit),
-        "policy": "" if assessment.decision is None else assessment.decision.policy,
-    }
-    finished = words.finished(audit)
-    when = {} if finished is None else {"timestamp": finished.removesuffix("Z")}
-    for part in dict.fromkeys(part for part, _ in cases):
-        mine = [case for of, case in cases if of == part]
-        totals = {**_totals(mine), "skipped": _count(mine, "skipped"), **when}
-        suite = SubElement(root, "testsuite", {"name": inert(part), **totals})
-        properties = SubElement(suite, "properties")
-        for key, value in about.items():
-            SubElement(properties, "property", name=key, value=inert(value))
-        suite.extend(mine)
+    every = [case for cases in suites.values() for case in cases]
+    root = Element("testsuites", name=name, **_totals(every))
+    for part, cases in suites.items():
+        suite = SubElement(root, "testsuite", name=inert(part), **_totals(cases))
+        suite.set("skipped", _count(cases, "skipped"))
+        suite.extend(cases)
     indent(root)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{tostring(root, encoding="unicode")}\n'
 
@@ -221,26 +213,26 @@ def as_junit(assessment: Assessment) -> str:
 def _case(item: Item, assessment: Assessment) -> Element:
     finding = item.finding
     tag, decided_by = _result(item, assessment)
-    details = [
-        f"finding: {item.id}",
-        f"rule: {item.rule.id} ({item.rule.name})",
-        f"standards: {', '.join(standard.id for standard in item.rule.standards) or 'none'}",
-        f"severity: {item.severity}, score {item.score} of 10 ({item.why})",
-        f"cost: {cost(finding)}, {finding.seconds:.2f} s",
-        f"status: {finding.status}",
-    ]
-    details += [f"decided by: {decided_by}"] if decided_by else []
-    details += [f"reason: {finding.reason}"] if finding.reason else []
-    details += [f"try it: {finding.command}"] if finding.command else []
-    details += [f"fix: {finding.remedy}"] if finding.remedy and finding.exposed else []
+    details = {
+        "finding": item.id,
+        "rule": f"{item.rule.id} ({item.rule.name})",
+        "standards": ", ".join(standard.id for standard in item.rule.standards),
+        "severity": f"{item.severity}, score {item.score} of 10 ({item.why})",
+        "cost": f"{cost(finding)}, {finding.seconds:.2f} s",
+        "status": finding.status.value,
+        "decided by": decided_by,
+        "reason": finding.reason,
+        "try it": finding.command,
+        "fix": finding.remedy * finding.exposed,
+    }
     name = f"{words.exposure(finding.exposure)} ({finding.attack})"
     case = _testcase(item.family, finding.part, name, finding.seconds)
-    text = "\n".join(map(inert, details))
+    result = SubElement(case, tag or "system-out")
     if tag:
         message = f"{item.severity}: {words.outcome(finding)}"
-        _add_result(case, tag, item.severity.value, message, text)
-    else:
-        SubElement(case, "system-out").text = text
+        result.attrib = {"type": item.severity.value, "message": inert(message)}
+    lines = [inert(f"{name}: {value}") for name, value in details.items() if value]
+    result.text = "\n".join(lines)
     return case
 
 
@@ -270,27 +262,27 @@ def _result(item: Item, assessment: Assessment) -> tuple[str, str]:
 
 def _skipped(skip: Skip, assessment: Assessment) -> Element:
     """Return the test case of an exposure that was not attacked."""
-    has_rule = skip.exposure.rule != NOT_CHECKED
-    name = f"{words.skip(skip)} ({skip.attack})"
-    case = _testcase(skip.exposure.family if has_rule else "skipped", "", name, 0.0)
-    needed = skip in assessment.audit.unchecked_skips and not assessment.excused(
-        skip.exposure.id
-    )
-    tag = "error" if needed else "skipped"
-    _add_result(case, tag, "unknown" if skip.unchecked else "not tried", skip.reason)
+    family = "skipped"
+    if skip.exposure.rule != NOT_CHECKED:
+        family = skip.exposure.family
+    case = _testcase(family, "", f"{words.skip(skip)} ({skip.attack})", 0.0)
+    tag = "skipped"
+    excused = assessment.excused(skip.exposure.id)
+    if skip in assessment.audit.unchecked_skips and not excused:
+        tag = "error"
+    kind = "not tried"
+    if skip.unchecked:
+        kind = "unknown"
+    SubElement(case, tag, type=kind, message=inert(skip.reason))
     return case
 
 
 def _testcase(family: str, part: str, name: str, seconds: float) -> Element:
-    classname = f"keyhole.{family}.{words.slug(part)}" if part else f"keyhole.{family}"
+    classname = f"keyhole.{family}"
+    if part:
+        classname += f".{words.slug(part)}"
     time = f"{max(0.0, seconds):.3f}"
     return Element("testcase", classname=classname, name=inert(name), time=time)
-
-
-def _add_result(
-    case: Element, tag: str, kind: str, message: str, text: str | None = None
-) -> None:
-    SubElement(case, tag, type=kind, message=inert(message)).text = text
 
 
 def _totals(cases: Sequence[Element]) -> dict[str, str]:

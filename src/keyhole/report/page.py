@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,10 +19,10 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from keyhole.assess import Assessment, Card, Family, Item, assess
+from keyhole.assess import Assessment, Card, Family, Item, assessed
 from keyhole.assess.assessment import measured
 from keyhole.assess.severity import cost
-from keyhole.core import Audit, Finding, Readings
+from keyhole.core import Audit, Readings
 from keyhole.core.finding import Cut
 from keyhole.core.text import legible, percent
 from keyhole.report import readings, words
@@ -36,8 +35,7 @@ def render(audit: Audit | Assessment) -> str:
 
     An assessment is given if a policy or a baseline was applied to the audit.
     """
-    made = audit if isinstance(audit, Assessment) else assess(audit)
-
+    made = assessed(audit)
     return fill(
         "page.html",
         audit=made.audit,
@@ -48,7 +46,6 @@ def render(audit: Audit | Assessment) -> str:
         measured=partial(measured, items=made.items),
         unfolded=[item.id for item in made.exposed if item.finding.texts][:_UNFOLDED],
         cost=cost,
-        curve=curve,
         whole=WHOLE,
         percent=percent,
         picture=picture,
@@ -127,7 +124,9 @@ class Group:
 
     @property
     def title(self) -> str:
-        return f"{self.family} of {self.part}" if self.part else str(self.family)
+        if self.part:
+            return f"{self.family} of {self.part}"
+        return self.family.value
 
 
 def groups(items: Iterable[Item]) -> list[Group]:
@@ -199,25 +198,21 @@ def picture(cut: Cut) -> Picture:
     for layer, head, query, key in cut.units:
         units.setdefault((layer, head), []).append((query, key))
     layers = sorted({layer for layer, _ in units})
+    rows = {layer: _MARGIN + row * step for row, layer in enumerate(layers)}
+    columns = {head: _MARGIN + head * step for head in range(cut.heads)}
     heads = tuple(
-        Head(
-            _MARGIN + head * step,
-            _MARGIN + row * step,
-            side,
-            *_drawn(cut, layer, head, units.get((layer, head), [])),
-        )
-        for row, layer in enumerate(layers)
-        for head in range(cut.heads)
+        Head(x, y, side, *_drawn(cut, layer, head, units.get((layer, head), [])))
+        for layer, y in rows.items()
+        for head, x in columns.items()
     )
-    across = tuple(
-        (_MARGIN + head * step + side / 2, head + 1) for head in range(cut.heads)
+    return Picture(
+        _MARGIN + len(columns) * step,
+        _MARGIN + len(rows) * step,
+        cell,
+        heads,
+        across=tuple((x + side / 2, head + 1) for head, x in columns.items()),
+        down=tuple((y + side / 2, layer + 1) for layer, y in rows.items()),
     )
-    down = tuple(
-        (_MARGIN + row * step + side / 2, layer + 1) for row, layer in enumerate(layers)
-    )
-    width = _MARGIN + cut.heads * step
-    height = _MARGIN + len(layers) * step
-    return Picture(width, height, cell, heads, across, down)
 
 
 def _drawn(
@@ -225,12 +220,11 @@ def _drawn(
 ) -> tuple[str, str]:
     """Return what was cut of a head, in words and as a path."""
     title = f"layer {layer + 1}, head {head + 1}"
+    named = [f"{cut.tokens[query]} → {cut.tokens[key]}" for query, key in pairs]
+    if len(pairs) > _NAMED:
+        named[_NAMED:] = [f"{len(pairs) - _NAMED} more"]
     if pairs:
-        named = [
-            f"{cut.tokens[query]} → {cut.tokens[key]}" for query, key in pairs[:_NAMED]
-        ]
-        more = [f"{len(pairs) - _NAMED} more"] if len(pairs) > _NAMED else []
-        title += f": {', '.join([*named, *more])}"
+        title += f": {', '.join(named)}"
     return title, _path(pairs)
 
 
@@ -253,111 +247,6 @@ def unseen(cut: Cut) -> Iterator[tuple[str, int, int]]:
         yield token, counts[place], shade(counts[place] / most)
 
 
-# A curve of error against queries, with logarithmic axes. It marks the lower bound for
-# the queries of any attack: the number of unknowns divided by the numbers in an answer.
-
-WIDTH = 620
-HEIGHT = 270
-_LEFT = 62
-_RIGHT = 18
-_TOP = 22
-_BOTTOM = 44
-_MOST_QUERIES = 10**18  # larger numbers in a damaged file are cut off
-_POINTS = 300  # more points cannot be told apart
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A curve, with positions in pixels; `about` describes it for those who do not see it."""
-
-    across: Axis
-    up: Axis
-    points: tuple[tuple[float, float], ...]
-    bound: float | None
-    about: str
-    width: int = WIDTH
-    height: int = HEIGHT
-
-    @property
-    def path(self) -> str:
-        return " ".join(f"{x:g},{y:g}" for x, y in self.points)
-
-
-def curve(finding: Finding) -> Curve | None:
-    """Draw the trace of a finding; None if it has none."""
-    step = max(1, math.ceil(len(finding.trace) / _POINTS))
-    trace = [
-        (min(max(1, queries), _MOST_QUERIES), max(error, SMALLEST))
-        for queries, error in (*finding.trace[:-1:step], *finding.trace[-1:])
-        if math.isfinite(error)
-    ]
-    if not trace:
-        return None
-    queries, errors = zip(*trace, strict=True)
-    bound = finding.lower_bound
-    bound = bound if bound and 0 < bound <= _MOST_QUERIES else None
-    across = Axis.around([*queries, *([bound] if bound else [])], _LEFT, WIDTH - _RIGHT)
-    up = Axis.around(errors, HEIGHT - _BOTTOM, _TOP)
-    return Curve(
-        across,
-        up,
-        tuple((across.place(x), up.place(y)) for x, y in trace),
-        across.place(bound) if bound else None,
-        _about(trace, bound),
-    )
-
-
-def _about(trace: Sequence[tuple[int, float]], bound: int | None) -> str:
-    (first, high) = trace[0]
-    (last, low) = trace[-1]
-    if len(trace) == 1:
-        words = f"Error {low:.1e} after {last:,} queries"
-    else:
-        words = f"Error {high:.1e} after {first:,} queries, {low:.1e} after {last:,}"
-    return f"{words}; the lower bound is {bound:,}." if bound else f"{words}."
-
-
-SMALLEST = 1e-17  # where an error of zero is drawn on a logarithmic axis
-_TICKS = 7  # approximate number of ticks on an axis
-
-
-@dataclass(frozen=True)
-class Axis:
-    """A logarithmic axis for powers of ten from `low` to `high`, at pixels `begin` to `end`."""
-
-    low: int
-    high: int
-    begin: float
-    end: float
-
-    @classmethod
-    def around(cls, values: Sequence[float], begin: float, end: float) -> Axis:
-        """Return the shortest axis between whole powers of ten that has all values."""
-        scaled = [_power(value) for value in values]
-        low = math.floor(min(scaled))
-        high = math.ceil(max(scaled))
-        return cls(low, max(high, low + 1), begin, end)
-
-    def place(self, value: float) -> float:
-        return self._at(_power(value))
-
-    @property
-    def ticks(self) -> list[tuple[float, int]]:
-        """The position of each tick, and its power of ten."""
-        step = max(1, math.ceil((self.high - self.low) / _TICKS))
-        return [
-            (self._at(power), power) for power in range(self.low, self.high + 1, step)
-        ]
-
-    def _at(self, power: float) -> float:
-        share = (power - self.low) / (self.high - self.low)
-        return round(self.begin + share * (self.end - self.begin), 1)
-
-
-def _power(value: float) -> float:
-    return math.log10(max(value, SMALLEST))
-
-
 # The exposure matrix: a row for each exposure and precision, a column for each layer. A
 # cell is the share of tokens that were recovered. Findings without texts become chips.
 # All are links.
@@ -376,8 +265,9 @@ class Cell:
     @property
     def words(self) -> str:
         readings = self.readings
-        whole = readings.readings and readings.exact == len(readings.readings)
-        return "exact" if whole else percent(readings.known)
+        if readings.readings and readings.exact == len(readings.readings):
+            return "exact"
+        return percent(readings.known)
 
     @property
     def shade(self) -> int:
@@ -398,7 +288,9 @@ class Part:
 
 def shade(share: float) -> int:
     """Return the number of the shade for a share in the stylesheet, which is 0 for nothing."""
-    return 0 if share <= 0 else min(_SHADES, 1 + int(share * _SHADES))
+    if share <= 0:
+        return 0
+    return min(_SHADES, 1 + int(share * _SHADES))
 
 
 def parts(assessment: Assessment) -> list[Part]:
@@ -410,16 +302,16 @@ def parts(assessment: Assessment) -> list[Part]:
             _place(part, item, item.finding.texts)
         else:
             part.chips.append(item)
-    for part in made.values():
-        part.columns.sort(
-            key=lambda name: (name == WHOLE, int(name) if name != WHOLE else 0)
-        )
+    for part in made.values():  # layers by number, and what comes from none of them
+        part.columns.sort(key=lambda name: (name == WHOLE, len(name), name))
     return list(made.values())
 
 
 def _place(part: Part, item: Item, texts: Sequence[Readings]) -> None:
     exposure = item.finding.exposure
-    column = WHOLE if exposure.layer is None else str(exposure.layer)
+    column = WHOLE
+    if exposure.layer is not None:
+        column = str(exposure.layer)
     kind = words.exposure(replace(exposure, layer=None))
     if column not in part.columns:
         part.columns.append(column)

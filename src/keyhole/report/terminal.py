@@ -5,19 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import (
+    Console,
+    ConsoleOptions,
+    Group,
+    JustifyMethod,
+    RenderableType,
+    RenderResult,
+)
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from keyhole.assess import Assessment, Item, Severity, assess
+from keyhole.assess import Assessment, Item, Severity, assessed
 from keyhole.assess.severity import cost
 from keyhole.core import Audit, Skip
 from keyhole.core.text import percent, visible
@@ -44,38 +50,47 @@ def table(audit: Audit | Assessment) -> Group:
 
     An assessment is given if a policy or a baseline was applied to the audit.
     """
-    assessment = audit if isinstance(audit, Assessment) else assess(audit)
+    assessment = assessed(audit)
     audit = assessment.audit
-    parts: list[RenderableType] = [_line(assessment.verdict, "bold")]
-    if ruling := words.ruling(assessment):
+    findings = [item.finding for item in assessment.items]
+    parts: list[RenderableType] = []
+
+    def add(title: str, *below: RenderableType) -> None:
+        """Add what stands below a title, if anything does."""
+        if below:
+            parts.extend([_line(title, "bold"), *below])
+
+    parts.append(_line(assessment.verdict, "bold"))
+    ruling = words.ruling(assessment)
+    if ruling:
         parts.append(_line(ruling))
     parts += [_line(f"  {reason}") for reason in words.unfinished(audit)]
-    if assessment.items:
+    if findings:
         parts += [_line(f"{words.counts(assessment)}."), _cards(assessment)]
         parts.append(_Findings(assessment.items))
-    if ways := [item.finding for item in assessment.items if item.finding.command]:
-        parts.append(_line("Open, not tried: what tries it", "bold"))
-        parts += [
-            _line(f"  {words.exposure(way.exposure)}: {way.command}") for way in ways
-        ]
-    if assessment.hypothetical:
-        title = words.hypothetical(assessment)
-        parts += [_line(title, "bold"), _Findings(assessment.hypothetical)]
-    if assessment.controls:
-        parts += [
-            _line("Controls, not counted", "bold"),
-            _Findings(assessment.controls),
-        ]
+    ways = [
+        _line(f"  {words.exposure(each.exposure)}: {each.command}")
+        for each in findings
+        if each.command
+    ]
+    add("Open, not tried: what tries it", *ways)
+    for title, items in (
+        (words.hypothetical(assessment), assessment.hypothetical),
+        ("Controls, not counted", assessment.controls),
+    ):
+        if items:
+            add(title, _Findings(items))
     for title, items in (
         ("Gone since the baseline", assessment.gone),
         ("Not tried this time, as before", assessment.untried),
     ):
-        parts += [_line(title, "bold")] if items else []
-        parts += [_line(f"  {words.in_full(item.finding.exposure)}") for item in items]
+        names = [words.in_full(item.finding.exposure) for item in items]
+        add(title, *(_line(f"  {name}") for name in names))
     if audit.skips:
-        parts += [_line("Not tried", "bold"), _skips(audit.skips)]
+        add("Not tried", _skips(audit.skips))
     parts += _by_length(audit)
-    if note := words.assumed(assessment):
+    note = words.assumed(assessment)
+    if note:
         parts.append(_line(note, "dim"))
     return Group(*parts)
 
@@ -86,11 +101,14 @@ def _cards(assessment: Assessment) -> Table:
         view.add_column(no_wrap=True)
     view.add_column(overflow="fold")
     for card in assessment.families:
-        exposed = f"{card.exposed} of {card.checked}" if card.checked else "–"
-        style = STYLES[card.severity] if card.checked else "dim"
+        exposed = "–"
+        style = "dim"
+        if card.checked:
+            exposed = f"{card.exposed} of {card.checked}"
+            style = STYLES[card.severity]
         view.add_row(
-            str(card.family),
-            Text(str(card.level), style=style),
+            card.family.value,
+            Text(card.level.value, style=style),
             exposed,
             _line(words.brief(card.fix)),
         )
@@ -106,56 +124,50 @@ class _Findings:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> RenderResult:
+        headings = [Text(word, style="dim") for word in _HEADINGS]
         rows = {item.id: _row(item) for item in self.items}
-        widths, gap = _widths([_HEADINGS, *rows.values()], options.max_width - 2)
+        widths, gap = _widths([headings, *rows.values()], options.max_width - 2)
         yield Text()
-        yield _columns(widths, gap, [[Text(word, style="dim") for word in _HEADINGS]])
+        yield _columns(widths, gap, [headings])
         for group in groups(self.items):
             yield _line(group.title, "bold")
-            yield _columns(
-                widths, gap, [_styled(item, rows[item.id]) for item in group.items]
-            )
+            yield _columns(widths, gap, [rows[item.id] for item in group.items])
         yield Text()
 
 
-def _row(item: Item) -> tuple[str, ...]:
+def _row(item: Item) -> list[Text]:
     finding = item.finding
-    return (
-        str(item.severity),
-        _line(words.exposure(finding.exposure)).plain,
-        words.outcome(finding),
-        words.error(finding),
-        cost(finding),
-    )
-
-
-def _styled(item: Item, row: Sequence[str]) -> list[Text]:
     style = STYLES[item.severity]
     return [
-        Text(word, style=style if place in (0, 2) else "")
-        for place, word in enumerate(row)
+        Text(item.severity.value, style=style),
+        _line(words.exposure(finding.exposure)),
+        Text(words.outcome(finding), style=style),
+        Text(words.error(finding)),
+        Text(cost(finding)),
     ]
 
 
-def _widths(rows: Sequence[Sequence[str]], width: int) -> tuple[list[int], int]:
+def _widths(rows: Sequence[Sequence[Text]], width: int) -> tuple[list[int], int]:
     """Return widths and a gap at which nothing is wrapped, or which fit into `width`."""
     widths = [
-        max(cell_len(row[place]) for row in rows) for place in range(len(_HEADINGS))
+        max(text.cell_len for text in column) for column in zip(*rows, strict=True)
     ]
     gaps = len(widths) - 1
     if sum(widths) + 2 * gaps <= width:
         return widths, 2
-    widths[2], widths[4] = min(widths[2], 21), min(widths[4], 14)
-    widths[1] = max(12, width - gaps - sum(widths) + widths[1])
-    return widths, 1
+    severity, _, outcome, error, cost = widths
+    outcome = min(outcome, 21)
+    cost = min(cost, 14)
+    exposure = max(12, width - gaps - severity - outcome - error - cost)
+    return [severity, exposure, outcome, error, cost], 1
 
 
 def _columns(
     widths: Sequence[int], gap: int, rows: Iterable[Sequence[Text]]
 ) -> Padding:
     view = Table.grid(padding=(0, gap, 0, 0))
-    for heading, width in zip(_HEADINGS, widths, strict=True):
-        justify = "right" if heading in ("error", "cost") else "left"
+    sides: list[JustifyMethod] = ["left", "left", "left", "right", "right"]
+    for width, justify in zip(widths, sides, strict=True):
         view.add_column(width=width, justify=justify, overflow="fold")
     for row in rows:
         view.add_row(*row)
@@ -168,7 +180,9 @@ def _skips(skips: Iterable[Skip]) -> Table:
     for _ in ("exposure", "why not"):
         view.add_column(overflow="fold")
     for skip in skips:
-        word = "could not check" if skip.unchecked else "skipped"
+        word = "skipped"
+        if skip.unchecked:
+            word = "could not check"
         view.add_row(word, _line(words.skip(skip)), _line(skip.reason))
     return view
 
@@ -181,11 +195,7 @@ def _by_length(audit: Audit) -> list[Text]:
         if spans:
             name = words.exposure(finding.exposure)
             heading = f"{name}, read exactly, by length ({readings.whose(finding)})"
-            lines += [
-                _line(f"  {heading}"),
-                *(Text(f"    {span}") for span in spans),
-                Text(),
-            ]
+            lines += [_line(f"  {heading}"), *(Text(f"    {span}") for span in spans)]
     return lines
 
 
@@ -197,32 +207,40 @@ def _line(text: str, style: str = "") -> Text:
 def hardening(result: Hardening) -> Group:
     """Return a table of figures before and after a training, with means and ranges over seeds."""
     after = result.after
-    seeds = f"after, {len(after)} seeds" if len(after) > 1 else "after"
-    title = _title(after[-1]) if after else "nothing was measured"
+    seeds = "after"
+    if len(after) > 1:
+        seeds = f"after, {len(after)} seeds"
+    title = "nothing was measured"
+    if after:
+        title = _title(after[-1])
     view = Table(box=box.SIMPLE)
     view.add_column("")
     for heading in ("before", seeds):
         view.add_column(heading, justify="right", no_wrap=True)
-    old = {} if result.before is None else result.before.figures()
-    new = [evaluation.figures() for evaluation in after]
-    for name in dict.fromkeys([*old, *(name for figures in new for name in figures)]):
-        values = [figures[name] for figures in new if name in figures]
-        was = percent(old[name], 1) if name in old else "–"
-        view.add_row(name, was, _spread(values))
+    old = [each.figures() for each in (result.before,) if each is not None]
+    new = [each.figures() for each in after]
+    for name in dict.fromkeys(name for figures in (*old, *new) for name in figures):
+        view.add_row(name, _spread(name, old), _spread(name, new))
     return Group(Text(title, style="italic"), view)
 
 
 def _title(evaluation: Evaluation) -> str:
     """Say what the shares in the table are shares of."""
+    title = f"accuracy on {evaluation.examples} texts"
     disruptions = evaluation.disruptions.values()
     tried = max((len(disruption.outcomes) for disruption in disruptions), default=0)
+    if not tried:
+        return title
     shares = {f"{100 * disruption.method['share']:g}%" for disruption in disruptions}
-    cut = f", {'/'.join(sorted(shares))} of each head cut" if shares else ""
-    flips = f", flips of the right answers among {tried}{cut}" if tried else ""
-    return f"accuracy on {evaluation.examples} texts{flips}"
+    return (
+        f"{title}, flips of the right answers among {tried}, {'/'.join(sorted(shares))} of each "
+        "head cut"
+    )
 
 
-def _spread(values: list[float]) -> str:
+def _spread(name: str, evaluations: Sequence[Mapping[str, float]]) -> str:
+    """Return the mean of a figure, and its range over several evaluations."""
+    values = [figures[name] for figures in evaluations if name in figures]
     if not values:
         return "–"
     whole = percent(mean(values), 1)
