@@ -201,9 +201,9 @@ def as_junit(assessment: Assessment) -> str:
         suites.setdefault(audit.target, []).append(_skipped(skip, assessment))
     name = inert(f"keyhole audit of {audit.target}")
     every = [case for cases in suites.values() for case in cases]
-    root = Element("testsuites", name=name, **_totals(every))
+    root = Element("testsuites", {"name": name, **_totals(every)})
     for part, cases in suites.items():
-        suite = SubElement(root, "testsuite", name=inert(part), **_totals(cases))
+        suite = SubElement(root, "testsuite", {"name": inert(part), **_totals(cases)})
         suite.set("skipped", _count(cases, "skipped"))
         suite.extend(cases)
     indent(root)

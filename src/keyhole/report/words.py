@@ -359,7 +359,8 @@ def error(finding: Finding) -> str:
 
 def unbroken(text: str) -> Markup:
     """Escape a text, and keep a browser from breaking options such as --model after a hyphen."""
-    marked = _OPTION.sub(r'<span class="option">\1</span>', escape(legible(text)))
+    escaped = str(escape(legible(text)))
+    marked = _OPTION.sub(r'<span class="option">\1</span>', escaped)
     return Markup(marked)  # noqa: S704 - the text is escaped
 
 
