@@ -203,11 +203,13 @@ def test_a_log_has_a_line_now_and_then(log, monkeypatch):
         overall = track("extract", 1000)
         for queries in range(1, 101):
             overall(queries)
-        track("steering", 9)(4)
-        time.sleep(0.2)
+        steering = track("steering", 9)
+        for step in range(1, 5):
+            time.sleep(0.06)
+            steering(step)
     first, *_, last = log.getvalue().splitlines()
     assert re.match(
-        "extract: 100 of 1,000 queries, now steering: 4 of 9, about ", first
+        "extract: 100 of 1,000 queries, now steering: 1 of 9, about ", first
     )
     assert re.match("extract: 100 of 100 queries, in ", last)
     assert 2 <= log.getvalue().count("\n") <= 6

@@ -39,9 +39,8 @@ INTERRUPTED = 130
 CLOSED = 141
 _MAX_LENGTH = 1000  # characters of an error message, which may quote what people gave
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
-_LINE_BREAK = re.compile(
-    r"(?<![;:\n])\n(?!\n)"
-)  # within a paragraph; lists end lines with ; or :
+# Within a paragraph; lists end lines with ; or :
+_LINE_BREAK = re.compile(r"(?<![;:\n])\n(?!\n)")
 
 # The error for wrong usage, whose class Typer does not export.
 _UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
@@ -57,9 +56,8 @@ ORDER = (
     "policy",
     "lab",
 )
-_MODULES = {
-    "lab": ("lab", "lab_targets")
-}  # any other command is in the module of its name
+# Any other command is in the module of its name.
+_MODULES = {"lab": ("lab", "lab_targets")}
 _COMMANDS: dict[str, typer.Typer] = {}
 
 
@@ -93,13 +91,12 @@ class _Root(Group):
         try:
             code = super().main(*args, **given, standalone_mode=False)
         except _UsageError as error:
-            if (
-                problem := error.format_message()
-            ):  # empty if the help was printed instead
-                path = "keyhole" if error.ctx is None else error.ctx.command_path
-                stop = "" if problem.endswith((".", "?", ")")) else "."
-                hint = f"See '{path} --help'."
-                say(f"keyhole: {_in_one_line(problem)}{stop} {hint}", style="bold red")
+            problem = _in_one_line(error.format_message())
+            if problem:  # empty if the help was printed instead
+                path = getattr(error.ctx, "command_path", "keyhole")
+                if not problem.endswith((".", "?", ")")):
+                    problem += "."
+                say(f"keyhole: {problem} See '{path} --help'.", style="bold red")
             code = USAGE
         except OSError as error:  # while the root's help or the version is printed
             code = report_failure(error)
@@ -128,7 +125,10 @@ class _Root(Group):
 
         If the name is misspelt, all commands are loaded, so that Click can suggest one.
         """
-        for name in (cmd_name,) if cmd_name in ORDER else ORDER:
+        names = ORDER
+        if cmd_name in ORDER:
+            names = (cmd_name,)
+        for name in names:
             if name not in self.commands:
                 for module in _MODULES.get(name, (name.replace("-", "_"),)):
                     importlib.import_module(f"keyhole.cli.{module}")
@@ -150,10 +150,7 @@ def command(
     """Register a command, whose help ends with examples that can be run unchanged."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        if group is None:
-            into = add(name or function.__name__.replace("_", "-"))
-        else:
-            into = group
+        into = group or add(name or function.__name__.replace("_", "-"))
         about = _LINE_BREAK.sub(" ", inspect.getdoc(function) or "")
         registered = into.command(
             name, cls=Command, help=about, epilog=examples_of(*examples)
@@ -244,8 +241,8 @@ def interruptible(kept: Callable[[], str] = str) -> Generator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        what = kept()
-        say(f"keyhole: stopped{'; ' if what else ''}{what}", style="yellow")
+        words = filter(None, ("keyhole: stopped", kept()))
+        say("; ".join(words), style="yellow")
         raise typer.Exit(INTERRUPTED) from None
 
 
@@ -260,7 +257,9 @@ def report_failure(error: BaseException, debug: bool = False) -> int:
         forget_output()
         return CLOSED
     say(f"keyhole: {_in_one_line(_message(error, debug))}", style="bold red")
-    return USAGE if isinstance(error, InputError) else FAILURE
+    if isinstance(error, InputError):
+        return USAGE
+    return FAILURE
 
 
 def _message(error: BaseException, debug: bool) -> str:
@@ -272,21 +271,28 @@ def _message(error: BaseException, debug: bool) -> str:
     ):
         return "out of memory: try smaller sizes, or fewer at a time"
     if isinstance(error, OSError):
-        place = "" if error.filename is None else f" ({error.filename})"
-        what = error.strerror or text
+        what = "the system refused"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return f"could not write{place}: {what}"
-        return f"the system refused{place}: {what}"
-    hint = "" if debug else "; run again with --debug"
-    return f"internal error: {type(error).__name__}: {text}{hint}"
+            what = "could not write"
+        if error.filename is not None:
+            what += f" ({error.filename})"
+        return f"{what}: {error.strerror or text}"
+    problem = f"internal error: {type(error).__name__}: {text}"
+    if debug:
+        return problem
+    return f"{problem}; run again with --debug"
 
 
 def _in_one_line(text: str) -> str:
     """Return a message in one line of printable characters."""
     line = " ".join(text.split())
-    safe = "".join(letter if letter.isprintable() else "�" for letter in line)
+    for letter in set(line):
+        if not letter.isprintable():
+            line = line.replace(letter, "�")
     half = _MAX_LENGTH // 2
-    return safe if len(safe) <= _MAX_LENGTH else f"{safe[:half]} … {safe[-half:]}"
+    if len(line) > _MAX_LENGTH:
+        return f"{line[:half]} … {line[-half:]}"
+    return line
 
 
 def _caused_by(error: BaseException | None, kind: type[BaseException]) -> bool:
@@ -301,9 +307,7 @@ def _caused_by(error: BaseException | None, kind: type[BaseException]) -> bool:
 def _flush() -> None:
     """Flush stdout while a full disk or a closed pipe can still be reported in one line."""
     try:
-        if (
-            sys.__stdout__ is not None
-        ):  # as it is if keyhole is started with stdout closed
+        if sys.__stdout__ is not None:  # None if keyhole is started with stdout closed
             sys.stdout.flush()
     except OSError:
         forget_output()

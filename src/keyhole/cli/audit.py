@@ -83,31 +83,26 @@ def audit(
     resumes from it. Without TARGET, the policy's targets are audited.
     """
     judge = Judge.of(policy, environment, None)
-    options = replace(options, returns=options.returns or judge.policy.returns)
-    judge = replace(
-        judge, policy=replace(judge.policy, returns=())
-    )  # now part of each audit
-    named: Sequence[str]
-    if target is None and targets is None:
-        named = judge.policy.targets
-    else:
-        named = ()
-    if named and judge.policy.data is not None:
-        options = replace(options, data=options.data or judge.policy.data)
-    if len(named) == 1:
-        target = named[0]
-    fleet = targets or (named if len(named) > 1 else ())
+    rules = judge.policy
+    judge = replace(judge, policy=replace(rules, returns=()))  # they go into each audit
+    options = replace(options, returns=options.returns or rules.returns)
+    fleet: Path | Sequence[str] = targets or ()
+    if target is None and targets is None and rules.targets:
+        options = replace(options, data=options.data or rules.data)
+        fleet = rules.targets
+        if len(fleet) == 1:
+            (target,) = fleet
+            fleet = ()
     run = _Run(
         judge, options, outputs, force, as_json, {"processes": processes, "dask": dask}
     )
     if fleet:
         own = {"TARGET": target, "--ledger": options.ledger, "--name": options.name}
-        if given := next(
-            (name for name, value in own.items() if value is not None), ""
-        ):
-            raise InputError(
-                f"{given} is for one target: in a fleet, each target has its own"
-            )
+        for name, value in own.items():
+            if value is not None:
+                raise InputError(
+                    f"{name} is for one target: in a fleet, each target has its own"
+                )
         raise typer.Exit(_audit_fleet(fleet, run, out or FOLDER, baseline))
     if target is None:
         raise InputError(
@@ -155,24 +150,25 @@ def _audit_one(target: str, run: _Run, baseline: Path | None) -> int:
         force=run.force,
         as_json=run.as_json,
         defaults=always,
-        baselines=() if baseline is None else (baseline,),
+        baselines=[baseline],
         inputs=(target, options.model, options.data, options.known, options.corpus),
     )
-    expect_fitting(
-        target, target, run.options
-    )  # before torch loads, so that mistakes show at once
+    # Before torch loads, so that mistakes show at once.
+    expect_fitting(target, target, options)
     from keyhole.audit.run import audit as audit_target
 
     findings = wanted.file("json")
     # The name identifies the command, so that another command that was stopped keeps
     # its journal.
-    command_id = digest(target, asdict(replace(run.options, ledger=None)))[:8]
+    command_id = digest(target, asdict(replace(options, ledger=None)))[:8]
     journal = findings.with_name(f"{findings.name}.{command_id}.journal")
     answers = findings.with_name(f"{findings.stem}.answers.db")
-    ledger = run.options.ledger or (str(answers) if "://" in target else None)
+    ledger = options.ledger
+    if "://" in target:
+        ledger = ledger or str(answers)
     with run.progress(journal, lambda: _kept(journal, ledger), "checks") as given:
         # force: a journal of this command is useless if the target has changed since.
-        result = audit_target(target, run.options, **given, answers=answers, force=True)
+        result = audit_target(target, options, **given, answers=answers, force=True)
         assessment = run.judge(result)
         wanted.write(assessment)
     kept = _kept_for_another_try([replace(result, skips=())], journal)
@@ -184,10 +180,10 @@ def _audit_one(target: str, run: _Run, baseline: Path | None) -> int:
             f"not all of it was tried or proved: pip install 'keyhole[{missing}]' adds the rest"
         )
     if kept:
-        force = " with --force" if run.outputs else ""
-        say(
-            f"some checks had no answer: the same command{force} repeats only those ({kept})"
-        )
+        same = "the same command"
+        if run.outputs:
+            same += " with --force"
+        say(f"some checks had no answer: {same} repeats only those ({kept})")
     return assessment.exit_code
 
 
@@ -197,17 +193,17 @@ def short_name(target: str) -> str:
 
     public = without_password(target).rstrip("/")
     name = shown = public.rpartition("://")[2]
-    if exists(
-        target
-    ):  # relative to the current folder; of paths outside it, the last part
+    if exists(target):
         place = Path(target).resolve()
+        shown = str(place)
+        name = place.name
         folder = Path.cwd()
-        inside = place.is_relative_to(folder) and place != folder
-        shown = str(place.relative_to(folder) if inside else place)
-        name = shown if inside else place.name
+        if place.is_relative_to(folder) and place != folder:
+            name = shown = str(place.relative_to(folder))
     stem = _NO_FILE_NAME.sub("-", name.replace("./", "")).strip("-.")[:60]
-    complete = stem and stem == re.sub("[:/]", "-", shown.replace("./", ""))
-    return stem if complete else "-".join(filter(None, (stem, digest(shown)[:6])))
+    if stem and stem == re.sub("[:/]", "-", shown.replace("./", "")):
+        return stem
+    return f"{stem}-{digest(shown)[:6]}".removeprefix("-")
 
 
 def _kept(journal: Path, ledger: str | None) -> str:
@@ -215,10 +211,14 @@ def _kept(journal: Path, ledger: str | None) -> str:
     from keyhole.oracle.ledger import answers_in
 
     checks = records_in(journal)
-    kept = [f"{checks} finished checks are in {journal}"] if checks else []
+    kept: list[str] = []
+    if checks:
+        kept.append(f"{checks} finished checks are in {journal}")
     if ledger is not None:
         kept.append(f"{answers_in(Path(ledger)):,} answers are in {ledger}")
-    return f"{' and '.join(kept)}: the same command resumes" if kept else ""
+    if not kept:
+        return ""
+    return f"{' and '.join(kept)}: the same command resumes"
 
 
 def _kept_for_another_try(audits: Iterable[Audit], journal: Path) -> str:
@@ -253,13 +253,14 @@ def _audit_fleet(
     index = out / INDEX
     judges = _judges(run.judge, members, baseline, out)
     _make_folder(out)
-    files = [
-        index,
-        *(out / f"{m.stem}.{kind}" for m in members for kind in ("json", "html")),
-    ]
-    force = run.force or any(
-        out.glob(JOURNALS)
-    )  # a run that resumes replaces its own files
+    baselines: list[Path] = []
+    if baseline is not None:
+        baselines = sorted(baseline.glob("*.json"))
+    kinds = ("json", "html")
+    files = [out / f"{member.stem}.{kind}" for member in members for kind in kinds]
+    files.append(index)
+    # A run that resumes replaces its own files.
+    force = run.force or any(out.glob(JOURNALS))
     expect_new(*files, force=force)
     wanted = Outputs.of(
         run.outputs,
@@ -267,24 +268,24 @@ def _audit_fleet(
         force=force,
         as_json=run.as_json,
         others=files,
-        baselines=() if baseline is None else sorted(baseline.glob("*.json")),
+        baselines=baselines,
     )
-    if (
-        "sarif-github" in wanted.names and len(members) > MOST_RUNS
-    ):  # not after hours of work
+    # Not after hours of work.
+    if "sarif-github" in wanted.names and len(members) > MOST_RUNS:
         raise InputError(
             f"GitHub accepts at most {MOST_RUNS} targets in a file, not {len(members)}: write "
             "sarif, or split the fleet"
         )
 
     def kept() -> str:
-        finished = f"what is finished is in {out}/{JOURNALS}: the same command resumes"
-        return finished if any(out.glob(JOURNALS)) else ""
+        if not any(out.glob(JOURNALS)):
+            return ""
+        return f"what is finished is in {out}/{JOURNALS}: the same command resumes"
 
     def write(member: Member, audit: Audit) -> None:
         assessment = judges[member.name](audit)
-        write_text(out / f"{member.stem}.json", FORMATS["json"](assessment))
-        write_text(out / f"{member.stem}.html", FORMATS["html"](assessment))
+        for kind in kinds:
+            write_text(out / f"{member.stem}.{kind}", FORMATS[kind](assessment))
 
     with run.progress(journal, kept, "targets") as given:
         result = fleet(members, **given, force=run.force, finished=write)
@@ -331,9 +332,9 @@ def _audits_by_name(folder: Path) -> dict[str, Audit]:
     audits: dict[str, Audit] = {}
     for path in sorted(folder.glob("*.json")):
         data = read(path)
-        name = data.get("name")
-        if data.get("kind") == Audit.kind and isinstance(name, str) and name:
-            audits[name] = Audit.load(path)
+        if data.get("kind") == Audit.kind and data.get("name"):
+            audit = Audit.load(path)
+            audits[audit.name] = audit
     return audits
 
 

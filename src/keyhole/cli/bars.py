@@ -8,9 +8,10 @@ silences both.
 from __future__ import annotations
 
 import os
-import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -21,7 +22,7 @@ from keyhole.cli import outputs
 from keyhole.cli.outputs import say, visible
 from keyhole.core.progress import Progress, ProgressState
 
-EVERY = 30.0  # seconds between lines while no part ends
+EVERY = 30.0  # seconds between lines while no step ends
 
 
 @contextmanager
@@ -34,9 +35,7 @@ def bars(command: str, unit: str = "", *, each: bool = True) -> Generator[Bars]:
     people = outputs.people
     if os.environ.get("KEYHOLE_NO_PROGRESS"):
         shown = Bars(command, unit)
-    elif (
-        people.is_interactive and people.file.isatty()
-    ):  # with FORCE_COLOR a file is interactive
+    elif people.is_interactive and people.file.isatty():  # with FORCE_COLOR a file is
         shown = _Screen(command, unit)
     else:
         shown = _Lines(command, unit, each)
@@ -63,13 +62,12 @@ class Bars:
 
     def __call__(self, name: str, total: int | None = None) -> Progress:
         if name == self.command and self.overall is None:
-            overall = self.overall = ProgressState(name, total, self.unit)
-            overall.changed = lambda rose: self.advanced(overall) if rose else None
-            return overall
-        self._end_part()
-        part = self.part = ProgressState(name, total)
-        part.changed = lambda _: self._end_part() if part.complete else None
-        return part
+            state = self.overall = ProgressState(name, total, self.unit)
+        else:
+            self._end_part()
+            state = self.part = ProgressState(name, total)
+        state.changed = partial(self.changed, state)
+        return state
 
     def close(self, finished: bool) -> None:
         if finished:
@@ -88,8 +86,10 @@ class Bars:
         """Remove the bars while a result is printed to the same terminal."""
         yield
 
-    def advanced(self, overall: ProgressState) -> None:
-        """Called when more of the whole command is done."""
+    def changed(self, state: ProgressState, rose: bool) -> None:  # noqa: ARG002
+        """Called after every report, with whether more is done than before."""
+        if state is self.part and state.complete:
+            self._end_part()
 
     def part_ended(self) -> None:
         """Called when the running part is complete, before its bar is removed."""
@@ -114,17 +114,22 @@ class _Screen(Bars):
         return live
 
     def _drawn(self) -> Table:
-        wide = outputs.people.width >= 120
+        width = 12
+        if outputs.people.width >= 120:
+            width = 24
         view = Table.grid(padding=(0, 1), expand=True)
-        view.add_column(width=44 if wide else 22, no_wrap=True)
+        view.add_column(width=2 * width, no_wrap=True)
         for _ in ("bar", "count", "time"):
             view.add_column(no_wrap=True)
         view.add_column(ratio=1, no_wrap=True)  # the note takes the rest of the width
         for state in filter(None, (self.overall, self.part)):
-            total = None if state.share is None else 1.0
-            bar = ProgressBar(total, state.share or 0.0, width=24 if wide else 12)
-            has_time = self.overall is None or state is self.overall
-            words = [state.count, state.time if has_time else "", state.note]
+            bar = ProgressBar(None, 0.0, width=width)
+            if state.share is not None:
+                bar = ProgressBar(1.0, state.share, width=width)
+            left = state.time
+            if state is self.part and self.overall is not None:
+                left = ""
+            words = (state.count, left, state.note)
             view.add_row(
                 Text(visible(state.name)), bar, *(Text(visible(word)) for word in words)
             )
@@ -152,34 +157,31 @@ class _Lines(Bars):
 
     def __init__(self, command: str, unit: str, each: bool) -> None:
         super().__init__(command, unit)
-        self._each, self._reported, self._over = each, threading.Event(), False
-        self._watch = threading.Thread(target=self._report_now_and_then, daemon=True)
-        self._watch.start()
+        self._each = each
+        self._said = time.monotonic()
 
-    def advanced(self, overall: ProgressState) -> None:
+    def changed(self, state: ProgressState, rose: bool) -> None:
+        overall = self.overall
+        part = self.part
         # The last step is reported at the end, with the total time.
-        if self._each and not overall.complete:
-            self._reported.set()
-            say(overall.words())
+        if self._each and rose and state is overall and not state.complete:
+            self._say(state.words())
+        elif time.monotonic() - self._said > EVERY:
+            # The line has one time left, that of the whole command.
+            now = ""
+            if part is not None:
+                now = f"now {part.words(timed=overall is None)}"
+            if overall is None:
+                self._say(f"{self.command}: {now}")
+            else:
+                self._say(overall.words(now))
+        super().changed(state, rose)
+
+    def _say(self, line: str) -> None:
+        self._said = time.monotonic()
+        say(line)
 
     def close(self, finished: bool) -> None:
         super().close(finished)
-        self._over = True
-        self._reported.set()
-        self._watch.join()
         if self.overall is not None and finished:
             say(self.overall.words())
-
-    def _report_now_and_then(self) -> None:
-        while not self._over:
-            if self._reported.wait(EVERY):
-                self._reported.clear()
-                continue
-            overall = self.overall
-            part = self.part
-            # The line has one time left, that of the whole command.
-            now = "" if part is None else f"now {part.words(timed=overall is None)}"
-            if overall is not None:
-                say(overall.words(now))
-            elif part is not None:
-                say(f"{self.command}: {now}")

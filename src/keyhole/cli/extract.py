@@ -63,17 +63,19 @@ def extract(
 
     expect_new(*with_tensor_file(out), force=force, inputs=(target, reference))
     expect_device(device)
+    method = method or "auto"
     with interruptible(lambda: _kept(ledger)):
-        options = opt.method_options(METHODS, method or "auto", hyperparameters)
+        options = opt.method_options(METHODS, method, hyperparameters)
+        if device != "cpu":
+            options["device"] = device
         with bars("extract", "queries, the judge's included", each=False) as track:
             result = run(
                 target,
-                method or "auto",
+                method,
                 reference=reference,
                 budget=budget,
                 ledger=ledger,
                 seed=seed,
-                device=None if device == "cpu" else device,
                 track=track,
                 endpoint=endpoint,
                 authorized=authorized,

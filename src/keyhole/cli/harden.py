@@ -118,7 +118,7 @@ def harden(
             show(trained.training.summary())
         if result.after:
             show(report.hardening(result))
-    say(f"{'model' if seeds == 1 else 'models'}: {out}")
+    say(f"trained: {out}")
 
 
 def _kept(checkpoint: Path | None) -> str:

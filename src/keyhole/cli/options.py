@@ -82,9 +82,12 @@ def of_audit(name: str) -> Any:
 
 
 def _described(option: Option) -> Any:
-    # With its name given, a bool has no flag --no-NAME.
-    names = [f"--{option.name.replace('_', '-')}"] if option.type is bool else []
-    more: dict[str, Any] = {} if option.parse is None else {"parser": option.parse}
+    names: list[str] = []
+    if option.type is bool:  # with its name given, it has no flag --no-NAME
+        names.append(f"--{option.name.replace('_', '-')}")
+    more: dict[str, Any] = {}
+    if option.parse is not None:
+        more["parser"] = option.parse
     return about(option.help, option.group, *names, metavar=option.metavar, **more)
 
 
@@ -120,7 +123,7 @@ class ExampleOptions:
         """Return the options as `disrupt.run`, `harden.run` and `certify_all` take them."""
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         given["text"] = given.pop("column") or ()
-        given["classes"] = self.classes.split(",") if self.classes else ()
+        given["classes"] = [*filter(None, (self.classes or "").split(","))]
         return given
 
 
@@ -229,13 +232,17 @@ def _has_endpoint(options: type[Any]) -> bool:
 
 
 def _parameter(option: Option) -> inspect.Parameter:
-    kind = list[str] | None if get_origin(option.type) is tuple else option.type
+    kind = option.type
+    default = option.default
     if option.parse is not None:  # it reads the word itself
         kind = str | None
+    elif get_origin(kind) is tuple:
+        kind = list[str] | None
+        default = default or None
     return inspect.Parameter(
         option.name,
         inspect.Parameter.KEYWORD_ONLY,
-        default=None if option.default == () else option.default,
+        default=default,
         annotation=Annotated[kind, _described(option)],
     )
 
@@ -246,24 +253,17 @@ def _built(options: Any, given: dict[str, Any]) -> Any:
     if options is EndpointOptions:
         words = given.pop("endpoint")
         values["headers"] = headers_of(given.pop("header") or ())
-        with_flags = (
-            *options_of(options),
-            "headers",
-        )  # --endpoint sets all other fields
-        values |= settings(
-            words, types_of(EndpointOptions, hidden=with_flags), "--endpoint"
-        )
+        # --endpoint sets the fields that have no flag of their own.
+        types = types_of(EndpointOptions, hidden=(*options_of(options), "headers"))
+        values |= settings(words, types, "--endpoint")
     elif _has_endpoint(options):
         values["endpoint"] = _built(EndpointOptions, given)
     values |= {name: given.pop(name) for name in options_of(options)}
     return options(**values)
 
 
-_OWN_FLAGS = (
-    "seed",
-    "device",
-    "corpus",
-)  # hyperparameters that have flags, and are not set by -o
+# Hyperparameters that have flags, and are not set by -o.
+_OWN_FLAGS = ("seed", "device", "corpus")
 
 
 def method_options(
@@ -276,4 +276,6 @@ def method_options(
 def option_types(entry: Entry[Any, Any]) -> dict[str, Any]:
     """Return the types of the hyperparameters that -o sets; the tensors `bases` are in a file."""
     types = types_of(entry.make, hidden=_OWN_FLAGS)
-    return types | ({"bases": Path} if "bases" in entry.options else {})
+    if "bases" in entry.options:
+        types["bases"] = Path
+    return types

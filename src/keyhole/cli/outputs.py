@@ -50,11 +50,14 @@ def say(message: str, style: str | None = None) -> None:
 
 def show(answer: RenderableType) -> None:
     """Print a result to stdout; lines are only wrapped if that is a terminal."""
+    width = None
+    if not sys.stdout.isatty():
+        width = _UNLIMITED
     plain = isinstance(answer, str)
-    console = Console(
-        width=None if sys.stdout.isatty() else _UNLIMITED, highlight=False
-    )
-    console.print(visible(answer) if plain else answer, markup=False, soft_wrap=plain)
+    if plain:
+        answer = visible(answer)
+    console = Console(width=width, highlight=False)
+    console.print(answer, markup=False, soft_wrap=plain)
 
 
 def answer(data: dict[str, Any], words: RenderableType, *, as_json: bool) -> None:
@@ -83,29 +86,24 @@ def expect_new(
     """
     for file in filter(None, files):
         expect_writable(file)
-        for each in filter(None, inputs):
-            if exists(file) and exists(each) and file.samefile(each):
-                raise InputError(
-                    f"{file} is read by this command: write to another file"
-                )
+        if _is_any(file, inputs):
+            raise InputError(f"{file} is read by this command: write to another file")
         if is_file(file) and not force:
             raise InputError(f"{file} exists: give --force to replace it")
 
 
-def _expect_no_baseline(files: Sequence[Path], baselines: Sequence[Path]) -> None:
-    """Raise if a file to write is a baseline, by whatever name."""
-    for baseline in baselines:
-        for file in files:
-            if exists(file) and exists(baseline) and file.samefile(baseline):
-                raise InputError(
-                    f"{file} is the baseline, which the findings would replace: copy the baseline "
-                    "and name the copy, or write elsewhere with --output FORMAT=FILE"
-                )
+def _is_any(file: Path, others: Iterable[str | Path | None]) -> bool:
+    """Return whether a file is one of others, by whatever name."""
+    return exists(file) and any(
+        exists(each) and file.samefile(each) for each in filter(None, others)
+    )
 
 
 def with_tensor_file(out: Path | None) -> tuple[Path, ...]:
     """Return a result's JSON file, and the file of tensors next to it."""
-    return () if out is None else (out, out.with_suffix(".safetensors"))
+    if out is None:
+        return ()
+    return out, out.with_suffix(".safetensors")
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ class Outputs(Generic[_Result]):
         as_json: bool,
         defaults: Mapping[str, Path] | None = None,
         others: Sequence[Path] = (),
-        baselines: Sequence[Path] = (),
+        baselines: Sequence[Path | None] = (),
         inputs: Sequence[str | Path | None] = (),
     ) -> Outputs[_Result]:
         """Read and check values of --output.
@@ -137,28 +135,36 @@ class Outputs(Generic[_Result]):
         because the same command would then compare its findings with themselves.
         `inputs` are other files that the command reads.
         """
-        pairs = [_pair(word, formats) for word in words or ()]
-        on_stdout = [name for name, file in pairs if file == "-"] + ["json"] * as_json
+        on_stdout = ["json"] * as_json
+        named: list[tuple[str, Path]] = []
+        for word in words or ():
+            name, file = _pair(word, formats)
+            if file == "-":
+                on_stdout.append(name)
+            else:
+                named.append((name, Path(file)))
         if len(on_stdout) > 1:
             raise InputError(
                 "only one result can be printed: choose among --output …=- and --json"
             )
-        named = [(name, Path(file)) for name, file in pairs if file != "-"]
-        names = {name for name, _ in named}
-        usual = [
-            (name, path) for name, path in (defaults or {}).items() if name not in names
-        ]
-        files = (*usual, *named)
-        _expect_no_baseline([*others, *(path for _, path in files)], baselines)
-        expect_new(*(path for _, path in usual), force=True, inputs=inputs)
+        usual = dict(defaults or {})
+        for name, _ in named:
+            usual.pop(name, None)
+        files = (*usual.items(), *named)
+        paths = [*others, *(path for _, path in files)]
+        for path in paths:
+            if _is_any(path, baselines):
+                raise InputError(
+                    f"{path} is the baseline, which the findings would replace: copy the baseline "
+                    "and name the copy, or write elsewhere with --output FORMAT=FILE"
+                )
+        expect_new(*usual.values(), force=True, inputs=inputs)
         expect_new(*(path for _, path in named), force=force, inputs=inputs)
-        places = Counter(
-            os.path.realpath(path) for path in (*others, *(path for _, path in files))
-        )
-        place, count = places.most_common(1)[0] if places else (None, 0)
-        if count > 1:
-            raise InputError(f"two outputs go to {place}: name a file for each")
-        return cls(formats, files, on_stdout[0] if on_stdout else None)
+        places = Counter(os.path.realpath(path) for path in paths)
+        for place, count in places.items():
+            if count > 1:
+                raise InputError(f"two outputs go to {place}: name a file for each")
+        return cls(formats, files, next(iter(on_stdout), None))
 
     def file(self, name: str) -> Path:
         """Return the first file in a format that has a default."""

@@ -80,28 +80,28 @@ class Judge:
             raise InputError(
                 "--environment needs a policy: write a keyhole.toml, or name one with --policy"
             )
-        read = Policy() if chosen is None else read_policy(chosen, environment)
-        return cls(read, () if baseline is None else (Audit.load(baseline),))
+        judge = cls(Policy())
+        if chosen is not None:
+            judge = cls(read_policy(chosen, environment))
+        if baseline is not None:
+            return judge.against(Audit.load(baseline))
+        return judge
 
     def against(self, *baselines: Audit | None) -> Judge:
         """Return a judge with the same policy and other baselines.
 
         An audit is compared with the first of them that is of its target.
         """
-        return replace(
-            self, baselines=tuple(each for each in baselines if each is not None)
-        )
+        return replace(self, baselines=tuple(filter(None, baselines)))
 
     def __call__(self, audit: Audit) -> Assessment:
         from keyhole.assess import assess, compared, decided
 
         assessment = assess(audit, self.policy.severity, self.policy.returns)
         if self.baselines:
-            own = next(
-                (each for each in self.baselines if audit.is_of(each)),
-                self.baselines[0],
-            )
-            old = assess(own, self.policy.severity, assessment.audit.returns)
+            own = filter(audit.is_of, self.baselines)
+            baseline = next(own, self.baselines[0])
+            old = assess(baseline, self.policy.severity, assessment.audit.returns)
             assessment = compared(assessment, old)
         return decided(assessment, self.policy)
 

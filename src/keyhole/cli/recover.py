@@ -22,6 +22,7 @@ from keyhole.core.options import CHECKS, DATA, OUTPUT, option
 if TYPE_CHECKING:
     from keyhole.models.loading import Loaded
     from keyhole.recover.gradients import BatchRecovery
+    from keyhole.recover.originals import Original
     from keyhole.recover.recovery import TextRecovery
     from keyhole.recover.run import LeakRead
 
@@ -97,11 +98,16 @@ def recover(
         _expect_none(method=method, corpus=corpus, noise=noise, out=out, expose=expose)
         return _recover_updates(model, leaks, truth, device, allow_pickle, as_json)
     texts: list[LeakRead] = []
-    kept = f" texts are in {out}: the same command goes on"
-    with (
-        interruptible(lambda: f"{len(texts)}{kept}" if out else ""),
-        bars("recover", "texts") as track,
-    ):
+    true: list[str] | None = None
+    if truth is not None:
+        true = read_texts(truth)
+
+    def kept() -> str:
+        if out is None:
+            return ""
+        return f"{len(texts)} texts are in {out}: the same command goes on"
+
+    with interruptible(kept), bars("recover", "texts") as track:
 
         def notify(read: LeakRead) -> None:
             texts.append(read)
@@ -116,7 +122,7 @@ def recover(
             corpus=corpus,
             noise=noise,
             expose=expose,
-            truth=None if truth is None else read_texts(truth),
+            truth=true,
             device=device,
             allow_pickle=allow_pickle,
             out=out,
@@ -147,46 +153,49 @@ def _recover_updates(
     allow_pickle: bool,
     as_json: bool,
 ) -> None:
+    from keyhole.audit.texts import originals_of
     from keyhole.data import read_texts
-    from keyhole.models.anatomy import anatomy
     from keyhole.models.demo import open_model
     from keyhole.recover.files.contents import leak_files
     from keyhole.recover.gradients.recover_batch import recovering_updates
-    from keyhole.recover.originals import Original
-    from keyhole.recover.simulate import MAX_LENGTH
 
     loaded = open_model(model, None, device, allow_pickle)
-    true = [] if truth is None else read_texts(truth)
-    length = min(MAX_LENGTH, anatomy(loaded.model).max_length)
-    originals = [Original.of(loaded.tokenizer, text, length) for text in true]
-    shown: list[dict[str, Any]] = []
+    tokenizer = loaded.tokenizer
+    originals: list[Original] = []
+    if truth is not None:
+        originals = originals_of(loaded, read_texts(truth))
+    results: list[dict[str, Any]] = []
     batches: list[BatchRecovery] = []
     with bars("recover", "batches") as track:
         for file, batch in recovering_updates(loaded, leak_files(leaks), track):
             batches.append(batch)
-            exact = sum(
-                any(
-                    original.is_exactly(loaded.tokenizer, text.ids)
-                    for text in batch.texts
+            result = {"leak": str(file), **batch.to_dict()}
+            words = _shown_batch(loaded, file, batch)
+            if originals:
+                found = [
+                    original
+                    for original in originals
+                    if any(
+                        original.is_exactly(tokenizer, text.ids) for text in batch.texts
+                    )
+                ]
+                result["exact"] = len(found)
+                words.append(
+                    f"\n  {len(found)} of {len(originals)} true texts are among them, exactly"
                 )
-                for original in originals
-            )
-            shares = {"exact": exact} if originals else {}
-            shown.append({"leak": str(file), **batch.to_dict(), **shares})
+            results.append(result)
             if not as_json:
                 with track.paused():
-                    show(_shown_batch(loaded, file, batch))
-                    if originals:
-                        show(
-                            f"  {exact} of {len(originals)} true texts are among them, exactly"
-                        )
+                    show(words)
     if as_json:
-        _print_json(shown)
+        _print_json(results)
     raise typer.Exit(exit_code(batch.status for batch in batches))
 
 
 def _print_json(results: list[dict[str, Any]]) -> None:
-    data = results if len(results) > 1 else results[0]
+    data: Any = results
+    if len(results) == 1:
+        (data,) = results
     typer.echo(json.dumps(data, indent=2, allow_nan=False))
 
 
@@ -195,8 +204,10 @@ def _shown_batch(loaded: Loaded, file: Path, batch: BatchRecovery) -> Text:
 
     line = Text(f"{file.name}: {batch.status} ({batch.reason})")
     for number, text in enumerate(batch.texts):
-        label = f" (class {batch.labels[number]})" if batch.labels else ""
-        line.append(f"\n  text {number + 1}{label}: ")
+        line.append(f"\n  text {number + 1}")
+        if batch.labels:
+            line.append(f" (class {batch.labels[number]})")
+        line.append(": ")
         line.append(_marked(text, loaded.tokenizer.pad_token_id))
     if not batch.texts and batch.tokens:
         words = visible(" ".join(written(loaded.tokenizer, list(batch.tokens))))
@@ -209,14 +220,16 @@ def _shown(read: LeakRead) -> Text:
     recovery = read.recovery
     line = Text(f"{Path(read.leak).name}: {recovery.status} ({recovery.reason})\n  ")
     line.append(_marked(recovery, read.padding))
-    signs = ", ".join(
+    signs = [
         legend
         for mark, (*_, legend) in _MARKS.items()
         if legend and mark in recovery.marks
-    )
-    line.append(f"\n  {recovery.marked}{': ' if signs else ''}{signs}")
+    ]
+    line.append(f"\n  {': '.join(filter(None, (recovery.marked, ', '.join(signs))))}")
     if read.shared is not None:
-        words = "exactly the true text" if read.exact else "not the true text"
+        words = "not the true text"
+        if read.exact:
+            words = "exactly the true text"
         line.append(f"\n  {words}: {read.shared}")
     line.append(f"\n  {recovery.cost}")
     return line
@@ -228,16 +241,15 @@ def _marked(recovery: TextRecovery, padding: int | None) -> Text:
     `padding` is the id that an attack gives for a token it knows nothing about.
     """
     line = Text()
-    pieces = [
-        (" ?" if id_ == padding and mark == "unknown" else piece, mark)
-        for piece, mark, id_ in zip(
-            recovery.pieces, recovery.marks, recovery.ids, strict=False
-        )
-    ]
-    for mark, alike in groupby(
-        (pair for pair in pieces if pair[0]), key=lambda pair: pair[1]
-    ):
-        words = visible("".join(piece for piece, _ in alike))
+    tokens = zip(recovery.pieces, recovery.marks, recovery.ids, strict=False)
+    pieces: list[tuple[str, str]] = []
+    for piece, mark, id_ in tokens:
+        if id_ == padding and mark == "unknown":
+            piece = " ?"
+        if piece:
+            pieces.append((mark, piece))
+    for mark, alike in groupby(pieces, key=lambda pair: pair[0]):
+        words = visible("".join(piece for _, piece in alike))
         space = words[: len(words) - len(words.lstrip())]
         style, before, after, _ = _MARKS[mark]
         line.append(f"{space}{before}{words.lstrip()}{after}", style=style)

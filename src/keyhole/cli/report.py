@@ -56,7 +56,9 @@ def report(
     from keyhole.report.formats import FORMATS
 
     del schema  # its callback has printed it
-    page = {} if outputs else {"html": Path(f"{findings.stem}.html")}
+    page: dict[str, Path] = {}
+    if not outputs:
+        page["html"] = Path(f"{findings.stem}.html")
     wanted = Outputs.of(
         outputs,
         FORMATS,
@@ -64,7 +66,7 @@ def report(
         as_json=as_json,
         defaults=page,
         inputs=(findings, policy),
-        baselines=() if baseline is None else (baseline,),
+        baselines=[baseline],
     )
     judge = Judge.of(policy, environment, baseline)
     assessment = judge(Audit.load(findings))
