@@ -33,7 +33,8 @@ ATTENTION_OF_A_MODEL = ":attention."
 BLOCK_OF_A_MODEL = ":block."
 MODELS = "/v2/models/"
 POSTGRES = "postgresql://…"
-STORES = (  # the forms of vector stores (stores/__init__.py opens them)
+# The forms of vector stores (stores/__init__.py opens them).
+STORES = (
     "chroma:FOLDER",
     "qdrant:FOLDER",
     "lancedb:FOLDER",
@@ -47,13 +48,7 @@ STORES = (  # the forms of vector stores (stores/__init__.py opens them)
     "http(s)://…/v1/embeddings",
 )
 PREFIXED = (":FOLDER", ":URL")  # the ends of forms that begin with the store's name
-_FILES = (
-    ".safetensors",
-    ".json",
-    ".bin",
-    ".pt",
-    ".npz",
-)  # a name on the hub has none of these
+_FILES = (".safetensors", ".json", ".bin", ".pt", ".npz")  # never a name on the hub
 
 
 class TargetKind(StrEnum):
@@ -81,8 +76,10 @@ def kind_of(name: str) -> TargetKind:
         return TargetKind.LEAK
     if store_form(name) is not None:
         return TargetKind.STORE
+    if names_address(name) and MODELS in name:
+        return TargetKind.ENDPOINT
     if names_address(name):
-        return TargetKind.ENDPOINT if MODELS in name else TargetKind.ROUTE
+        return TargetKind.ROUTE
     if ATTENTION_OF_A_MODEL in name:
         return TargetKind.ATTENTION
     if BLOCK_OF_A_MODEL in name:
@@ -91,7 +88,9 @@ def kind_of(name: str) -> TargetKind:
         return TargetKind.MODEL
     if name == DEMO:
         return TargetKind.DEMO
-    return TargetKind.FILE if exists(name) else TargetKind.UNKNOWN
+    if exists(name):
+        return TargetKind.FILE
+    return TargetKind.UNKNOWN
 
 
 def _is_server(name: str) -> bool:
@@ -104,27 +103,26 @@ def _is_server(name: str) -> bool:
 
 
 def _is_model(name: str) -> bool:
-    path = Path(name)
-    if exists(path) or path.suffix == ".gguf":
-        return is_folder(path) or path.suffix == ".gguf"
-    return (
-        re.fullmatch(r"[\w-]+/[\w.-]+", name) is not None and path.suffix not in _FILES
-    )
+    suffix = Path(name).suffix
+    if is_folder(name) or suffix == ".gguf":
+        return True
+    named = re.fullmatch(r"[\w-]+/[\w.-]+", name)
+    return named is not None and suffix not in _FILES and not exists(name)
 
 
 def _is_leak(name: str) -> bool:
     """Whether this is a saved slot, a leak that Keyhole wrote, or tensors of another program."""
     if not is_file(name):
         return False
-    if name.endswith((".pt", ".pth")) or (
-        "@" in Path(name).name and name.endswith(".data")
-    ):
-        return True  # LMCache names its files …@….data
+    path = Path(name)
+    of_lmcache = "@" in path.name and path.suffix == ".data"
+    if of_lmcache or path.suffix in (".pt", ".pth"):
+        return True
     with suppress(OSError, SafetensorError):
-        with Path(name).open("rb") as file:
+        with path.open("rb") as file:
             if file.read(len(SLOT_MAGIC)) == SLOT_MAGIC:
                 return True
-        if name.endswith(".safetensors"):
+        if path.suffix == ".safetensors":
             with safe_open(name, framework="np") as tensors:
                 metadata = tensors.metadata() or {}
                 return "leak" in metadata or "keyhole" not in metadata

@@ -164,11 +164,13 @@ class AuditOptions:
             value: Any = getattr(self, each.name)
             if isinstance(value, PathLike):
                 value = fspath(value)
-            if each.name in ("only", "returns"):
-                value = (value,) if isinstance(value, str) else tuple(value or ())
-            elif each.name == "endpoint":
+            if each.name == "endpoint":
                 value = value or EndpointOptions()
-            elif isinstance(value, Sequence) and not isinstance(value, str):
+            elif each.name in ("only", "returns"):
+                value = value or ()
+                if isinstance(value, str):
+                    value = (value,)
+            if isinstance(value, Sequence) and not isinstance(value, str):
                 value = tuple(value)
             object.__setattr__(self, each.name, value)
         expect_seed(self.seed)
@@ -229,25 +231,27 @@ def expect_fitting(name: str, place: str, options: AuditOptions) -> TargetKind:
         )
     if options.ledger is not None and kind in (TargetKind.STORE, TargetKind.MODEL):
         raise no_endpoint(kind, public)
+    what = f"the {_WORDS.get(kind, kind)} {public}"
     if kind is TargetKind.DEMO:
         what = public
-    else:
-        what = f"the {_WORDS.get(kind, kind)} {public}"
-    refuse(options, what, *_INAPPLICABLE.get(kind, ()))
+    refuse(options, what, *_INAPPLICABLE[kind])
     if kind in _REMOTE:
         expect_authorized(place, options.authorized)
     else:
         options.endpoint.expect_none(public)
     if kind in _NEEDS_MODEL and not options.model:
         raise InputError(f"{what} needs --model: {_NEEDS_MODEL[kind]}")
-    model = place if kind is TargetKind.MODEL else options.model or ""
-    files = (
-        (model if model.endswith(".gguf") else None, "a GGUF file"),
-        (options.data, "a file of texts"),
-        (options.known, "texts"),
-        (options.corpus, "a corpus"),
-    )
-    for file, content in files:
+    model = options.model or ""
+    if kind is TargetKind.MODEL:
+        model = place
+    if model.endswith(".gguf"):
+        expect_file(model, "a GGUF file")
+    files = {
+        options.data: "a file of texts",
+        options.known: "texts",
+        options.corpus: "a corpus",
+    }
+    for file, content in files.items():
         if file is not None:
             expect_file(file, content)
     return kind

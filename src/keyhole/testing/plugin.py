@@ -21,16 +21,14 @@ def keyhole_audit() -> Callable[..., Audit]:
     """`keyhole.audit`, run only once per session for the same target and options."""
     from keyhole.audit.run import audit
 
-    audits: dict[
-        Any, tuple[Any, ...]
-    ] = {}  # with what the key names, so that ids stay unique
+    # With what the key names, so that ids stay unique.
+    audits: dict[Any, tuple[Any, ...]] = {}
 
     def audit_once(target: Any, **options: Any) -> Audit:
-        target = str(target) if isinstance(target, Path) else target
-        key = (
-            target if isinstance(target, str) else id(target),
-            repr(sorted(options.items())),
-        )
+        name = id(target)
+        if isinstance(target, str | Path):
+            target = name = str(target)
+        key = (name, repr(sorted(options.items())))
         if key not in audits:
             audits[key] = audit(target, **options), target, options
         return audits[key][0]

@@ -161,23 +161,13 @@ def _with_texts(
             f"texts are for a model, and {target.name or 'an endpoint'} is none"
         )
     given = texts or [example.text for example in examples]
-    parts = tuple(
-        ModelPart(
-            part.name,
-            replace(
-                part.target,
-                texts=given,
-                examples=examples,
-                notes=(),
-                about="",
-                hardened=None,
-            ),
-        )
-        if isinstance(part, ModelPart)
-        else part
-        for part in target.parts
-    )
-    return replace(target, parts=parts)
+    own = {"texts": given, "examples": examples, "notes": (), "about": ""}
+    parts = list(target.parts)
+    for place, part in enumerate(parts):
+        if isinstance(part, ModelPart):
+            tried = replace(part.target, **own, hardened=None)
+            parts[place] = ModelPart(part.name, tried)
+    return replace(target, parts=tuple(parts))
 
 
 def _list_of(texts: Texts | None) -> Sequence[str] | None:
@@ -185,7 +175,9 @@ def _list_of(texts: Texts | None) -> Sequence[str] | None:
         return None
     if isinstance(texts, Path):
         return read_texts(texts)
-    listed = [texts] if isinstance(texts, str) else list(texts)
+    if isinstance(texts, str):
+        return [texts]
+    listed = list(texts)
     if not listed or not all(
         isinstance(text, str) for text in cast("list[Any]", listed)
     ):
@@ -206,16 +198,16 @@ def line(finding: Finding) -> str:
     """Describe a finding in one line, with a fix if something was recovered."""
     what = wording.exposure(finding.exposure)
     if finding.attack:
-        part = f"{finding.part}, " if finding.part else ""
-        what = f"{part}{what} ({finding.attack})"
+        what = ", ".join(filter(None, (finding.part, f"{what} ({finding.attack})")))
     if finding.outcome is Outcome.UNCHECKED and not recovered(finding):
         return _one_line(f"{what}: {finding.reason}")
-    example = inert(wording.example(finding), _MAX_LETTERS)
     result = f"{what}: {wording.outcome(finding)}, {cost(finding)}"
-    result += f", such as “{example}”" if example else ""
-    return _one_line(
-        f"{result}. Fix: {finding.remedy}" if recovered(finding) else result
-    )
+    example = inert(wording.example(finding), _MAX_LETTERS)
+    if example:
+        result += f", such as “{example}”"
+    if recovered(finding):
+        result += f". Fix: {finding.remedy}"
+    return _one_line(result)
 
 
 def recovered(finding: Finding) -> float:
