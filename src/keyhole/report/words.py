@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from hashlib import sha256
 from itertools import groupby
 
@@ -390,17 +389,6 @@ def ruling(assessment: Assessment) -> str:
 
 def version(audit: Audit) -> str:
     return inert(audit.environment.get("keyhole", "unknown"), 60)
-
-
-def finished(audit: Audit) -> str | None:
-    """Return when the audit was finished, in RFC 3339; None if its file has no valid time."""
-    try:
-        moment = datetime.fromisoformat(audit.created).astimezone(UTC)
-    except (ValueError, OverflowError):
-        return None
-    if moment.year < 1000:
-        return None
-    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 _MAX_SLUG = 80  # letters
