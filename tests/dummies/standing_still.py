@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from call_stack import remember
 
-from keyhole.invert.solvers.multistart import Solver, State
+from keyhole.invert.solvers.multistart import Iterate, Solver
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class StandingStill(Solver):
     def begin(self, equations, X):
         remember()
         losses = equations.residuals(X).flatten(1).square().sum(1)
-        return State(X, losses, torch.zeros(len(X), dtype=torch.bool))
+        return Iterate(X, losses, torch.zeros(len(X), dtype=torch.bool))
 
     def step(self, equations, state):
-        return replace(state, stalled=torch.ones(len(state.X), dtype=torch.bool))
+        return replace(state, finished=torch.ones(len(state.x), dtype=torch.bool))

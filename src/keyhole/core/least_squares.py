@@ -12,7 +12,8 @@ finished. What differs from use to use is a parameter:
                   arXiv 1207.4999): p + a/2, where a takes the place of p and ∂²r/∂p² that of r
     stop rules    those of `Options`
 
-A regulariser γ‖x‖² is √γ·x as further residuals. Tensors stay on the device of the start.
+A regulariser γ‖x‖² is √γ·x as further residuals (`Regularised`). Tensors stay on the
+device of the start.
 """
 
 from __future__ import annotations
@@ -66,31 +67,59 @@ class Point:
         return self.x + p.view_as(self.x)
 
 
-# The residuals of some starts: `x` (b, …) and the numbers (b,) of the starts it belongs to.
-Problem = Callable[[Tensor, Tensor], Point]
+class Regularised(Point):
+    """A point with √γ·x as further residuals, so that the loss is ‖r‖² + γ‖x‖².
+
+    γ is a number, or (b, 1) or (b, n): one for each start, or for each unknown too.
+    """
+
+    def __init__(self, inner: Point, weight: Tensor | float) -> None:
+        x = inner.x.flatten(1)
+        self.inner = inner
+        self.root = torch.as_tensor(weight).to(x).sqrt().expand_as(x)
+        super().__init__(inner.x, torch.cat([inner.residuals, self.root * x], 1))
+
+    @cached_property
+    def jacobian(self) -> Tensor:
+        return torch.cat([self.inner.jacobian, torch.diag_embed(self.root)], 1)
+
+    @cached_property
+    def normal(self) -> Tensor:
+        return self.inner.normal + torch.diag_embed(self.root.square())
+
+    def forward(self, p: Tensor) -> Tensor:
+        return torch.cat([self.inner.forward(p), self.root * p], 1)
+
+    def backward(self, r: Tensor) -> Tensor:
+        own, pull = r.split([r.shape[1] - self.root.shape[1], self.root.shape[1]], 1)
+        return self.inner.backward(own) + self.root * pull
+
+
+# The problem, as a function of x (b, …) and of the numbers (b,) of the starts it is for.
+Linearize = Callable[[Tensor, Tensor], Point]
 # A damping (b,) gives a function from residuals r to the step p that undoes them.
 Solve = Callable[[Tensor], Tensor]
 Damped = Callable[[Tensor], Solve]
 
 
-def diagonal(normal: Tensor) -> Tensor:
+def diagonal(point: Point) -> Tensor:
     """Return Marquardt's D²: the diagonal of JᵀJ, so that the units of unknowns do not matter."""
-    squares = normal.diagonal(dim1=-2, dim2=-1)
+    squares = point.normal.diagonal(dim1=-2, dim2=-1)
     return squares.clamp(min=1e-12 * squares.amax(-1, keepdim=True).clamp(min=1e-300))
 
 
-def mean(normal: Tensor) -> Tensor:
+def mean(point: Point) -> Tensor:
     """Return Levenberg's D²: the same for all unknowns, if these are of one kind."""
-    squares = normal.diagonal(dim1=-2, dim2=-1)
-    return squares.mean(-1, keepdim=True).clamp(min=1e-300).expand_as(squares)
+    squares = point.normal.diagonal(dim1=-2, dim2=-1)
+    return squares.mean(-1, keepdim=True).clamp(min=1e-300)
 
 
-def cholesky(point: Point, scale: Callable[[Tensor], Tensor] = diagonal) -> Damped:
+def cholesky(point: Point, scale: Callable[[Point], Tensor] = diagonal) -> Damped:
     """Solve the normal equations (JᵀJ + λD²)p = −Jᵀr.
 
     They square the condition of J, and the next step makes up for the digits that this costs.
     """
-    weights = scale(point.normal)
+    weights = scale(point)
 
     def damped(damping: Tensor) -> Solve:
         normal = point.normal.clone()
@@ -130,12 +159,14 @@ def qr(point: Point) -> Damped:
 
 
 def newton(point: Point) -> Damped:
-    """Take Gauss–Newton's step, or Newton's if J is square, divided by λ."""
-    J, r = point.jacobian, point.residuals.unsqueeze(-1)
+    """Take Gauss–Newton's step of least norm, Newton's if J is regular, divided by λ."""
+    J = point.jacobian
+    r = point.residuals.unsqueeze(-1)
     if J.shape[1] == J.shape[2]:
-        step = torch.linalg.solve_ex(J, r)[0]
-    else:
-        step = torch.linalg.pinv(J, rtol=1e-12) @ r
+        step, failed = torch.linalg.solve_ex(J, r)
+        if not bool(failed.any()):
+            return divided(-step.squeeze(-1))
+    step = torch.linalg.pinv(J, rtol=1e-12) @ r
     return divided(-step.squeeze(-1))
 
 
@@ -210,108 +241,112 @@ class Options:
     patience: int = 0
 
 
+# Whole Newton steps, as long as each of them lowers the loss.
+NEWTON = Options(solver=newton, damping=1.0, least=1.0, most=1.0)
+
+
 @dataclass(frozen=True, eq=False)
 class Search:
-    """The state of a batch of starts: the best point of each, its damping, and who has finished."""
+    """The state of a batch of starts: the best x of each, its damping, and who has finished."""
 
-    problem: Problem
+    linearize: Linearize
     options: Options
-    point: Point
     rows: Tensor  # the numbers of the starts that are left in the batch
+    x: Tensor
+    loss: Tensor
     damping: Tensor
     finished: Tensor
     mark: Tensor  # the loss when patience began
     steps: int = 0
-    damped: Damped | None = None  # known if the last step did not change any x
+    point: Point | None = None  # at x, if known
+    damped: Damped | None = None  # the solver at x, if known
 
     @classmethod
-    def begin(cls, problem: Problem, start: Tensor, options: Options) -> Search:
+    def begin(cls, linearize: Linearize, start: Tensor, options: Options) -> Search:
         rows = torch.arange(len(start), device=start.device)
-        point = problem(start, rows)
+        point = linearize(start, rows)
         loss = point.loss
         finished = ~(loss > options.target) | ~loss.isfinite()
         damping = torch.full_like(loss, options.damping)
-        return cls(problem, options, point, rows, damping, finished, loss)
-
-    @property
-    def x(self) -> Tensor:
-        return self.point.x
-
-    @property
-    def loss(self) -> Tensor:
-        return self.point.loss
+        return cls(
+            linearize, options, rows, start, loss, damping, finished, loss, point=point
+        )
 
     def step(self) -> Search:
         """Try one step of every start, and take those that lower the loss."""
-        here, options = self.point, self.options
+        options = self.options
+        here = self.point or self.linearize(self.x, self.rows)
         damped = self.damped or options.solver(here)
         solve = damped(self.damping)
         p = solve(here.residuals)
         if options.accelerate:
-            p = self._accelerated(solve, p)
-        trial = self.problem(here.moved(p), self.rows)
-        improved = trial.loss < here.loss
-        point = self._select(improved, trial)
-        damping = torch.where(
-            improved, self.damping / options.shrink, self.damping * options.grow
-        )
+            p = self._accelerated(here, solve, p)
+        trial = self.linearize(here.moved(p), self.rows)
+        improved = trial.loss < self.loss
+        wide = improved.view(-1, *(1,) * (self.x.ndim - 1))
+        loss = torch.where(improved, trial.loss, self.loss)
+        shrunk = (self.damping / options.shrink).clamp(min=options.least)
+        damping = torch.where(improved, shrunk, self.damping * options.grow)
+        finished = self._stops(p, improved, loss) | (damping > options.most)
+        mark = self.mark
         steps = self.steps + 1
-        search = replace(
+        if options.patience and steps % options.patience == 0:
+            finished = finished | (loss > 0.8 * mark)
+            mark = loss
+        point = None
+        if bool(improved.all()):
+            point = trial
+        elif not bool(improved.any()):
+            point = here
+        return replace(
             self,
-            point=point,
-            damping=damping.clamp(min=options.least),
-            finished=self._stops(p, improved, here.loss - point.loss)
-            | (damping > options.most),
+            x=torch.where(wide, trial.x, self.x),
+            loss=loss,
+            damping=damping,
+            finished=finished,
+            mark=mark,
             steps=steps,
+            point=point,
             damped=damped if point is here else None,
         )
-        if options.patience and steps % options.patience == 0:
-            stalled = point.loss > 0.8 * self.mark
-            search = replace(
-                search, finished=search.finished | stalled, mark=point.loss
-            )
-        return search
 
-    def _accelerated(self, solve: Solve, p: Tensor) -> Tensor:
+    def _accelerated(self, here: Point, solve: Solve, p: Tensor) -> Tensor:
         """Add half of the second-order step where it is short enough to be trusted."""
-        here, h = self.point, 0.1
-        ahead = self.problem(here.moved(h * p), self.rows)
+        h = 0.1
+        ahead = self.linearize(here.moved(h * p), self.rows)
         bend = ((ahead.residuals - here.residuals) / h - here.forward(p)) * (2 / h)
         a = solve(bend)
-        short = 2 * torch.linalg.vector_norm(
-            a, dim=1
-        ) < 0.75 * torch.linalg.vector_norm(p, dim=1)
+        size = torch.linalg.vector_norm(p, dim=1)
+        short = 2 * torch.linalg.vector_norm(a, dim=1) < 0.75 * size
         return torch.where(short.unsqueeze(1), p + a / 2, p)
 
-    def _select(self, improved: Tensor, trial: Point) -> Point:
-        if bool(improved.all()):
-            return trial
-        if not bool(improved.any()):
-            return self.point
-        wide = improved.view(-1, *(1,) * (trial.x.ndim - 1))
-        return self.problem(torch.where(wide, trial.x, self.x), self.rows)
-
-    def _stops(self, p: Tensor, improved: Tensor, gain: Tensor) -> Tensor:
-        options, loss = self.options, self.loss
-        whole = self.damping <= options.damping
-        converged = improved & whole & (gain < options.rtol * loss)
-        rounded = (loss <= options.floor) & (gain < 0.75 * loss)
+    def _stops(self, p: Tensor, improved: Tensor, loss: Tensor) -> Tensor:
+        options = self.options
         size = self.x.flatten(1).abs().amax(1)
         still = ~improved & (p.abs().amax(1) <= _EPS * size)
-        return converged | rounded | still | (loss - gain <= options.target)
+        finished = still | (loss <= options.target)
+        if options.rtol:
+            whole = self.damping <= options.damping
+            small = improved & whole & (loss > (1 - options.rtol) * self.loss)
+            finished = finished | small
+        if options.floor:
+            small = (self.loss <= options.floor) & (loss > 0.25 * self.loss)
+            finished = finished | small
+        return finished
 
     def keep(self, chosen: Tensor) -> Search:
         """Return the search of the starts that are `chosen` (b,)."""
         if bool(chosen.all()):
             return self
-        rows = self.rows[chosen]
         return replace(
             self,
-            point=self.problem(self.x[chosen], rows),
-            rows=rows,
+            rows=self.rows[chosen],
+            x=self.x[chosen],
+            loss=self.loss[chosen],
             damping=self.damping[chosen],
             finished=self.finished[chosen],
             mark=self.mark[chosen],
+            point=None,
             damped=None,
         )
 
@@ -322,7 +357,7 @@ def all_finished(finished: Tensor, loss: Tensor) -> bool:
 
 
 def minimize(
-    problem: Problem,
+    linearize: Linearize,
     start: Tensor,
     options: Options,
     stop: Callable[[Tensor, Tensor], bool] = all_finished,
@@ -331,7 +366,7 @@ def minimize(
 
     The search ends when `stop(finished, loss)` says so, or after `options.max_steps`.
     """
-    search = Search.begin(problem, start, options)
+    search = Search.begin(linearize, start, options)
     x, loss, finished = search.x.clone(), search.loss.clone(), search.finished.clone()
     for _ in range(options.max_steps):
         if stop(finished, loss):

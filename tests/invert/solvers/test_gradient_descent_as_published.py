@@ -19,8 +19,8 @@ def test_a_step_is_the_rate_times_the_gradient():
     equations = Equations.of(problem)
     method = GradientDescentAsPublished(rate=0.03)
     state = method.step(equations, method.begin(equations, start.detach().unsqueeze(0)))
-    assert torch.allclose(state.X[0], start.detach() - 0.03 * slope, rtol=0, atol=1e-13)
-    assert float(state.loss) == pytest.approx(float(invert.loss(problem, state.X[0])))
+    assert torch.allclose(state.x[0], start.detach() - 0.03 * slope, rtol=0, atol=1e-13)
+    assert float(state.loss) == pytest.approx(float(invert.loss(problem, state.x[0])))
 
 
 @pytest.mark.parametrize(("n", "d"), [(3, 4), (4, 3)])
@@ -59,7 +59,7 @@ def test_the_limit_of_the_rate_is_two_over_the_greatest_eigenvalue():
         state = method.begin(equations, (X + 1e-6 * vector).unsqueeze(0))
         for _ in range(10):
             state = method.step(equations, state)
-        assert (float((state.X[0] - X).norm()) < 1e-6) == shrinks
+        assert (float((state.x[0] - X).norm()) < 1e-6) == shrinks
 
 
 def test_near_a_minimum_the_error_decreases_at_the_rate_of_the_condition():
@@ -75,7 +75,7 @@ def test_near_a_minimum_the_error_decreases_at_the_rate_of_the_condition():
     for _ in range(200):
         state = method.step(equations, state)
     expected = 1e-6 * (1 - least / greatest) ** 200
-    assert float((state.X[0] - X).norm()) == pytest.approx(expected, rel=1e-3)
+    assert float((state.x[0] - X).norm()) == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_step_that_overflows_ends_the_start_and_keeps_the_last_input():

@@ -29,11 +29,11 @@ def errors(method, problem, X0, steps):
     for _ in range(30):
         best = exact.step(equations, best)
     state = method.begin(equations, X0.unsqueeze(0))
-    distances = [float((state.X - best.X).norm())]
+    distances = [float((state.x - best.x).norm())]
     for _ in range(steps):
         state = method.step(equations, state)
-        distances.append(float((state.X - best.X).norm()))
-    return distances, best.X[0]
+        distances.append(float((state.x - best.x).norm()))
+    return distances, best.x[0]
 
 
 def test_the_error_decreases_at_the_rate_of_the_slack():
@@ -106,9 +106,9 @@ def test_its_own_starts_are_drawn_inside(options):
     equations = Equations.of(method.regularized(problem))
     X = equations.impose(torch.stack([0.1 * X, 100 * X]))
     state = method.begin(equations, X)
-    assert (state.X[0] == X[0]).all()
-    assert np.linalg.norm(state.X[1], 2) <= method.radius * (1 + 1e-12)
-    assert (equations.impose(state.X) == state.X).all()
+    assert (state.x[0] == X[0]).all()
+    assert np.linalg.norm(state.x[1], 2) <= method.radius * (1 + 1e-12)
+    assert (equations.impose(state.x) == state.x).all()
 
 
 def test_the_reason_says_that_the_optimum_is_not_the_input():
@@ -198,7 +198,7 @@ def test_known_entries_are_kept_with_a_drawn_hessian():
     state = method.begin(equations, equations.impose(X.unsqueeze(0)))
     for _ in range(3):
         state = method.step(equations, state)
-        assert torch.allclose(equations.impose(state.X), state.X, rtol=0, atol=1e-14)
+        assert torch.allclose(equations.impose(state.x), state.x, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_modified_newton_doubles_the_digits_near_the_input():
     state = method.begin(equations, (X + 1e-3).unsqueeze(0))
     distances = []
     for _ in range(5):
-        distances.append(float((state.X[0] - X).norm()))
+        distances.append(float((state.x[0] - X).norm()))
         state = method.step(equations, state)
     fast = [(a, b) for a, b in itertools.pairwise(distances) if a > 1e-6]
     assert len(fast) >= 2
@@ -264,12 +264,12 @@ def test_every_step_decreases_the_loss_despite_an_indefinite_hessian(options, he
     assert (torch.linalg.eigvalsh(invert.hessian(problem, X))[:, 0] < 0).any()
     for _ in range(10):
         ahead = method.step(equations, state)
-        assert ((ahead.loss < state.loss) | ahead.stalled).all()
+        assert ((ahead.loss < state.loss) | ahead.finished).all()
         assert ahead.loss.tolist() == pytest.approx(
-            invert.loss(problem, ahead.X).tolist()
+            invert.loss(problem, ahead.x).tolist()
         )
         state = ahead
-    assert (equations.impose(state.X) == state.X).all()
+    assert (equations.impose(state.x) == state.x).all()
 
 
 def test_a_row_that_is_not_finite_does_not_move():
@@ -278,5 +278,5 @@ def test_a_row_that_is_not_finite_does_not_move():
     method = ModifiedNewton()
     state = method.begin(equations, torch.stack([X + 0.01, X * torch.nan]))
     ahead = method.step(equations, state)
-    assert ahead.stalled.tolist() == [False, True]
+    assert ahead.finished.tolist() == [False, True]
     assert ahead.loss[0] < state.loss[0]

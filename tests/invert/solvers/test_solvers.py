@@ -9,9 +9,10 @@ import torch
 
 from keyhole import invert
 from keyhole.core import Status
+from keyhole.core.least_squares import cholesky, conjugate_gradients
 from keyhole.invert.derivatives.equations import Equations
+from keyhole.invert.derivatives.hessian import linearizer
 from keyhole.invert.judge import residual_of
-from keyhole.invert.solvers.newton_cg import conjugate_gradients
 
 VARIANTS = {
     "bare": {"symmetric": True},
@@ -70,7 +71,7 @@ def test_rows_of_a_batch_are_independent(name):
         state = method.begin(equations, batch)
         for _ in range(10):
             state = method.step(equations, state)
-        return state.X
+        return state.x
 
     alone = torch.cat([after(start.unsqueeze(0)) for start in starts])
     assert torch.allclose(after(starts), alone, rtol=1e-9, atol=1e-9)
@@ -97,28 +98,30 @@ def test_known_entries_are_kept():
         assert result.status is Status.RECOVERED
 
 
-def test_the_inner_iterations_solve_the_damped_least_squares():
+def test_products_and_matrices_give_the_same_step():
+    """By conjugate gradients and by Cholesky, with a regulariser and a known entry."""
     problem, X = invert.plant(4, 3, seed=1)
-    equations = replace(Equations.of(problem), gamma=0.1)
-    X = near(X, 0.5).unsqueeze(0)
-    linearised = equations.linearised(X)
-    r = equations.residuals(X)
-    mu = torch.tensor([0.05], dtype=torch.float64)
-    exact = torch.zeros(1, dtype=torch.float64)
+    known = torch.full_like(X, torch.nan)
+    known[1, 2] = X[1, 2]
+    equations = Equations.of(replace(problem, gamma=0.1, known=known))
+    start = equations.impose(near(X, 0.5).unsqueeze(0))
+    point = linearizer(equations)(start, torch.arange(1))
+    weight = torch.tensor([0.05], dtype=torch.float64)
     p = conjugate_gradients(
-        linearised.forward,
-        linearised.backward,
-        -r,
-        mu + 0.1,
-        0.1 * X,
-        exact + 1e-12,
-        200,
+        point.forward,
+        point.backward,
+        point.residuals,
+        rtol=1e-12,
+        max_steps=200,
+        weight=weight,
     )
-    J = linearised.jacobian()[0]
-    normal = J.mT @ J + 0.15 * torch.eye(12, dtype=torch.float64)
-    right = J.mT @ r.flatten() + 0.1 * X.flatten()
+    unit = cholesky(point, scale=lambda _: torch.ones(1, dtype=torch.float64))
+    wanted = unit(weight)(point.residuals)
+    assert torch.allclose(p, wanted, rtol=0, atol=1e-9)
+    assert float(p.view(4, 3)[1, 2]) == 0
+    slope = invert.gradient(replace(problem, gamma=0.1, known=known), start[0])
     assert torch.allclose(
-        p.flatten(), -torch.linalg.solve(normal, right), rtol=0, atol=1e-9
+        2 * point.backward(point.residuals).view(4, 3), slope, atol=1e-12
     )
 
 

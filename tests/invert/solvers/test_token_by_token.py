@@ -23,10 +23,13 @@ def test_a_tokens_equations_and_derivative(heads, residual):
     )
     for k in range(5):
         equations = TokenEquations.after(X[None, :k], Equations.of(problem))
-        assert float(equations.residuals(X[None, k : k + 1]).abs().max()) <= 1e-13
+        point = equations.point(X[None, k : k + 1])
+        assert float(point.residuals.abs().max()) <= 1e-13
         x = torch.ones(3, dtype=torch.float64)
-        expected = jacobian(lambda x, e=equations: e.residuals(x[None, None])[0, 0], x)
-        result = equations.jacobian(x[None, None])[0]
+        expected = jacobian(
+            lambda x, e=equations: e.point(x[None, None]).residuals[0], x
+        )
+        result = equations.point(x[None, None]).jacobian[0]
         assert torch.allclose(result, expected, atol=1e-12)
 
 

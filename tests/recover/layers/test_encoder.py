@@ -13,7 +13,6 @@ import tiny_models as tiny
 from keyhole import invert
 from keyhole.core import Status
 from keyhole.core.errors import InputError
-from keyhole.core.numerics import BatchedLBFGS
 from keyhole.invert import Mark
 from keyhole.models import Exposure, capture, identity
 from keyhole.recover import EncoderStates
@@ -231,32 +230,6 @@ def test_the_table_says_how_doubtful_a_token_is():
     assert ids[1] in (7, 9)
     assert doubt[0] < 1e-5
     assert doubt[1] == pytest.approx(1.0, abs=1e-4)
-
-
-def test_lbfgs_solves_many_problems_at_once():
-    """Quadratics of different condition agree with the closed form; one leaves early."""
-    stream = torch.Generator().manual_seed(0)
-    A = (
-        torch.randn(3, 12, 6, generator=stream)
-        * torch.tensor([1.0, 3.0, 0.2])[:, None, None]
-    )
-    b = torch.randn(3, 12, generator=stream)
-
-    def objective(rows):
-        def at(z):
-            off = torch.einsum("bij,bj->bi", A[rows], z) - b[rows]
-            return off.square().sum(-1), 2 * torch.einsum("bij,bi->bj", A[rows], off)
-
-        return at
-
-    search = BatchedLBFGS(torch.zeros(3, 6), first=0.1)
-    for _ in range(5):
-        search.step(objective([0, 1, 2]))
-    search.keep(torch.tensor([True, False, True]))
-    for _ in range(40):
-        search.step(objective([0, 2]))
-    best = torch.linalg.lstsq(A[[0, 2]], b[[0, 2]].unsqueeze(-1)).solution[..., 0]
-    assert torch.allclose(search.z, best, atol=1e-3)
 
 
 def test_a_token_fixed_by_mistake_becomes_open():

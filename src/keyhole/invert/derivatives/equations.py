@@ -23,6 +23,7 @@ softmax(λS) and the last term from Ã.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, Self
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from keyhole import attention
 from keyhole.core.errors import InputError
+from keyhole.core.least_squares import Point
 from keyhole.invert.problem import Problem
 
 # The number of unknowns up to which an nd×nd matrix is factorised: 72 MB, and about a
@@ -37,34 +39,6 @@ from keyhole.invert.problem import Problem
 # polishing by Newton's method, and no check of whether the equations determine X beyond
 # counting them.
 DENSE = 3000
-
-
-class Smooth(Protocol):
-    """Equations that Newton's method can solve: of a layer, of one token, or of a stack."""
-
-    @property
-    def B(self) -> Tensor: ...  # noqa: N802 - the paper's name
-
-    @property
-    def fixed(self) -> Tensor | None: ...
-
-    @property
-    def gamma(self) -> float: ...
-
-    def residuals(self, X: Tensor) -> Tensor: ...
-
-    def jacobian(self, X: Tensor) -> Tensor: ...
-
-    def select(self, rows: Tensor) -> Self:
-        """Return the equations of some rows of a batch of inputs."""
-        ...
-
-
-def squared_loss(equations: Smooth, r: Tensor, X: Tensor) -> Tensor:
-    """`‖r‖² + γ‖X‖²` for residuals r at X: (R,)."""
-    loss = r.square().sum((-2, -1))
-    gamma = equations.gamma
-    return loss + gamma * X.square().sum((-2, -1)) if gamma else loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,46 +101,28 @@ class Equations:
             return X
         return torch.where(self.fixed.isnan(), X, self.fixed)
 
-    def maps(self, X: Tensor) -> Tensor:
-        """softmax(λS): (R,H,n,n)."""
-        scores = attention.scores(X, X, self.W, key_bias=self.key_bias)
-        return attention.probabilities(self.temperature * scores, causal=self.causal)
-
-    def softened(self, A: Tensor) -> Tensor:
-        """Ã = U + (A − U)/λ, which is A itself at λ = 1."""
-        if self.temperature == 1.0:
-            return A
-        U = self.uniform()
-        return U + (A - U) / self.temperature
-
     def uniform(self) -> Tensor:
         """The attention map U of equal scores: (n,n)."""
         n = self.length
         return attention.probabilities(self.B.new_zeros(n, n), causal=self.causal)
 
+    def linearised(self, X: Tensor) -> Linearised:
+        """Compute the terms from which residuals and derivatives at X are assembled."""
+        wide = X.unsqueeze(-3)
+        queries = wide @ self.W  # Wᵀx_i (+ u)
+        if self.key_bias is not None:
+            queries = queries + self.key_bias.unsqueeze(-2)
+        scores = self.temperature * queries @ wide.mT
+        A = attention.probabilities(scores, causal=self.causal)
+        return Linearised(self, X, A, wide @ self.V, queries)
+
     def residuals(self, X: Tensor) -> Tensor:
         """`attention(X) − B`: (R,n,m)."""
-        mixed = self.softened(self.maps(X)) @ self.values(X)
-        out = mixed.sum(-3) - self.B
-        return out + X if self.residual else out
-
-    def values(self, X: Tensor) -> Tensor:
-        """`X V_h`: (R,H,n,m)."""
-        return X.unsqueeze(-3) @ self.V
+        return self.linearised(X).residuals
 
     def loss(self, X: Tensor) -> Tensor:
         """`‖r(X)‖² + γ‖X‖²`: (R,)."""
-        return squared_loss(self, self.residuals(X), X)
-
-    def linearised(self, X: Tensor) -> Linearised:
-        """Compute the terms from which derivatives at X are assembled."""
-        A = self.maps(X)
-        H = self.values(X)
-        queries = X.unsqueeze(-3) @ self.W  # Wᵀx_i (+ u)
-        if self.key_bias is not None:
-            queries = queries + self.key_bias.unsqueeze(-2)
-        keys = X.unsqueeze(-3) @ self.W.mT  # W x_j
-        return Linearised(self, A, self.softened(A), H, queries, keys)
+        return self.linearised(X).loss
 
     def jacobian(self, X: Tensor) -> Tensor:
         return self.linearised(X).jacobian()
@@ -174,14 +130,48 @@ class Equations:
 
 @dataclass(frozen=True, eq=False)
 class Linearised:
-    """The layer linearised at X: products with its Jacobian, and the Jacobian itself."""
+    """The layer at X: its residuals, products with its Jacobian, and the Jacobian itself."""
 
     equations: Equations
-    A: Tensor  # softmax(λS)
-    soft: Tensor  # Ã
-    H: Tensor
-    queries: Tensor
-    keys: Tensor
+    X: Tensor
+    A: Tensor  # softmax(λS), (R,H,n,n)
+    H: Tensor  # X V_h, (R,H,n,m)
+    queries: Tensor  # Wᵀx_i (+ u)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """W x_j: (R,H,n,d)."""
+        return self.X.unsqueeze(-3) @ self.equations.W.mT
+
+    @cached_property
+    def soft(self) -> Tensor:
+        """Ã = U + (A − U)/λ, which is A itself at λ = 1."""
+        equations = self.equations
+        if equations.temperature == 1.0:
+            return self.A
+        U = equations.uniform()
+        return U + (self.A - U) / equations.temperature
+
+    @cached_property
+    def residuals(self) -> Tensor:
+        """`attention(X) − B`: (R,n,m)."""
+        out = (self.soft @ self.H).sum(-3) - self.equations.B
+        return out + self.X if self.equations.residual else out
+
+    @property
+    def loss(self) -> Tensor:
+        """`L = ‖r(X)‖² + γ‖X‖²`: (R,)."""
+        loss = self.residuals.square().sum((-2, -1))
+        return loss + self.equations.gamma * self.X.square().sum((-2, -1))
+
+    @property
+    def gradient(self) -> Tensor:
+        """`∇L = 2Jᵀr + 2γX`: (R,n,d)."""
+        slope = self.backward(2 * self.residuals)
+        if not self.equations.gamma:
+            return slope
+        free = 1.0 if self.equations.free is None else self.equations.free
+        return slope + 2 * self.equations.gamma * free * self.X
 
     def forward(self, dX: Tensor) -> Tensor:
         """`J dX`: (R,n,d) to (R,n,m), with n×n numbers of memory for each head."""
@@ -234,6 +224,24 @@ class Linearised:
         return J.reshape(R, n * m, n * d)
 
 
+class OtherEquations(Protocol):
+    """Equations of something else than a layer: of one token, or of a stack."""
+
+    @property
+    def B(self) -> Tensor: ...  # noqa: N802 - the paper's name
+
+    def point(self, X: Tensor) -> Point:
+        """Return the residuals and their Jacobian at a batch of inputs (R,n,d)."""
+        ...
+
+    def select(self, rows: Tensor) -> Self:
+        """Return the equations of some rows of a batch of inputs."""
+        ...
+
+
+Smooth = Equations | OtherEquations
+
+
 def loss(problem: Problem, X: Tensor) -> Tensor:
     """`‖attention(X) − B‖² + γ‖X‖²`: (…) for an input (…, n, d)."""
     equations, inputs, lead = prepared(problem, X)
@@ -243,7 +251,8 @@ def loss(problem: Problem, X: Tensor) -> Tensor:
 def gradient(problem: Problem, X: Tensor) -> Tensor:
     """`∇L(X)`, with the shape of X."""
     equations, inputs, lead = prepared(problem, X)
-    return gradient_of(equations, inputs).reshape(*lead, *inputs.shape[1:])
+    slope = equations.linearised(inputs).gradient
+    return slope.reshape(*lead, *inputs.shape[1:])
 
 
 def jacobian(problem: Problem, X: Tensor) -> Tensor:
@@ -251,15 +260,6 @@ def jacobian(problem: Problem, X: Tensor) -> Tensor:
     equations, inputs, lead = prepared(problem, X)
     J = equations.jacobian(inputs)
     return J.reshape(*lead, *J.shape[1:])
-
-
-def gradient_of(equations: Equations, X: Tensor) -> Tensor:
-    """`∇L` for a batch of inputs: (R,n,d)."""
-    result = equations.linearised(X).backward(2 * equations.residuals(X))
-    if equations.gamma:
-        free = equations.free
-        result = result + 2 * equations.gamma * (X if free is None else X * free)
-    return result
 
 
 def prepared(problem: Problem, X: Tensor) -> tuple[Equations, Tensor, torch.Size]:

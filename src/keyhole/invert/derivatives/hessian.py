@@ -17,15 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError
+from keyhole.core.least_squares import Linearize, Point, Regularised
 from keyhole.invert.derivatives.equations import (
     Equations,
     Linearised,
+    Smooth,
     jacobian,
     prepared,
 )
@@ -50,7 +53,7 @@ def hessian_product(problem: Problem, X: Tensor, P: Tensor) -> Tensor:
     free = equations.free
     along = P.to(inputs).reshape(inputs.shape)
     along = along if free is None else along * free
-    curvature = Curvature.of(layer, 2 * equations.residuals(inputs))
+    curvature = Curvature.of(layer, 2 * layer.residuals)
     result = layer.backward(2 * layer.forward(along)) + curvature.product(layer, along)
     result = result + 2 * equations.gamma * along
     return (result if free is None else result * free).reshape(P.shape)
@@ -59,12 +62,49 @@ def hessian_product(problem: Problem, X: Tensor, P: Tensor) -> Tensor:
 def hessian_of(equations: Equations, X: Tensor) -> Tensor:
     """`∇²L` for a batch of inputs: (R, n·d, n·d)."""
     layer = equations.linearised(X)
-    return Expansion.of(layer, Curvature.of(layer, 2 * equations.residuals(X))).matrix()
+    return Expansion.of(layer, Curvature.of(layer, 2 * layer.residuals)).matrix()
 
 
-def gauss_newton_of(equations: Equations, X: Tensor) -> Tensor:
+def gauss_newton_of(layer: Linearised) -> Tensor:
     """`JᵀJ` for a batch of inputs: (R, n·d, n·d)."""
-    return Expansion.of(equations.linearised(X), None).matrix() / 2
+    return Expansion.of(layer, None).matrix() / 2
+
+
+class LayerPoint(Point):
+    """A layer at a batch of inputs (R,n,d): JᵀJ and products with J do not need J."""
+
+    def __init__(self, layer: Linearised) -> None:
+        super().__init__(layer.X, layer.residuals, layer.jacobian)
+        self.layer = layer
+
+    @cached_property
+    def normal(self) -> Tensor:
+        return gauss_newton_of(self.layer)
+
+    def forward(self, p: Tensor) -> Tensor:
+        return self.layer.forward(p.view_as(self.x)).flatten(1)
+
+    def backward(self, r: Tensor) -> Tensor:
+        return self.layer.backward(r.view_as(self.layer.residuals)).flatten(1)
+
+
+def linearizer(equations: Smooth) -> Linearize:
+    """Return the equations as residuals whose squares are minimised."""
+    if not isinstance(equations, Equations):
+        return lambda X, rows: equations.select(rows).point(X)
+    free = 1.0 if equations.free is None else equations.free.flatten(1)
+
+    def linearize(X: Tensor, _: Tensor) -> Point:
+        layer = equations.linearised(X)
+        if X[0].numel() < _LARGE:
+            point = Point(X, layer.residuals, layer.jacobian)
+        else:
+            point = LayerPoint(layer)
+        if not equations.gamma:
+            return point
+        return Regularised(point, equations.gamma * free)
+
+    return linearize
 
 
 def solvable(equations: Equations, H: Tensor) -> Tensor:
@@ -112,6 +152,7 @@ def solvable(equations: Equations, H: Tensor) -> Tensor:
 _CHUNK = (
     1 << 20
 )  # numbers that one chunk of the large product may hold, to bound the memory
+_LARGE = 200  # unknowns from which JᵀJ is computed by its structure, without J
 _SMALL = 512  # the size up to which reading a matrix by columns is as fast as by rows
 
 
@@ -347,7 +388,7 @@ def hessian_blocks(problem: Problem, X: Tensor) -> Tensor:
 
 def blocks_of(equations: Equations, X: Tensor, i0: int, j0: int) -> Tensor:
     """`∇²c_{i₀j₀}` as the paper's grid: [i₁, i₂] is a block, (n, n, d, d)."""
-    A = equations.maps(X.unsqueeze(0))[0]
+    A = equations.linearised(X.unsqueeze(0)).A[0]
     grid = X.new_zeros(len(X), len(X), X.shape[1], X.shape[1])
     for h, (W, V) in enumerate(zip(equations.W[0], equations.V[0], strict=True)):
         u = None if equations.key_bias is None else equations.key_bias[0, h]

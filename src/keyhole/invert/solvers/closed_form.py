@@ -36,6 +36,7 @@ from torch import Tensor
 from keyhole import attention
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
+from keyhole.core.least_squares import Point, conjugate_gradients
 from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.equations import DENSE, Equations
 from keyhole.invert.inversion import Inversion
@@ -43,7 +44,6 @@ from keyhole.invert.judge import SOLVED, Verdict, judge
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.levenberg_marquardt import LevenbergMarquardt
 from keyhole.invert.solvers.multistart import polished
-from keyhole.invert.solvers.newton_cg import conjugate_gradients
 
 _AGREE = 1e-9  # maps that differ by less are equal
 _ROUNDED = 1e-14  # relative rounding error of an output in float64
@@ -294,17 +294,19 @@ class Linear:
     def _conjugate_gradients(self) -> Tensor:
         """Solve the normal equations. X is judged later, so stopping early does no harm."""
         X, free = self._start()
-        zero = X.new_zeros(1)
-        right = (self.B - self.apply(X)).unsqueeze(0)
-        return X + conjugate_gradients(
-            lambda P: self.apply(P[0])[None],
-            lambda R: (self.transposed(R[0]) * free)[None],
-            right,
-            zero,
-            zero,
-            zero + torch.finfo(X.dtype).eps,
-            _ITERATIONS,
-        ).squeeze(0)
+
+        def forward(p: Tensor) -> Tensor:
+            return self.apply(p.view_as(X)).view(1, -1)
+
+        def backward(r: Tensor) -> Tensor:
+            return (self.transposed(r.view_as(self.B)) * free).view(1, -1)
+
+        r = (self.apply(X) - self.B).view(1, -1)
+        rtol = torch.finfo(X.dtype).eps
+        step = conjugate_gradients(
+            forward, backward, r, rtol=rtol, max_steps=_ITERATIONS
+        )
+        return X + step.view_as(X)
 
 
 def _least_norm(K: Tensor, B: Tensor) -> tuple[Tensor, int]:
@@ -351,39 +353,35 @@ class Scores:
 
     problem: Problem
     linear: Linear
-    gamma: float = 0.0
 
     @property
     def B(self) -> Tensor:  # noqa: N802 - the paper's name
         return self.linear.B.unsqueeze(0)
 
-    @property
-    def fixed(self) -> Tensor | None:
-        return None if self.linear.fixed is None else self.linear.fixed.unsqueeze(0)
-
     def select(self, rows: Tensor) -> Scores:  # noqa: ARG002 - the same for every row
         return self
 
     def residuals(self, X: Tensor) -> Tensor:
-        """(1,1,K) for one input (1,n,d)."""
-        X = X[0]
+        """(K,) for one input (n,d)."""
         problem = self.problem
         A = self.linear.maps
-        D = attention.scores(X, X, problem.W, key_bias=problem.key_bias).reshape(
-            A.shape
-        )
-        D = D - torch.where(A > 0, A, 1.0).log()
+        D = attention.scores(X, X, problem.W, key_bias=problem.key_bias)
+        D = D.reshape(A.shape) - torch.where(A > 0, A, 1.0).log()
         off = self.linear.apply(X) - self.linear.B
         weighted = A * D
         weighted = weighted - A * weighted.sum(2, keepdim=True)
-        return torch.cat([off.flatten(), weighted.flatten()]).view(1, 1, -1)
+        return torch.cat([off.flatten(), weighted.flatten()])
 
     def jacobian(self, X: Tensor) -> Tensor:
-        """(1, K, n·d); columns of known entries are zero."""
+        """(K, n·d); columns of known entries are zero."""
         J: Tensor = torch.func.jacrev(self.residuals)(X)
-        J = J.reshape(1, -1, X.numel())
+        J = J.flatten(1)
         fixed = self.linear.fixed
         return J if fixed is None else J * fixed.isnan().flatten().to(J.dtype)
+
+    def point(self, X: Tensor) -> Point:
+        """One input, as a batch (1,n,d)."""
+        return Point(X, self.residuals(X[0])[None], lambda: self.jacobian(X[0])[None])
 
 
 def fit_scores(
@@ -408,7 +406,7 @@ def fit_scores(
         start = X + spread * (
             noise if linear.fixed is None else noise * linear.fixed.isnan()
         )
-    J = scores.jacobian(best.unsqueeze(0))[0]
+    J = scores.jacobian(best)
     J = J if linear.fixed is None else J[:, linear.fixed.isnan().flatten()]
     sizes = torch.linalg.svdvals(J)
     return best, J.shape[1] - int((sizes > _OPEN * sizes[0]).sum())

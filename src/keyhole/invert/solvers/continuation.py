@@ -20,7 +20,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.invert.derivatives.equations import Equations, Smooth
+from keyhole.core.least_squares import NEWTON, minimize
+from keyhole.invert.derivatives.equations import Equations
+from keyhole.invert.derivatives.hessian import linearizer
 from keyhole.invert.problem import Problem
 from keyhole.invert.solvers.mean_field import mean_field
 
@@ -42,7 +44,7 @@ def warmed(problem: Problem, guess: Tensor) -> Tensor:
     stride = 0.1
     while heat < 1 and stride > 1e-3:
         ahead = min(1.0, heat + stride)
-        moved = newton(replace(equations, temperature=ahead), X)
+        moved = solved(replace(equations, temperature=ahead), X)
         if moved is None:
             stride /= 2
         else:
@@ -52,22 +54,12 @@ def warmed(problem: Problem, guess: Tensor) -> Tensor:
     return X.squeeze(0)
 
 
-def newton(equations: Smooth, X: Tensor, steps: int = 8) -> Tensor | None:
-    """Solve square equations by Newton's method from (1,n,d); None unless every step converges."""
-    before = torch.inf
-    scale = float(equations.B.abs().max())
-    for _ in range(steps):
-        r = equations.residuals(X)
-        size = float(r.abs().max())
-        if size <= 1e-12 * scale:
-            return X
-        if not size < before:
-            return None
-        before = size
-        J = equations.jacobian(X)
-        step, _ = torch.linalg.solve_ex(J, r.reshape(1, -1, 1))
-        X = X - step.reshape(X.shape)
-    return X if float(equations.residuals(X).abs().max()) <= 1e-8 * scale else None
+def solved(equations: Equations, X: Tensor, steps: int = 8) -> Tensor | None:
+    """Solve the equations by Newton's method from (1,n,d); None unless every step converges."""
+    square = equations.B.numel() * float(equations.B.abs().max()) ** 2
+    options = replace(NEWTON, max_steps=steps, target=1e-24 * square)
+    X, loss = minimize(linearizer(equations), X, options)
+    return X if float(loss) <= 1e-16 * square else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +82,7 @@ def solutions_along_the_curve(
     if guess is None:
         return
     equations = Equations.of(problem)
-    cold = newton(replace(equations, temperature=_COLD), guess.unsqueeze(0))
+    cold = solved(replace(equations, temperature=_COLD), guess.unsqueeze(0))
     if cold is None:
         return
     curve = _Curve(equations, scale=float(equations.B.abs().max()))
@@ -102,7 +94,7 @@ def solutions_along_the_curve(
         ):
             share = (1 - before.temperature) / (point.temperature - before.temperature)
             near = (before.place + share * (point.place - before.place))[:-1]
-            crossing = newton(
+            crossing = solved(
                 equations, near.reshape(guess.shape).unsqueeze(0), steps=20
             )
             if crossing is not None:

@@ -14,33 +14,33 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import expect_number
-from keyhole.invert.derivatives.equations import Equations, gradient_of
-from keyhole.invert.solvers.multistart import Solver, State
+from keyhole.invert.derivatives.equations import Equations
+from keyhole.invert.solvers.multistart import Iterate, Solver
 
 _ARMIJO = 1e-4
 _STALLED = 1e-14
 
 
 @dataclass(frozen=True)
-class GradientDescent(Solver):
+class GradientDescent(Solver[Iterate]):
     """Steepest descent from many starts at once."""
 
     starts: int = 64
     steps: int = 5000
     stride: float = 1e-2
 
-    def begin(self, equations: Equations, X: Tensor) -> State:
-        return State.at(equations, X, stride=X.new_full((len(X),), self.stride))
+    def begin(self, equations: Equations, X: Tensor) -> Iterate:
+        return Iterate.at(equations, X, stride=X.new_full((len(X),), self.stride))
 
-    def step(self, equations: Equations, state: State) -> State:
+    def step(self, equations: Equations, state: Iterate) -> Iterate:
         stride = state.memory["stride"]
-        slope = gradient_of(equations, state.X)
-        ahead = state.X - stride[:, None, None] * slope
+        slope = equations.linearised(state.x).gradient
+        ahead = state.x - stride[:, None, None] * slope
         loss = equations.loss(ahead)
         promise = _ARMIJO * stride * slope.square().sum((-2, -1))
         better = loss <= state.loss - promise
-        return State(
-            torch.where(better[:, None, None], ahead, state.X),
+        return Iterate(
+            torch.where(better[:, None, None], ahead, state.x),
             torch.where(better, loss, state.loss),
             stride < _STALLED,
             {"stride": torch.where(better, 1.5 * stride, 0.5 * stride)},
@@ -48,7 +48,7 @@ class GradientDescent(Solver):
 
 
 @dataclass(frozen=True)
-class GradientDescentAsPublished(Solver):
+class GradientDescentAsPublished(Solver[Iterate]):
     """A fixed step, as published in *Unmasking Transformers*, Section 3.2.
 
         1. Initialise X.   2. Compute ∇L(X).   3. X ← X − η ∇L(X), and repeat.
@@ -71,16 +71,16 @@ class GradientDescentAsPublished(Solver):
     def __post_init__(self) -> None:
         expect_number("rate", self.rate, above=0)
 
-    def begin(self, equations: Equations, X: Tensor) -> State:
+    def begin(self, equations: Equations, X: Tensor) -> Iterate:
         loss = equations.loss(X)
-        return State(X, loss, ~loss.isfinite())
+        return Iterate(X, loss, ~loss.isfinite())
 
-    def step(self, equations: Equations, state: State) -> State:
-        ahead = state.X - self.rate * gradient_of(equations, state.X)
+    def step(self, equations: Equations, state: Iterate) -> Iterate:
+        ahead = state.x - self.rate * equations.linearised(state.x).gradient
         loss = equations.loss(ahead)
         finite = loss.isfinite()
-        return State(
-            torch.where(finite[:, None, None], ahead, state.X),
+        return Iterate(
+            torch.where(finite[:, None, None], ahead, state.x),
             torch.where(finite, loss, state.loss),
             ~finite,
         )

@@ -20,32 +20,57 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.invert.derivatives.equations import Equations, gradient_of
+from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.derivatives.hessian import hessian_of, solvable
-from keyhole.invert.solvers.multistart import Solver, State, line_search
+from keyhole.invert.solvers.multistart import Iterate, Solver
 
 _EPS = torch.finfo(torch.float64).eps
+_ARMIJO = 1e-4
+_HALVINGS = 30
 
 
 @dataclass(frozen=True)
-class ModifiedNewton(Solver):
+class ModifiedNewton(Solver[Iterate]):
     """Newton's method with the absolute eigenvalues of ∇²L, from many starts at once."""
 
     starts: int = 64
     steps: int = 200
 
-    def begin(self, equations: Equations, X: Tensor) -> State:
-        return State.at(equations, X)
+    def begin(self, equations: Equations, X: Tensor) -> Iterate:
+        return Iterate.at(equations, X)
 
-    def step(self, equations: Equations, state: State) -> State:
-        slope = gradient_of(equations, state.X).flatten(1)
-        p = -_solved(solvable(equations, hessian_of(equations, state.X)), slope)
-        promise = (slope * p).sum(1)  # the slope along p
-        p = p.reshape(state.X.shape)
-        free = equations.free  # 0 at the entries of X that are known
-        p = p if free is None else p * free
-        X, loss, _ = line_search(equations, state, p, torch.ones_like(promise), promise)
-        return State(X, loss, stalled=~(loss < state.loss))
+    def step(self, equations: Equations, state: Iterate) -> Iterate:
+        slope = equations.linearised(state.x).gradient.flatten(1)
+        p = -_solved(solvable(equations, hessian_of(equations, state.x)), slope)
+        descent = (slope * p).sum(1)
+        p = p.reshape(state.x.shape)
+        if equations.free is not None:  # 0 at the entries of X that are known
+            p = p * equations.free
+        X, loss = line_search(equations, state, p, descent)
+        return Iterate(X, loss, finished=~(loss < state.loss))
+
+
+def line_search(
+    equations: Equations, state: Iterate, p: Tensor, descent: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Halve each step p until the loss falls by a share of `descent`, its slope along p (Armijo).
+
+    Returns inputs and losses, unchanged where no step was short enough.
+    """
+    X = state.x
+    loss = state.loss
+    taken = torch.zeros_like(state.finished)
+    for halving in range(_HALVINGS):
+        share = 0.5**halving
+        trial = state.x + share * p
+        value = equations.loss(trial)
+        good = ~taken & (value <= state.loss + _ARMIJO * share * descent)
+        X = torch.where(good[:, None, None], trial, X)
+        loss = torch.where(good, value, loss)
+        taken = taken | good
+        if bool(taken.all()):
+            break
+    return X, loss
 
 
 def _solved(H: Tensor, slope: Tensor) -> Tensor:

@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import ClassVar, Protocol, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
+from keyhole.core.least_squares import NEWTON, minimize
 from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.equations import DENSE, Equations, Smooth
+from keyhole.invert.derivatives.hessian import linearizer
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import SOLVED, Verdict, distinct, judge
 from keyhole.invert.problem import Problem
@@ -35,16 +37,32 @@ from keyhole.invert.solvers.reduce import Reduced, reduce
 
 _EPS = torch.finfo(torch.float64).eps
 _PROMISING = 1e-5  # a start whose relative residual is smaller is polished
+_POLISHING = 4  # Newton steps
 _BATCH_BYTES = {"cpu": 2**26, "cuda": 2**33}
 
 
-@dataclass(eq=False)
-class State:
-    """The state of a batch of starts. `memory` holds further tensors of the solver, by row."""
+class State(Protocol):
+    """A batch of starts: where they are, their losses, and which of them have finished."""
 
-    X: Tensor
+    @property
+    def x(self) -> Tensor: ...
+
+    @property
+    def loss(self) -> Tensor: ...
+
+    @property
+    def finished(self) -> Tensor: ...
+
+    def keep(self, chosen: Tensor) -> Self: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Iterate:
+    """A state with further tensors of the solver in `memory`, by row."""
+
+    x: Tensor
     loss: Tensor
-    stalled: Tensor
+    finished: Tensor
     memory: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @classmethod
@@ -53,9 +71,18 @@ class State:
         loss = equations.loss(X)
         return cls(X, loss, torch.zeros_like(loss, dtype=torch.bool), memory)
 
-    def keep(self, rows: Tensor) -> State:
-        memory = {name: tensor[rows] for name, tensor in self.memory.items()}
-        return State(self.X[rows], self.loss[rows], self.stalled[rows], memory)
+    def keep(self, chosen: Tensor) -> Self:
+        memory = {name: tensor[chosen] for name, tensor in self.memory.items()}
+        return replace(
+            self,
+            x=self.x[chosen],
+            loss=self.loss[chosen],
+            finished=self.finished[chosen],
+            memory=memory,
+        )
+
+
+AnyState = TypeVar("AnyState", bound=State)
 
 
 class Multistart:
@@ -67,7 +94,7 @@ class Multistart:
 
     def __init__(
         self,
-        method: Solver,
+        method: Solver[Any],
         problem: Problem,
         start: Tensor | None,
         progress: Progress,
@@ -130,7 +157,7 @@ class Multistart:
             X = self.given[numbers.start : numbers.stop]
         self.entered = numbers.stop
         X = self.equations.impose(X.to(self.equations.B.device, torch.float64))
-        self.state = self.method.begin(self.equations, X)
+        self.state: State = self.method.begin(self.equations, X)
         self.age = torch.zeros(len(X), dtype=torch.long)
         self.history = torch.full(
             (len(X), self.method.steps + 1), torch.nan, dtype=torch.float64
@@ -147,16 +174,12 @@ class Multistart:
         self.age += 1
         small = 2 * _EPS * self.scale
         target = self.equations.B[0].numel() * small * small  # small**2 may raise
-        over = (
-            (loss <= target)
-            | self.state.stalled.cpu()
-            | (self.age >= self.method.steps)
-        )
-        over |= ~loss.isfinite()
+        over = self.state.finished.cpu() | (self.age >= self.method.steps)
+        over |= (loss <= target) | ~loss.isfinite()
         if over.any():
             self._remember(over)
             left = torch.zeros_like(over) if self._done else ~over
-            self.state = self.state.keep(left.to(self.state.X.device))
+            self.state = self.state.keep(left.to(self.state.x.device))
             self.age = self.age[left]
             self.history = self.history[left]
         best = self.best_loss
@@ -175,7 +198,7 @@ class Multistart:
             promising = value <= near * near * self.equations.B[0].numel()
             if not (promising or value < self.best_loss):
                 continue
-            X = self.state.X[row]
+            X = self.state.x[row].view(self.equations.length, -1)
             if promising and not self.method.as_given:
                 X = polished(self.equations, X)
             X = self.reduced.restore(X).to(self.problem.B.device)
@@ -253,57 +276,12 @@ def _start(problem: Problem, number: int, seed: int) -> Tensor:
     return _SMALL * noise
 
 
-_ARMIJO = 1e-4
-_STRIDE_HALVINGS = 30
-_POLISHING_STEPS = 4
-
-
-def line_search(
-    equations: Equations, state: State, p: Tensor, stride: Tensor, promise: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Halve each stride along p until the loss decreases enough (Armijo).
-
-    `promise` is the slope along p, the decrease that it predicts. Returns inputs,
-    losses and which rows moved; the other rows are unchanged.
-    """
-    X = state.X
-    loss = state.loss
-    taken = torch.zeros_like(state.stalled)
-    for _ in range(_STRIDE_HALVINGS):
-        trial = state.X + stride[:, None, None] * p
-        value = equations.loss(trial)
-        good = ~taken & (value <= state.loss + _ARMIJO * stride * promise)
-        X = torch.where(good[:, None, None], trial, X)
-        loss = torch.where(good, value, loss)
-        taken = taken | good
-        if bool(taken.all()):
-            break
-        stride = torch.where(taken, stride, 0.5 * stride)
-    return X, loss, taken
-
-
 def polished(equations: Smooth, X: Tensor) -> Tensor:
     """Improve the last digits of X by Newton steps while each of them lowers the residual."""
-    if X.numel() > DENSE or equations.gamma > 0:
+    if X.numel() > DENSE:
         return X
-    X = X.unsqueeze(0)
-    size = equations.residuals(X).norm()
-    for _ in range(_POLISHING_STEPS):
-        J = equations.jacobian(X)[0]
-        r = equations.residuals(X).reshape(-1, 1)
-        if J.shape[0] == J.shape[1] and equations.fixed is None:
-            step, info = torch.linalg.solve_ex(J, r)
-            if int(info):
-                break
-        else:
-            step = torch.linalg.pinv(J, rtol=1e-12) @ r
-        ahead = X - step.reshape(X.shape)
-        ahead_size = equations.residuals(ahead).norm()
-        if not bool(ahead_size < size):
-            break
-        X = ahead
-        size = ahead_size
-    return X.squeeze(0)
+    options = replace(NEWTON, max_steps=_POLISHING)
+    return minimize(linearizer(equations), X.unsqueeze(0), options)[0][0]
 
 
 class Solve(Protocol):
@@ -315,7 +293,7 @@ class Solve(Protocol):
 
 
 @dataclass(frozen=True)
-class Solver(ABC):
+class Solver(ABC, Generic[AnyState]):
     """A search from many starts: `begin` and `step` act on a batch of inputs.
 
     The search ends after `solutions` different inputs. With `as_given`, a method takes
@@ -333,10 +311,10 @@ class Solver(ABC):
     device: str = "cpu"
 
     @abstractmethod
-    def begin(self, equations: Equations, X: Tensor) -> State: ...
+    def begin(self, equations: Equations, X: Tensor) -> AnyState: ...
 
     @abstractmethod
-    def step(self, equations: Equations, state: State) -> State: ...
+    def step(self, equations: Equations, state: AnyState) -> AnyState: ...
 
     def __call__(
         self,

@@ -38,15 +38,15 @@ from torch import Tensor
 from keyhole.core.errors import InputError, expect_number
 from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.bounds import paper_gamma, radius
-from keyhole.invert.derivatives.equations import Equations, gradient_of
+from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.derivatives.hessian import hessian_of, solvable
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.problem import Problem
-from keyhole.invert.solvers.multistart import Solver, State
+from keyhole.invert.solvers.multistart import Iterate, Solver
 
 
 @dataclass(frozen=True)
-class RegularizedNewton(Solver):
+class RegularizedNewton(Solver[Iterate]):
     """Theorem 1.3: reach the optimum of the loss with γ to within `accuracy`, at a linear rate."""
 
     as_given: ClassVar[bool] = True
@@ -111,24 +111,24 @@ class RegularizedNewton(Solver):
                 )
         return self.radius
 
-    def begin(self, equations: Equations, X: Tensor) -> State:
+    def begin(self, equations: Equations, X: Tensor) -> Iterate:
         if isinstance(self.gamma, str) and self.radius is not None:
             X = _inside(X, equations.fixed, self.radius)
-        return State.at(equations, X)
+        return Iterate.at(equations, X)
 
-    def step(self, equations: Equations, state: State) -> State:
-        factor, p, definite = self._newton(equations, state.X)
+    def step(self, equations: Equations, state: Iterate) -> Iterate:
+        factor, p, definite = self._newton(equations, state.x)
         arrived = self._arrived(p)
-        ahead = state.X + self._inexact(equations, state.X, factor, p)
-        X = torch.where(definite[:, None, None], ahead, state.X)
-        return State(X, equations.loss(X), arrived | ~definite)
+        ahead = state.x + self._inexact(equations, state.x, factor, p)
+        X = torch.where(definite[:, None, None], ahead, state.x)
+        return Iterate(X, equations.loss(X), arrived | ~definite)
 
     def _newton(self, equations: Equations, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the Hessian's Cholesky factor, Newton's step, and whether H is definite."""
         factor, info = torch.linalg.cholesky_ex(
             solvable(equations, hessian_of(equations, X))
         )
-        slope = gradient_of(equations, X).flatten(1).unsqueeze(-1)
+        slope = equations.linearised(X).gradient.flatten(1).unsqueeze(-1)
         p = -torch.cholesky_solve(slope, factor).reshape(X.shape)
         return factor, p, info == 0
 

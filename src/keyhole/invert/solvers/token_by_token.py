@@ -39,6 +39,7 @@ from torch import Tensor
 
 from keyhole import attention
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.least_squares import Point
 from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.equations import Equations
 from keyhole.invert.inversion import Inversion
@@ -161,21 +162,20 @@ class _Sweep:
         x = self._starts(token)
         count, starts = x.shape[:2]
         self.tried += count * starts
-        rows = replace(token, before=prefixes.repeat_interleave(starts, 0))
+        each = token.select(torch.arange(count).repeat_interleave(starts))
         method = LevenbergMarquardt(steps=self.method.steps)
-        x, loss = method.descend(rows, x.flatten(0, 1).unsqueeze(1), _ACCURACY)
+        x, loss = method.descend(each, x.flatten(0, 1).unsqueeze(1), _ACCURACY)
         good = loss.sqrt() <= _EXACT * token.B.norm()
         if self.problem.tolerance:
-            good |= self._off(reduced, rows.residuals(x)) <= self.problem.tolerance
+            good |= self._error(reduced, each.point(x)) <= self.problem.tolerance
         if not good.any():
             raise Unsuccessful(Status.UNSOLVED, self._stuck(token, loss))
         x = x.reshape(count, starts, -1)
         good = good.reshape(count, starts)
         parent, child = first_of_each(x, good).nonzero(as_tuple=True)
-        before = prefixes[parent]
         x = x[parent, child].unsqueeze(1)
-        longer = torch.cat([before, x], 1)
-        log_volumes = log_volumes[parent] + replace(token, before=before).log_volume(x)
+        longer = torch.cat([prefixes[parent], x], 1)
+        log_volumes = log_volumes[parent] + token.select(parent).log_volume(x)
         norms = longer.flatten(1).norm(dim=1)
         order = (longer[0].numel() * norms.log() + log_volumes).argsort()
         self.dropped += max(0, len(order) - self.method.beam)
@@ -204,11 +204,12 @@ class _Sweep:
         )
         return token.impose(torch.cat([guesses, _SPREAD * size * noise], 1))
 
-    def _off(self, reduced: Reduced, r: Tensor) -> Tensor:
+    def _error(self, reduced: Reduced, point: Point) -> Tensor:
         """Return the largest entry of a token's residual, as an error in the original B."""
+        r = point.residuals
         if reduced.problem is not self.problem:
             r = reduced.restore(r) @ self.problem.V.reshape(self.problem.dim, -1)
-        return r.abs().amax((-2, -1))
+        return r.abs().amax(1)
 
     def _place(self, i: int) -> str:
         return f"token {i + 1} of {self.problem.length}"
@@ -272,62 +273,70 @@ class TokenEquations:
     V: Tensor
     B: Tensor
     before: Tensor
+    keys: Tensor  # W x_j of the tokens before, (R,H,k,d)
+    values: Tensor  # x_j V, (R,H,k,m)
     key_bias: Tensor | None = None
     fixed: Tensor | None = None
     residual: bool = False
-    gamma: float = 0.0
 
     @classmethod
     def after(cls, prefixes: Tensor, equations: Equations) -> TokenEquations:
         """The equations of the token that follows prefixes (P,k,d) of a layer's input."""
         k = prefixes.shape[1]
+        wide = prefixes.unsqueeze(-3)
         return cls(
             W=equations.W[0],
             V=equations.V[0],
             B=equations.B[:, k : k + 1],
             before=prefixes,
+            keys=wide @ equations.W[0].mT,
+            values=wide @ equations.V[0],
             key_bias=None if equations.key_bias is None else equations.key_bias[0],
             fixed=None if equations.fixed is None else equations.fixed[:, k : k + 1],
             residual=equations.residual,
         )
 
     def select(self, rows: Tensor) -> TokenEquations:
-        return replace(self, before=self.before[rows])
+        return replace(
+            self,
+            before=self.before[rows],
+            keys=self.keys[rows],
+            values=self.values[rows],
+        )
 
     def impose(self, X: Tensor) -> Tensor:
         if self.fixed is None:
             return X
         return torch.where(self.fixed.isnan(), X, self.fixed)
 
-    def residuals(self, X: Tensor) -> Tensor:
-        tokens = torch.cat([self.before, X], -2)
-        out = attention.output(
-            tokens, self.W, self.V, last=True, key_bias=self.key_bias
-        )
-        out = out.unsqueeze(-2) - self.B
-        return out + X if self.residual else out
-
-    def jacobian(self, X: Tensor) -> Tensor:
-        """(R, m, d); columns of known entries are zero."""
-        tokens = torch.cat([self.before, X], -2)
-        A = attention.probabilities(
-            attention.scores(X, tokens, self.W, key_bias=self.key_bias)
-        )
-        H = torch.einsum("rkd,hdm->rhkm", tokens, self.V)
-        C = A.mT * (H - A @ H)  # R,H,k+1,m
-        keys = torch.einsum("rkd,hed->rhke", tokens, self.W)
-        query = X.unsqueeze(-3) @ self.W
+    def point(self, X: Tensor) -> Point:
+        """The residuals at X; columns of the Jacobian (R,m,d) of known entries are zero."""
+        wide = X.unsqueeze(-3)
+        query = wide @ self.W
         if self.key_bias is not None:
             query = query + self.key_bias.unsqueeze(-2)
-        J = C.mT @ keys + C[..., -1:, :].mT @ query + A[..., -1:] * self.V.mT
-        J = J.sum(-3)
+        tokens = torch.cat([self.before, X], -2).unsqueeze(-3)
+        A = attention.probabilities(query @ tokens.mT)  # R,H,1,k+1
+        H = torch.cat([self.values, wide @ self.V], -2)  # R,H,k+1,m
+        O = A @ H  # noqa: E741 - the output's name
+        r = O.sum(-3) - self.B
         if self.residual:
-            J = J + torch.eye(J.shape[-1], dtype=J.dtype, device=J.device)
-        return J if self.fixed is None else J * self.fixed.isnan().to(J.dtype)
+            r = r + X
+
+        def jacobian() -> Tensor:
+            C = A.mT * (H - O)
+            keys = torch.cat([self.keys, wide @ self.W.mT], -2)
+            J = C.mT @ keys + C[..., -1:, :].mT @ query + A[..., -1:] * self.V.mT
+            J = J.sum(-3)
+            if self.residual:
+                J = J + torch.eye(J.shape[-1], dtype=J.dtype, device=J.device)
+            return J if self.fixed is None else J * self.fixed.isnan().to(J.dtype)
+
+        return Point(X, r, jacobian)
 
     def log_volume(self, X: Tensor) -> Tensor:
         """Return log|det J| for each row, or log √det JᵀJ if J of the unknowns is not square."""
-        J = self.jacobian(X)
+        J = self.point(X).jacobian
         if self.fixed is not None:
             J = J[..., self.fixed[0, 0].isnan()]
         return torch.linalg.svdvals(J).clamp(min=1e-300).log().sum(-1)

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import expect_count
-from keyhole.core.numerics import BatchedLBFGS
+from keyhole.core.lbfgs import LBFGS
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.inverse_map import InverseMap, TokenTable, inverse_map
@@ -171,20 +171,18 @@ class EncoderStates:
         start = texts.anchored()
         root = texts.back.root
         first = first_step * texts.unknowns**0.5
-        search = BatchedLBFGS(
-            torch.zeros_like(start).flatten(1), first, history=_HISTORY
-        )
+        search = LBFGS.begin(torch.zeros_like(start).flatten(1), first, _HISTORY)
         for _ in range(rounds):
             for _ in range(self.steps):
-                search.step(texts.objective(start))
-            texts.estimates = start + (search.z.view_as(start) @ root)
+                search = search.step(texts.objective(start))
+            texts.estimates = start + (search.x.view_as(start) @ root)
             texts.snap()
             done = texts.check()
             for flips in range(_FLIPS + 1):
                 kept = torch.ones(len(texts), dtype=torch.bool, device=start.device)
                 kept[done] = False
                 yield from texts.leave(done)
-                search.keep(kept)
+                search = search.keep(kept)
                 start = start[kept]
                 if not len(texts):
                     return
