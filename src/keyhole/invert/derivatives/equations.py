@@ -225,7 +225,7 @@ class Linearised:
 
 
 class OtherEquations(Protocol):
-    """Equations of something else than a layer: of one token, or of a stack."""
+    """Equations of something else than a layer, as of one token of it."""
 
     @property
     def B(self) -> Tensor: ...  # noqa: N802 - the paper's name

@@ -26,7 +26,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
 from keyhole.core.least_squares import NEWTON, minimize
 from keyhole.core.progress import Progress, silent
-from keyhole.invert.derivatives.equations import DENSE, Equations, Smooth
+from keyhole.invert.derivatives.equations import DENSE, Equations
 from keyhole.invert.derivatives.hessian import linearizer
 from keyhole.invert.inversion import Inversion
 from keyhole.invert.judge import SOLVED, Verdict, distinct, judge
@@ -276,7 +276,7 @@ def _start(problem: Problem, number: int, seed: int) -> Tensor:
     return _SMALL * noise
 
 
-def polished(equations: Smooth, X: Tensor) -> Tensor:
+def polished(equations: Equations, X: Tensor) -> Tensor:
     """Improve the last digits of X by Newton steps while each of them lowers the residual."""
     if X.numel() > DENSE:
         return X
