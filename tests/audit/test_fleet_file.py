@@ -136,10 +136,10 @@ WRONG = {
     "nothing": ("", r"has no \[\[target\]\]: it needs one or more"),
     "a table": (
         '[target]\ntarget = "demo"',
-        r"has no \[\[target\]\]: it needs one or more",
+        r"expected .*fleet\.toml, \[\[target\]\] as a valid array, got {",
     ),
     "no target": ('[[target]]\nname = "x"', r"\[\[target\]\] 1 has no target"),
-    "no table": ("target = [1]", r"expected a table in .*\[\[target\]\] 1, got 1"),
+    "no table": ("target = [1]", r"expected .*\[\[target\]\]\[0\] as an object, got 1"),
     "a key": (
         f"{ONE}text = 3",
         r"^text has no meaning in .*\[\[target\]\] 1: did you mean texts\?",
@@ -164,7 +164,10 @@ WRONG = {
         f'{ONE}layers = "1;2"',
         "--layers takes numbers .1,6,12. or all, not '1;2'",
     ),
-    "defaults": ("defaults = 3\n" + ONE, r"expected \[defaults\] as a table"),
+    "defaults": (
+        "defaults = 3\n" + ONE,
+        r"expected .*\[defaults\] as an object, got 3",
+    ),
     "a shared name": (
         f'[defaults]\nname = "x"\n{ONE}',
         r"^name has no meaning in .*\[defaults\]",

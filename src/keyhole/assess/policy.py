@@ -60,6 +60,7 @@ from keyhole.core.exposure import (
     expect_returns,
 )
 from keyhole.core.files import exists, read_toml
+from keyhole.core.result import typed
 
 FILES = ("keyhole.toml", "pyproject.toml")
 
@@ -158,26 +159,23 @@ def _layer(policy: Policy, table: Mapping[str, Any], path: Path) -> Policy:
 
 def _value(key: str, value: Any, path: Path) -> object:
     """Read the value of a key, or raise an InputError that says what it takes."""
-    match key:
-        case "targets":
-            return tuple(_in_folder(path, name) for name in _words(value, key, path))
-        case "returns":
-            return expect_returns(_words(value, key, path), f"returns of {path}")
-        case "fail-on":
-            return tuple(condition(words) for words in _words(value, key, path))
-        case "severity":
-            return _severities(_table(value, key, path), path)
-        case "ignore" if isinstance(value, list):
-            entries = cast("list[Any]", value)
-            return tuple(_ignore(_table(each, key, path), path) for each in entries)
-        case "data" if isinstance(value, str):
-            return _in_folder(path, value)
-        case "allow-unchecked" if isinstance(value, bool):
-            return value
-        case _:
-            kinds = {"data": "a file's name", "ignore": "[[ignore]]"}
-            kind = kinds.get(key, "true or false")
-            raise InputError(f"expected {key} in {path} as {kind}, got {value!r:.40}")
+    where = f"{path}, {key}"
+    if key == "data":
+        return _in_folder(path, typed(str, value, where))
+    if key == "allow-unchecked":
+        return typed(bool, value, where)
+    if key == "severity":
+        return _severities(_table(value, key, path), path)
+    if key == "ignore":
+        return _ignores(typed(tuple[Ignore, ...], value, where), path)
+    if isinstance(value, str):
+        value = [value]
+    words = typed(tuple[str, ...], value, where)
+    if key == "targets":
+        return tuple(_in_folder(path, name) for name in words)
+    if key == "returns":
+        return expect_returns(words, f"returns of {path}")
+    return tuple(map(condition, words))
 
 
 def _severities(table: Mapping[str, Any], path: Path) -> dict[str, Severity]:
@@ -198,23 +196,13 @@ def _generality(pattern: str) -> tuple[bool, bool]:
     return any(sign in pattern for sign in "*?["), pattern.startswith("KH-")
 
 
-def _ignore(table: Mapping[str, Any], path: Path) -> Ignore:
+def _ignores(ignores: tuple[Ignore, ...], path: Path) -> tuple[Ignore, ...]:
     where = f"[[ignore]] of {path}"
-    if set(table) != {"finding", "reason", "until"}:
-        raise InputError(
-            f"{where} must have finding, reason and until, and has "
-            f"{', '.join(table)[:60] or 'nothing'}"
-        )
-    ignore = Ignore(**table)
-    texts: list[Any] = [ignore.finding, ignore.reason]
-    if not all(isinstance(text, str) and text.strip() for text in texts):
-        raise InputError(f"{where} must have a finding and a reason in words")
-    if type(ignore.until) is not date:  # nor a time
-        raise InputError(
-            f"until in {where} must be a date such as 2027-06-30, not {ignore.until!r:.40}"
-        )
-    _expect_rule(ignore.finding, where)
-    return ignore
+    for each in ignores:
+        if not each.finding.strip() or not each.reason.strip():
+            raise InputError(f"{where} must have a finding and a reason in words")
+        _expect_rule(each.finding, where)
+    return ignores
 
 
 def _expect_rule(word: str, where: str) -> None:
@@ -227,22 +215,8 @@ def _expect_rule(word: str, where: str) -> None:
         )
 
 
-def _words(value: Any, key: str, path: Path) -> tuple[str, ...]:
-    if isinstance(value, str):
-        value = [value]
-    if not isinstance(value, list) or not all(
-        isinstance(entry, str) for entry in cast("list[Any]", value)
-    ):
-        raise InputError(
-            f"expected {key} in {path} as a list of words, got {value!r:.40}"
-        )
-    return tuple(cast("list[str]", value))
-
-
 def _table(value: Any, key: str, path: Path) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InputError(f"expected {key} in {path} as a table, got {value!r:.40}")
-    return dict(cast("dict[str, Any]", value))
+    return typed(dict[str, Any], value, f"{path}, {key}")
 
 
 def _in_folder(path: Path, name: str) -> str:

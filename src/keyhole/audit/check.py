@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from keyhole.core import Finding, Skip, Status
@@ -17,7 +17,6 @@ from keyhole.core.exposure import Exposure
 from keyhole.core.journal import stopping_on_ctrl_c
 from keyhole.core.machine import largest_matrix
 from keyhole.core.progress import Track
-from keyhole.core.result import typed
 
 
 @dataclass(frozen=True)
@@ -34,16 +33,6 @@ class Checked:
             finding.status is Status.ORACLE_FAILED for finding in self.findings
         )
         return not failed and not any(skip.unchecked for skip in self.skips)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Checked:
-        return cls(
-            typed(tuple[Finding, ...], data["findings"]),
-            typed(tuple[Skip, ...], data["skips"]),
-        )
 
 
 @dataclass(frozen=True)

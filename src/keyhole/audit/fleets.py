@@ -181,22 +181,18 @@ def read_fleet(path: str | Path, base: AuditOptions | None = None) -> list[Membe
     base = absolute(base or AuditOptions(), Path.cwd())
     data = read_toml(path, "a fleet file")
     expect_keys(data, ("defaults", "target"), str(path))
-    defaults = data.get("defaults", {})
-    entries = data.get("target", [])
-    if not isinstance(defaults, dict):
-        raise InputError(
-            f"expected [defaults] as a table in {path}, got {defaults!r:.40}"
-        )
-    if not isinstance(entries, list) or not entries:
-        raise InputError(f"{path} has no [[target]]: it needs one or more")
     folder = Path(path).absolute().parent
     shared = [key for key in _TYPES if key not in _OWN_KEYS]
     where = f"{path}, [defaults]"
-    base = _overridden(base, cast("dict[str, Any]", defaults), folder, where, shared)
+    defaults = typed(dict[str, Any], data.get("defaults", {}), where)
+    base = _overridden(base, defaults, folder, where, shared)
+    where = f"{path}, [[target]]"
+    entries = typed(list[dict[str, Any]], data.get("target", []), where)
+    if not entries:
+        raise InputError(f"{path} has no [[target]]: it needs one or more")
     targets: list[tuple[str, NamedTarget]] = []
-    for number, entry in enumerate(cast("list[Any]", entries), 1):
-        where = f"{path}, [[target]] {number}"
-        targets += _targets_of_entry(base, entry, folder, where)
+    for number, entry in enumerate(entries, 1):
+        targets += _targets_of_entry(base, entry, folder, f"{where} {number}")
     return _members(targets, path)
 
 
@@ -209,12 +205,9 @@ def members_of(targets: Sequence[str], base: AuditOptions) -> list[Member]:
 
 
 def _targets_of_entry(
-    base: AuditOptions, entry: Any, folder: Path, where: str
+    base: AuditOptions, given: dict[str, Any], folder: Path, where: str
 ) -> list[tuple[str, NamedTarget]]:
     """Return the target of a [[target]] with its name, or all targets that its pattern matches."""
-    if not isinstance(entry, dict):
-        raise InputError(f"expected a table in {where}, got {entry!r:.40}")
-    given = cast("dict[str, Any]", entry)
     options = _overridden(base, given, folder, where, [*_TYPES])
     target = _typed(str, given.get("target", ""), "target", where)
     name = _typed(str, given.get("name", ""), "name", where)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -37,6 +37,7 @@ from keyhole.core.exposure import NOT_CHECKED, Exposure, is_chosen
 from keyhole.core.journal import Journal, Run
 from keyhole.core.machine import threads_for
 from keyhole.core.progress import Expecting, Track, untracked
+from keyhole.core.result import typed
 from keyhole.core.tasks import MOST_PROCESSES, Done, Runner, Task, Work
 from keyhole.models.loading import kept_open
 from keyhole.oracle import Oracle
@@ -269,7 +270,7 @@ class Checking:
         else:
             checked: Checked = done.value
             if checked.answered:
-                self.journal.add({key: {**checked.to_dict(), "seconds": done.seconds}})
+                self.journal.add({key: {**asdict(checked), "seconds": done.seconds}})
         self._finished[key] = checked, done.seconds
         latest = readings_in(checked.findings)
         if self._store is not None and latest:
@@ -304,8 +305,16 @@ class Checking:
         self._progress(self.done, len(self.checks) or None, note)
 
 
+@dataclass(frozen=True)
+class _Record(Checked):
+    """What the journal holds of a check."""
+
+    seconds: float = 0.0
+
+
 def _read_record(record: dict[str, Any]) -> tuple[Checked, float]:
-    return Checked.from_dict(record), float(record["seconds"])
+    made = typed(_Record, record)
+    return made, made.seconds
 
 
 def reason_of(error: Exception) -> str:
