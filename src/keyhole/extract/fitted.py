@@ -39,6 +39,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -46,6 +47,7 @@ from torch import Tensor
 from keyhole import attention
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_count, expect_number
+from keyhole.core.least_squares import Options, Point, minimize
 from keyhole.core.numerics import least_squares
 from keyhole.extract.arithmetic import answered, own_error, precision_of, rounding
 from keyhole.extract.bilinear import random_orthogonal, random_units, scalar
@@ -92,8 +94,10 @@ _TEMPERED = (
 _LEAST = 0.3  # share of the tenth percentile of the errors that is the least error
 # ratio of the largest error to the smallest beyond which errors count as uneven
 _UNEVEN = 100.0
-_STEPS = 150
-_STALLED = 15  # steps within which the loss of some start has to fall by a fifth
+_BY_GATES = Options(damping=0.1, max_steps=150, rtol=1e-3, patience=15)
+_EXACT = (
+    1e-4  # mean square of residuals, in units of the error, that no fit improves on
+)
 _BATCH = 4096
 _LENGTHS = (2, 3, 4)  # of the random sequences
 _ROUNDS = 4  # batches of starts for each number of heads
@@ -489,7 +493,7 @@ class _NearField:
             v = size * self._normals(*shape)
             if heads == 1:
                 g[0], v = 0.0, self.u.expand(shape)
-            g, v, misses = _annealed(
+            g, v, misses = _fit_gates(
                 delta, even, g, v, error, self.sure, fixed=heads == 1
             )
             for k in range(len(g)):
@@ -520,7 +524,7 @@ class _NearField:
                 torch.stack([p[:least] for p in part]) for part in columns
             )
             start = g.expand(len(x), heads, dim)
-            found, _, misses = _annealed(
+            found, _, misses = _fit_gates(
                 delta,
                 even,
                 start,
@@ -596,25 +600,7 @@ def _signs(v: Tensor, u: Tensor, allowed: float) -> Tensor | None:
     return choices[best].unsqueeze(1) if float(misses[best]) <= allowed * size else None
 
 
-def _annealed(
-    delta: Tensor,
-    even: Tensor,
-    g: Tensor,
-    v: Tensor,
-    error: Tensor,
-    sure: float,
-    *,
-    fixed: bool,
-    every: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `_levenberg`; if errors are uneven, start with larger errors for exact answers."""
-    if float(error.max()) > _UNEVEN * float(error.min()):
-        larger = error.clamp(min=_TEMPERED * float(even.square().mean().sqrt()))
-        g, v, _ = _levenberg(delta, even, g, v, larger, 0.3, fixed=fixed, every=every)
-    return _levenberg(delta, even, g, v, error, sure, fixed=fixed, every=every)
-
-
-def _levenberg(
+def _fit_gates(
     delta: Tensor,
     even: Tensor,
     g: Tensor,
@@ -629,63 +615,45 @@ def _levenberg(
 
     δ (N, d) is the same for all starts, or each has its own (S, N, d). The fit ends
     when one start explains the answers and gains no more (with `every`, when each
-    does). The residuals are in units of the error.
+    does). Returned residuals are in units of the error. If errors are uneven, the fit
+    starts with larger errors for exact answers.
     """
-    shape = g.shape
-    count = g[0].numel()
-    damping = torch.full((len(g),), 0.1, dtype=torch.float64)
-    r, J = _residuals(delta, even, g, v, error, fixed)
-    loss = mark = r.square().mean(1)
-    for turn in range(1, _STEPS + 1):
-        if turn % _STALLED == 0:
-            if not bool((loss < 0.8 * mark).any()):
-                break  # local minima
-            mark = loss
-        square = J.mT @ J
-        slope = J.mT @ r.unsqueeze(-1)
-        diagonal = square.diagonal(dim1=-2, dim2=-1)
-        least = 1e-12 * diagonal.amax(1, keepdim=True).clamp(min=1e-300)
-        system = square + torch.diag_embed(
-            damping[:, None] * torch.maximum(diagonal, least)
-        )
-        step, _ = torch.linalg.solve_ex(system, slope)
-        step = step.squeeze(-1).nan_to_num(0.0)
-        ahead_g = g + step[:, :count].view(shape)
-        ahead_v = v if fixed else v + step[:, count:].view(shape)
-        ahead_r, ahead_J = _residuals(delta, even, ahead_g, ahead_v, error, fixed)
-        ahead = ahead_r.square().mean(1)
-        better = ahead < loss
-        small = better & (loss - ahead < 1e-3 * loss) | (damping > 1e6)
-        g, v = (
-            torch.where(_like(better, g), ahead_g, g),
-            torch.where(_like(better, g), ahead_v, v),
-        )
-        r = torch.where(better[:, None], ahead_r, r)
-        J = torch.where(_like(better, J), ahead_J, J)
-        loss = torch.where(better, ahead, loss)
-        damping = torch.where(better, damping / 4, damping * 4).clamp(1e-14, 1e14)
-        done = small & (loss <= sure**2) | (damping > 1e12) | (loss <= 1e-4)
-        if bool(done.all() if every else (done & (loss <= sure**2)).any() | done.all()):
-            break
-    return g, v, loss.sqrt()
+    count = even.shape[-1]
+    x = g[:, None] if fixed else torch.stack([g, v], 1)
+
+    def linearize(x: Tensor, rows: Tensor, error: Tensor) -> Point:
+        own = (delta, even, error)
+        if delta.ndim == 3:
+            own = (delta[rows], even[rows], error[rows])
+        return _gates(x, v[rows] if fixed else x[:, 1], *own)
+
+    def fit(error: Tensor, sure: float) -> tuple[Tensor, Tensor]:
+        def stop(finished: Tensor, loss: Tensor) -> bool:
+            explained = finished & (loss <= count * sure**2)
+            return bool(finished.all() or (explained.any() and not every))
+
+        return minimize(partial(linearize, error=error), x, options, stop)
+
+    options = replace(_BY_GATES, target=_EXACT * count)
+    if float(error.max()) > _UNEVEN * float(error.min()):
+        least = _TEMPERED * float(even.square().mean().sqrt())
+        x, _ = fit(error.clamp(min=least), 0.3)
+    x, loss = fit(error, sure)
+    return x[:, 0], v if fixed else x[:, 1], (loss / count).sqrt()
 
 
-def _like(mask: Tensor, values: Tensor) -> Tensor:
-    """Return the mask with as many dimensions as the values."""
-    return mask.view(-1, *(1,) * (values.ndim - 1))
-
-
-def _residuals(
-    delta: Tensor, even: Tensor, g: Tensor, v: Tensor, error: Tensor, fixed: bool
-) -> tuple[Tensor, Tensor]:
-    """Return residuals (S, N) in units of the error, and the model's Jacobian (S, N, unknowns)."""
-    tanh = torch.tanh(0.5 * g @ delta.mT)
+def _gates(x: Tensor, v: Tensor, delta: Tensor, even: Tensor, error: Tensor) -> Point:
+    """Return residuals (S, N) in units of the error at g and, if unknown, v (S, 1 or 2, H, d)."""
+    tanh = torch.tanh(0.5 * x[:, 0] @ delta.mT)
     values = v @ delta.mT
-    r = (even - 0.5 * (tanh * values).sum(1)) / error
-    slopes = [0.25 * (1 - tanh.square()) * values] + ([] if fixed else [0.5 * tanh])
-    rows = delta.unsqueeze(-2)  # (…, N, 1, d)
-    J = torch.cat([(s.mT.unsqueeze(-1) * rows).flatten(2) for s in slopes], -1)
-    return r, J / error.unsqueeze(-1)
+    r = (0.5 * (tanh * values).sum(1) - even) / error
+
+    def jacobian() -> Tensor:
+        slopes = torch.stack([0.25 * (1 - tanh.square()) * values, 0.5 * tanh], 1)
+        weights = slopes[:, : x.shape[1]].flatten(1, 2) / error.unsqueeze(-2)
+        return (weights.mT.unsqueeze(-1) * delta.unsqueeze(-2)).flatten(2)
+
+    return Point(x, r, jacobian)
 
 
 def token_size(

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from keyhole.core.numerics import least_squares
+from keyhole.core.least_squares import Options, Point, minimize, qr
 from keyhole.oracle.planted import Parametric
 
-Model = Callable[
-    [Tensor], tuple[Tensor, Tensor]
-]  # unknowns -> residuals and their Jacobian
+# unknowns -> residuals and their Jacobian
+Model = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -60,49 +60,28 @@ class Pairs:
         )
 
 
+_BY_QR = Options(solver=qr, shrink=10, grow=10, most=1e8, patience=20)
+
+
 def levenberg(model: Model, start: Tensor, steps: int = 80) -> tuple[Tensor, float]:
     """Run Levenberg–Marquardt on `model(unknowns)`; return the point and its residual norm."""
-    point = start
-    damping = 1e-3
-    miss, J = model(point)
-    best = mark = float(torch.linalg.vector_norm(miss))
-    for turn in range(1, steps + 1):
-        if turn % 20 == 0:
-            if best > 0.9 * mark:
-                break  # a local minimum
-            mark = best
-        if not bool(torch.isfinite(J).all() & torch.isfinite(miss).all()):
-            break  # outside of the model's range
-        size = torch.linalg.vector_norm(J, dim=0).clamp(min=1e-12)
-        A = torch.cat(
-            [J / size, damping**0.5 * torch.eye(len(point), dtype=torch.float64)]
-        )
-        wanted = torch.cat([-miss, torch.zeros_like(point)]).unsqueeze(1)
-        step = least_squares(A, wanted).squeeze(1) / size
-        new_miss, new_J = model(point + step)
-        reached = float(torch.linalg.vector_norm(new_miss))
-        if reached < best:
-            done = best - reached < 1e-3 * best and damping < 1e-12
-            point = point + step
-            miss = new_miss
-            J = new_J
-            best = reached
-            damping = max(damping / 10, 1e-16)
-            if done:
-                break
-        else:
-            damping *= 10
-            if damping > 1e8:
-                break
-    return point, best
+
+    def linearize(x: Tensor, _: Tensor) -> Point:
+        residuals, J = model(x[0])
+        return Point(x, residuals[None], lambda: J[None])
+
+    x, loss = minimize(linearize, start[None], replace(_BY_QR, max_steps=steps))
+    return x[0], float(loss) ** 0.5
 
 
 _Model = TypeVar("_Model", bound=Parametric)
-_REFINEMENTS = 30
+_STEPS = 60
 _ROWS = 1024  # of a Jacobian that are held at a time
-_ROUNDED = (
-    1e-26  # relative sum of squares below which the fit stops at steps that gain little
-)
+# relative sum of squares below which the fit stops at steps that gain little
+_ROUNDED = 1e-26
+
+# Sequences (b, n, d), their answers (b, …) and the errors of those.
+Asked = Sequence[tuple[Tensor, Tensor, Tensor]]
 
 
 def _by_parameters(
@@ -134,9 +113,7 @@ def _by_parameters(
 
 
 def uncertainty(
-    model: Parametric,
-    free: Sequence[str],
-    asked: Sequence[tuple[Tensor, Tensor, Tensor]],
+    model: Parametric, free: Sequence[str], asked: Asked
 ) -> Callable[[Tensor], Tensor]:
     """Return the standard error of a fitted model's answers, as a function of sequences.
 
@@ -144,10 +121,8 @@ def uncertainty(
     JᵀJ = LLᵀ.
     """
     _, rows, flat = _by_parameters(model, free)
-    square, _ = _normal(
-        rows, flat, asked, [torch.zeros_like(y).flatten() for _, y, _ in asked]
-    )
-    sizes, basis = torch.linalg.eigh(square)
+    none = torch.zeros(sum(y.numel() for _, y, _ in asked), dtype=torch.float64)
+    sizes, basis = torch.linalg.eigh(_Answers(flat[None], none, rows, asked).normal[0])
     whitened = basis / sizes.clamp(min=1e-14 * float(sizes[-1])).sqrt()
 
     def error(sequences: Tensor) -> Tensor:
@@ -159,64 +134,62 @@ def uncertainty(
     return error
 
 
-def _normal(
-    rows: Callable[[Tensor, Tensor], Tensor],
-    flat: Tensor,
-    asked: Sequence[tuple[Tensor, Tensor, Tensor]],
-    misses: Sequence[Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Return JᵀJ and Jᵀ·misses, with J in units of the errors, a few rows at a time."""
-    square = flat.new_zeros(len(flat), len(flat))
-    slope = torch.zeros_like(flat)
-    for (X, _, error), miss in zip(asked, misses, strict=True):
-        parts = (X, error, miss.view(error.shape))
-        for some, scale, off in zip(
-            *(part.split(_ROWS) for part in parts), strict=True
-        ):
-            J = (rows(flat, some) / scale.unsqueeze(-1)).flatten(0, -2)
-            square.addmm_(J.mT, J)
-            slope += J.mT @ off.flatten()
-    return square, slope
+class _Answers(Point):
+    """Residuals of answers; J is computed for a few rows at a time, and not kept."""
+
+    def __init__(
+        self,
+        flat: Tensor,
+        residuals: Tensor,
+        rows: Callable[[Tensor, Tensor], Tensor],
+        asked: Asked,
+    ) -> None:
+        super().__init__(flat, residuals[None])
+        self._rows = rows
+        self._asked = asked
+
+    @cached_property
+    def _both(self) -> tuple[Tensor, Tensor]:
+        """JᵀJ and Jᵀr, with J in units of the errors."""
+        flat = self.x[0]
+        normal = flat.new_zeros(len(flat), len(flat))
+        slope = torch.zeros_like(flat)
+        sizes = [y.numel() for _, y, _ in self._asked]
+        residuals = self.residuals[0].split(sizes)
+        for (X, _, error), own in zip(self._asked, residuals, strict=True):
+            parts = (X, error, own.view(error.shape))
+            for tokens, scale, r in zip(
+                *(part.split(_ROWS) for part in parts), strict=True
+            ):
+                J = (self._rows(flat, tokens) / scale.unsqueeze(-1)).flatten(0, -2)
+                normal.addmm_(J.mT, J)
+                slope += J.mT @ r.flatten()
+        return normal[None], slope[None]
+
+    @cached_property
+    def normal(self) -> Tensor:
+        return self._both[0]
+
+    def backward(self, r: Tensor) -> Tensor:
+        del r  # those at this point
+        return self._both[1]
 
 
-def refined(
-    model: _Model, free: Sequence[str], asked: Sequence[tuple[Tensor, Tensor, Tensor]]
-) -> _Model:
-    """Fit the `free` parameters of the model to answers, by Levenberg–Marquardt from their values.
+def refined(model: _Model, free: Sequence[str], asked: Asked) -> _Model:
+    """Fit the `free` parameters of the model to answers, by least squares from their values.
 
-    `asked` holds sequences (b, n, d), their answers (b, …) and the errors of those. The
-    Jacobian comes from automatic differentiation, a row for each answer.
+    The Jacobian comes from automatic differentiation, a row for each answer.
     """
     put, rows, flat = _by_parameters(model, free)
     asked = [part for part in asked if len(part[1])]
-    sizes = [part[1].numel() for part in asked]
 
-    def misses(flat: Tensor) -> Tensor:
-        return torch.cat(
-            [((put(flat).answers(X) - y) / error).flatten() for X, y, error in asked]
-        )
+    def linearize(x: Tensor, _: Tensor) -> Point:
+        at = put(x[0])
+        parts = [((at.answers(X) - y) / error).flatten() for X, y, error in asked]
+        return _Answers(x, torch.cat(parts), rows, asked)
 
-    damping = 1e-6
-    miss = misses(flat)
-    rounded = _ROUNDED * sum(float((y / error).square().sum()) for _, y, error in asked)
-    for _ in range(_REFINEMENTS):
-        square, slope = _normal(rows, flat, asked, miss.split(sizes))
-        diagonal = square.diagonal()
-        diagonal = diagonal.clamp(min=1e-12 * float(diagonal.max().clamp(min=1e-300)))
-        before = float(miss @ miss)
-        while True:
-            step, failed = torch.linalg.solve_ex(
-                square + damping * torch.diag(diagonal), slope
-            )
-            ahead = misses(flat - step)
-            if not failed and float(ahead @ ahead) < before:
-                break
-            damping *= 10
-            if damping > 1e8 or before < rounded:
-                return put(flat)
-        flat = flat - step
-        miss = ahead
-        damping = max(damping / 10, 1e-14)
-        if float(miss @ miss) > (0.25 if before < rounded else 0.999) * before:
-            break
-    return put(flat)
+    square = sum(float((y / error).square().sum()) for _, y, error in asked)
+    options = Options(
+        max_steps=_STEPS, damping=1e-6, rtol=1e-3, floor=_ROUNDED * square, most=1e8
+    )
+    return put(minimize(linearize, flat[None], options)[0][0])

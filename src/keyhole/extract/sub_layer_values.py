@@ -51,6 +51,7 @@ from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import KeyholeError
+from keyhole.core.least_squares import Options, Point, minimize
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.blocks.view import answered_tokens, last
@@ -515,11 +516,10 @@ def find_residual(
 
 # All logistic gates in a column space (above).
 
-_STEPS = 30
+_BY_GATES = Options(damping=1e-2, max_steps=30, target=1e-30)
 ARRIVED = 1e-9  # of a gate's length, outside the column space
 _GATES_STARTS = 64
 _ROUNDS = 48
-_TINY = 1e-200
 _ONE = 1e-3  # two solutions nearer than this, relative, are one
 
 
@@ -535,42 +535,31 @@ def follow_gates(
 
     `features` is Φ (N, p), `shift` κ (S, N) or (1, N); U (…, N, H).
     """
-    outside = torch.eye(U.shape[-2], dtype=torch.float64) - U @ U.mT
+    shape = starts.shape
+    spaces = U.expand(*shape[:-2], *U.shape[-2:]).reshape(-1, *U.shape[-2:])
+    shifts = shift.expand(shape[-2], -1)
 
-    def look(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        gates = torch.sigmoid(theta @ features.mT + shift)
-        length = torch.linalg.vector_norm(gates, dim=-1, keepdim=True)
-        rest = gates @ outside / length
-        return gates / length, rest, rest.square().sum(-1)
+    def linearize(theta: Tensor, rows: Tensor) -> Point:
+        space = spaces[rows // shape[-2]]
+        gates = torch.sigmoid(theta @ features.mT + shifts[rows % shape[-2]])
+        length = torch.linalg.vector_norm(gates, dim=1, keepdim=True)
+        unit = (gates / length).unsqueeze(2)
+        residuals = _outside(space, unit)
 
-    theta = starts
-    damping = torch.full(theta.shape[:-1], 1e-2, dtype=torch.float64)
-    unit, rest, cost = look(theta)
-    for _ in range(_STEPS):
-        gates = torch.sigmoid(theta @ features.mT + shift)
-        slopes = (unit * (1 - gates)).unsqueeze(
-            -1
-        ) * features  # of the gate, over its length
-        along = (unit.unsqueeze(-1) * slopes).sum(-2, keepdim=True)
-        jacobian = outside.unsqueeze(-3) @ slopes - rest.unsqueeze(-1) * along
-        # Normal equations are small, and the next step makes up for the digits that
-        # they lose.
-        normal = jacobian.mT @ jacobian
-        damped = normal.diagonal(dim1=-2, dim2=-1) * damping.unsqueeze(-1) + _TINY
-        wanted = jacobian.mT @ rest.unsqueeze(-1)
-        step = torch.linalg.solve_ex(normal + torch.diag_embed(damped), wanted)[
-            0
-        ].squeeze(-1)
-        step = torch.where(torch.isfinite(step), step, 0.0)
-        unit_there, rest_there, cost_there = look(theta - step)
-        better = cost_there < cost
-        keep = better.unsqueeze(-1)
-        theta = torch.where(keep, theta - step, theta)
-        unit = torch.where(keep, unit_there, unit)
-        rest = torch.where(keep, rest_there, rest)
-        cost = torch.where(better, cost_there, cost)
-        damping = torch.where(better, damping / 5, damping * 4).clamp(1e-18, 1e12)
-    return theta, cost.sqrt()
+        def jacobian() -> Tensor:
+            slopes = (
+                unit * (1 - gates).unsqueeze(2) * features
+            )  # over the gate's length
+            return _outside(space, slopes) - residuals * (unit.mT @ slopes)
+
+        return Point(theta, residuals, jacobian)
+
+    theta, loss = minimize(linearize, starts.reshape(-1, shape[-1]), _BY_GATES)
+    return theta.view(shape), loss.sqrt().view(shape[:-1])
+
+
+def _outside(U: Tensor, columns: Tensor) -> Tensor:
+    return columns - U @ (U.mT @ columns)
 
 
 def find_gates(

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.float64 import identity, normal, ones, zeros
+from keyhole.core.least_squares import Options, Point, minimize
 from keyhole.extract.bilinear import batch_rows, lengths, scalar
 from keyhole.extract.heads.far_field import Lines
 from keyhole.oracle.protocol import Oracle, ask
@@ -310,7 +311,7 @@ def _others(line: Tensor, count: int) -> Tensor:
 
 _LOGIT = 0.6  # the size of gᵀδ for which probes are designed
 _WIDEST = 4.0  # a larger logit is measured again with a quarter of δ
-_NEWTON = 50
+_BY_SLOPES = Options(max_steps=50, target=1e-31)
 
 
 @dataclass(frozen=True)
@@ -482,16 +483,22 @@ def _logits(rays: Rays, rows: Tensor, owner: Tensor, y: Tensor) -> Tensor:
 
 
 def mixed_gate(c: Tensor, A: Tensor, y: Tensor, expected: Tensor) -> Tensor:
-    """Solve `Σ_k σ(c_k z)A_k = y` for z near `expected`; NaN where Newton's method fails.
+    """Solve `Σ_k σ(c_k z)A_k = y` for z near `expected`; NaN where no z is found.
 
     If A_k has both signs, the sum is not monotonic in z, so there may be other
     solutions.
     """
-    z = expected.expand_as(y)
-    for _ in range(_NEWTON):
-        gate = torch.sigmoid(c * z.unsqueeze(-1))
-        slope = (c * gate * (1 - gate) * A).sum(-1)
-        step = (y - (gate * A).sum(-1)) / torch.where(slope == 0, 1.0, slope)
-        z = z + step.clamp(-0.5, 0.5)
-    miss = ((torch.sigmoid(c * z.unsqueeze(-1)) * A).sum(-1) - y).abs()
-    return torch.where(miss < 1e-10 * A.abs().sum(-1), z, torch.nan)
+    size = A.abs().sum(-1, keepdim=True).clamp(min=1e-300)
+    slopes = c.expand(*y.shape, -1).flatten(0, -2)
+    shares = (A / size).expand(*y.shape, -1).flatten(0, -2)
+    wanted = (y / size[..., 0]).reshape(-1, 1)
+
+    def linearize(z: Tensor, rows: Tensor) -> Point:
+        own = slopes[rows]
+        gate = torch.sigmoid(own * z)
+        residual = (gate * shares[rows]).sum(1, keepdim=True) - wanted[rows]
+        slope = (own * gate * (1 - gate) * shares[rows]).sum(1)
+        return Point(z, residual, lambda: slope[:, None, None])
+
+    z, loss = minimize(linearize, expected.expand_as(y).reshape(-1, 1), _BY_SLOPES)
+    return torch.where(loss < 1e-20, z[:, 0], torch.nan).view(y.shape)
