@@ -30,7 +30,7 @@ from keyhole.audit.stores import StoreTarget, merged, readings_in
 from keyhole.audit.target import DECODER, NamedTarget, Target, target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.audit.texts import left_out as layers_left_out
-from keyhole.core import Audit, Skip, environment
+from keyhole.core import Audit, Finding, Skip, environment
 from keyhole.core.endpoint import without_password
 from keyhole.core.errors import InputError, KeyholeError, expect_count
 from keyhole.core.exposure import NOT_CHECKED, Exposure, is_chosen
@@ -306,15 +306,17 @@ class Checking:
 
 
 @dataclass(frozen=True)
-class _Record(Checked):
+class _Record:
     """What the journal holds of a check."""
 
-    seconds: float = 0.0
+    findings: tuple[Finding, ...]
+    skips: tuple[Skip, ...]
+    seconds: float
 
 
-def _read_record(record: dict[str, Any]) -> tuple[Checked, float]:
-    made = typed(_Record, record)
-    return made, made.seconds
+def _read_record(data: dict[str, Any]) -> tuple[Checked, float]:
+    record = typed(_Record, data)
+    return Checked(record.findings, record.skips), record.seconds
 
 
 def reason_of(error: Exception) -> str:
