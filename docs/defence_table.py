@@ -1,7 +1,7 @@
-"""The results of `keyhole lab defences`, as a record (docs/figures/defences.json) and as a table.
+"""The table in docs/defences.md, from the record that benchmarks/defences.py writes.
 
-`python docs/generate.py figures/defences.json` runs the command, and writes the record
-and the table in docs/defences.md.
+`python docs/generate.py figures/defences.json` measures it again, and writes the record
+(docs/figures/defences.json) and the table.
 """
 
 from __future__ import annotations
@@ -11,78 +11,42 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-
-import show
-from keyhole.lab.defences import DefenceTable, Row
 
 DOCS = Path(__file__).parent
 TABLE = re.compile(r"\| it guards \|.*?\n(?=\n)", re.DOTALL)
+COLUMNS = ("attacker", "honest users lose", "verdict")
 
 
 def record() -> str:
-    """Run the command, return its record, and write the table into the page."""
+    """Run the benchmark, return its record, and write the table into the page."""
     with tempfile.TemporaryDirectory() as folder:
         measured = Path(folder) / "defences.json"
-        command = [
-            sys.executable,
-            "-m",
-            "keyhole",
-            "lab",
-            "defences",
-            "--out",
-            str(measured),
-        ]
+        program = DOCS.parent / "benchmarks" / "defences.py"
+        command = [sys.executable, str(program), "--json", str(measured)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        found = DefenceTable.load(measured)
+        text = measured.read_text("utf-8")
     page = DOCS / "defences.md"
-    rows = [cells(row) for row in found.rows]
-    page.write_text(TABLE.sub(lambda _: table(rows), page.read_text("utf-8")), "utf-8")
-    data = {
-        **show.origin(
-            "Every defence, attacked by somebody who knows it", "keyhole lab defences"
-        ),
-        "note": f"{len(rows)} rows in {found.seconds:.0f} s.",
-        "rows": rows,
-        "runs": [
-            {"row": f"{row.guards}: {row.defence}, {row.setting}", "items": [row.raw]}
-            for row in found.rows
-        ],
-    }
-    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+    made = table(json.loads(text)["runs"])
+    page.write_text(TABLE.sub(lambda _: made, page.read_text("utf-8")), "utf-8")
+    return text
 
 
-def table(rows: list[dict[str, str]]) -> str:
+def table(runs: Sequence[dict[str, str]]) -> str:
     """Return the page's table of defences; rows without a defence are only in the record."""
-    lines = [["it guards", "defence", "attacker", "honest users lose", "verdict"]]
+    lines = [["it guards", "defence", *COLUMNS]]
     before = ""
-    for row in rows:
-        if row["defence"] in ("none", "no defence"):
+    for run in runs:
+        if run["defence"] in ("none", "no defence"):
             continue
-        guards = row["it guards"]
-        verdict = re.split("[:;]", row["verdict"])[0]
-        if guards == "weights":
-            setting = ""
-        else:
-            setting = row["parameters"].replace("δ = 1e-05, ", "")
-        defence = ": ".join(filter(None, [row["defence"], setting]))
+        guards = run["it guards"]
+        setting = "" if guards == "weights" else run["parameters"]
+        setting = setting.replace("δ = 1e-05, ", "").removesuffix(", δ = 1e-05")
+        defence = ": ".join(filter(None, [run["defence"], setting]))
+        cells = {**run, "verdict": re.split("[:;]", run["verdict"])[0]}
         named = "" if guards == before else guards
-        lines.append(
-            [named, defence, row["attacker"], row["honest users lose"], verdict]
-        )
+        lines.append([named, defence, *(cells[column] for column in COLUMNS)])
         before = guards
     head, *rest = (f"| {' | '.join(line)} |\n" for line in lines)
     return "".join([head, "|---" * len(lines[0]) + "|\n", *rest])
-
-
-def cells(row: Row) -> dict[str, str]:
-    return {
-        "it guards": row.guards,
-        "defence": row.defence,
-        "parameters": row.setting,
-        "attack": row.attack,
-        "attacker": row.attacker,
-        "honest users lose": row.honest,
-        "time": f"×{row.factor:.1f}",
-        "verdict": f"{row.verdict}: {row.proof}" if row.proof else str(row.verdict),
-    }

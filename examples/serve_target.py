@@ -40,8 +40,8 @@ class TargetRuntime(MLModel):
 
     async def load(self) -> bool:
         parameters = self.settings.parameters
-        defences = oracle.Degradation.of(parameters.extra)
-        self.target = defences.applied(oracle.load(parameters.uri))
+        defence = oracle.Defence.of_answers(parameters.extra["defences"])
+        self.target = oracle.defended(oracle.load(parameters.uri), defence)
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
@@ -56,13 +56,15 @@ class TargetRuntime(MLModel):
         return InferenceResponse(model_name=self.name, outputs=[output])
 
 
-def settings_of(path: Path, name: str, defences: dict[str, str]) -> ModelSettings:
+def settings_of(path: Path, name: str, defences: list[str]) -> ModelSettings:
     """Return the model of the target in a file, behind these defences."""
     shape = [-1, -1, oracle.load(path).dim]
     return ModelSettings(
         name=name,
         implementation=TargetRuntime,
-        parameters=ModelParameters(uri=str(path.resolve()), extra=defences),
+        parameters=ModelParameters(
+            uri=str(path.resolve()), extra={"defences": defences}
+        ),
         inputs=[MetadataTensor(name="sequences", datatype="FP64", shape=shape)],
         outputs=[MetadataTensor(name="answers", datatype="FP64", shape=[-1])],
     )
@@ -97,9 +99,8 @@ def main() -> None:
     parser.add_argument("-o", action="append", default=[], metavar="NAME=VALUE")
     given = parser.parse_args()
     try:
-        defences = dict(words.split("=", 1) for words in given.o)
-        oracle.Degradation.of(defences)
-        model = settings_of(given.target, given.name, defences)
+        oracle.Defence.of_answers(given.o)
+        model = settings_of(given.target, given.name, given.o)
         socket.create_server((HOST, given.port)).close()  # MLServer would exit silently
     except (ValueError, OSError, OverflowError) as error:
         parser.error(str(error))

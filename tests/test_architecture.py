@@ -22,7 +22,7 @@ BENCHMARKS = TESTS.parent / "benchmarks"
 LAYERS = (  # from the bottom up
     {"version"},
     {"core"},  # errors, files, results, registry, tasks, journal
-    {"attention", "data"},
+    {"attention", "data", "defence"},
     {"target"},  # what TARGET means
     {"oracle"},  # endpoints that answer
     {"stores"},  # where embeddings are kept
@@ -33,7 +33,6 @@ LAYERS = (  # from the bottom up
     {"assess"},  # what an audit means: severities, policies, baselines
     {"report"},  # what came out, for people: pages, tables, files
     {"audit"},  # all attacks on one target
-    {"lab"},  # reproductions, planted targets, experiments
     {"cli", "testing", "callback"},  # what people call
     {"__main__", "__init__"},
 )

@@ -131,7 +131,7 @@ def test_commands_that_documents_show_have_these_options(path):
 
 
 def test_an_option_that_a_command_does_not_have_is_seen():
-    fence = "```sh\n$ keyhole lab defences demo --wide 8  # here\n```\n"
+    fence = "```sh\n$ keyhole lab certify demo --wide 8  # here\n```\n"
     shown = shown_commands(f"Try `keyhole recover\ndemo FILE --noise 1`.\n\n{fence}")
     assert [unknown_options(line) for line in shown] == [["--wide"], []]
 

@@ -71,7 +71,7 @@ def test_rows_without_length_and_order(keyhole):
         "other.safetensors",
     )
     assert wrong.returncode == 2
-    assert "choose one of normalised, permuted, subset:K, truncated:K, " in (
+    assert "choose one of truncated:K, normalised, subset:K, permuted, " in (
         wrong.stderr
     )
 

@@ -25,7 +25,6 @@ SLOW = (
     "keyhole audit demo",
     "keyhole harden",
     "keyhole disrupt demo",
-    "keyhole lab defences",
 )
 
 

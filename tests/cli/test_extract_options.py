@@ -25,9 +25,7 @@ def head(tmp_path):
     v = torch.tensor([0.6, -0.5, 0.62], dtype=torch.float64)
     target = oracle.Head(target.W, v / v.norm())
     oracle.save(target, tmp_path / "head.safetensors")
-    oracle.save(
-        target, tmp_path / "signs.safetensors", oracle.Degradation(sign_only=True)
-    )
+    oracle.save(target, tmp_path / "signs.safetensors", oracle.Defence(sign_only=True))
     return target
 
 
@@ -193,8 +191,8 @@ def test_orthogonal_heads_are_planted_with_their_bases(keyhole, tmp_path):
             "there is no kind 'nothing': choose among head, multi-head",
         ),
         (["-o", "decimals=16"], "decimals must be at most 15, not 16"),
-        (["-o", "noise=-1"], "a noise must be 0 or more, not -1.0"),
-        (["-o", "max_norm=0"], "a norm must be above 0, not 0.0"),
+        (["-o", "noise=-1"], "noise must be 0 or more, not -1.0"),
+        (["-o", "max_norm=0"], "max_norm must be above 0, not 0.0"),
     ],
 )
 def test_planting_refuses_what_means_nothing(options, message, keyhole):

@@ -20,10 +20,10 @@ TARGET = oracle.plant(dim=5, seed=6)
 
 
 def guarded(target, tokens):
-    change = oracle.Degradation(
+    change = oracle.Defence(
         sign_only=True, usual_norm=usual_norm_of(target.dim), min_tokens=tokens
     )
-    return change.applied(target)
+    return oracle.defended(target, change)
 
 
 def test_questions_in_doubt_bring_the_error_down():

@@ -13,9 +13,8 @@ from keyhole.extract.ordinary_questions import usual_norm_of
 
 
 def guarded(target, **change):
-    return oracle.Degradation(usual_norm=usual_norm_of(target.dim), **change).applied(
-        target
-    )
+    usual = usual_norm_of(target.dim)
+    return oracle.defended(target, oracle.Defence(usual_norm=usual, **change))
 
 
 @pytest.mark.parametrize(

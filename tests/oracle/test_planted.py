@@ -162,18 +162,23 @@ def test_a_truncated_file_is_refused(tmp_path):
 
 def test_defences_are_stored_with_the_target(tmp_path):
     target = oracle.plant(dim=5, seed=3)
-    change = oracle.Degradation(max_norm=1.5, noise=0.1, decimals=2, seed=4)
+    change = oracle.Defence(max_norm=1.5, noise=0.1, decimals=2, seed=4)
     oracle.save(target, tmp_path / "t.safetensors", change)
     again = oracle.load(tmp_path / "t.safetensors")
     by_hand = oracle.Rounded(oracle.Noisy(oracle.Clipped(target, 1.5), 0.1, seed=4), 2)
     assert torch.equal(again(X), by_hand(X))
     assert again.identity == by_hand.identity
     assert oracle.load_plain(tmp_path / "t.safetensors")[1] == change
-    oracle.save(target, tmp_path / "s.safetensors", oracle.Degradation(sign_only=True))
+    # as files of before state all of them
+    stated = {"max_norm": "1.5", "noise": "0.1", "decimals": "2", "sign_only": "False"}
+    metadata = {"keyhole": "1", "kind": "head", **stated, "seed": "4"}
+    save_file(target.tensors(), tmp_path / "old.safetensors", metadata=metadata)
+    assert oracle.load_plain(tmp_path / "old.safetensors")[1] == change
+    oracle.save(target, tmp_path / "s.safetensors", oracle.Defence(sign_only=True))
     assert torch.equal(
         oracle.load(tmp_path / "s.safetensors")(X), (target(X) > 0).double()
     )
-    assert not oracle.Degradation(seed=3)
+    assert not oracle.Defence(seed=3).parameters
     assert str(change) == (
         "tokens of norm 1.5 at most, answers within ±0.1, answers rounded to 2 decimals"
     )
@@ -182,10 +187,10 @@ def test_defences_are_stored_with_the_target(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"decimals": "two"}, "expected decimals as a number, got 'two' in"),
+        ({"decimals": "two"}, "expected decimals as a whole number, got 'two' in"),
         ({"decimals": "99"}, "decimals must be at most 15, not 99 in"),
-        ({"noise": "nan"}, "a noise must be 0 or more, not nan in"),
-        ({"max_norm": "0"}, "a norm must be above 0, not 0.0 in"),
+        ({"noise": "nan"}, "noise must be 0 or more, not nan in"),
+        ({"max_norm": "0"}, "max_norm must be above 0, not 0.0 in"),
     ],
 )
 def test_a_file_with_invalid_defences_is_refused(flags, message, tmp_path):

@@ -9,7 +9,7 @@ import torch
 
 from keyhole import oracle
 from keyhole.core.errors import InputError
-from keyhole.oracle import Degradation, Refused
+from keyhole.oracle import Defence, Refused
 
 DIM = 8
 TARGET = oracle.plant(dim=DIM, seed=5)
@@ -29,7 +29,7 @@ def usual(count: int, n: int = 3) -> torch.Tensor:
 
 
 def test_lengths():
-    limited = oracle.LengthLimited(TARGET, 3, 5)
+    limited = oracle.defended(TARGET, Defence(min_tokens=3, max_tokens=5))
     for n in (3, 4, 5):
         assert torch.equal(limited(draw(2, n)), TARGET(draw(2, n)))
     for n, reason in (
@@ -41,14 +41,14 @@ def test_lengths():
             limited(draw(2, n))
         assert refused.value.status == 422
     assert torch.equal(
-        oracle.LengthLimited(TARGET, max_tokens=2)(draw(1, 1)), TARGET(draw(1, 1))
+        oracle.defended(TARGET, Defence(max_tokens=2))(draw(1, 1)), TARGET(draw(1, 1))
     )
     with pytest.raises(InputError, match="min_tokens must not exceed max_tokens"):
-        oracle.LengthLimited(TARGET, 5, 3)
+        Defence(min_tokens=5, max_tokens=3)
 
 
 def test_unusual_questions():
-    guarded = oracle.UsualOnly(TARGET, NORM)
+    guarded = oracle.defended(TARGET, Defence(usual_norm=NORM))
     X = usual(20)
     assert torch.equal(guarded(X), TARGET(X))
     axis = torch.eye(DIM, dtype=torch.float64) * NORM
@@ -67,7 +67,7 @@ def test_unusual_questions():
 
 
 def test_fresh_noise_differs_each_time_and_averages_out():
-    noisy = Degradation(fresh_noise=0.1).applied(TARGET)
+    noisy = oracle.defended(TARGET, Defence(fresh_noise=0.1))
     X = draw(4).repeat(1000, 1, 1)
     errors = noisy(X) - TARGET(X)
     assert 0.09 < float(errors.abs().max()) <= 0.1
@@ -77,12 +77,21 @@ def test_fresh_noise_differs_each_time_and_averages_out():
     )
 
 
-def test_a_degradation_round_trips_through_flags():
-    whole = Degradation(2.0, 0.1, 3, True, 7, 0.2, 3, 9, 1.5)
-    assert Degradation.of(whole.to_flags()) == whole
-    assert Degradation.of({}) == Degradation()
-    with pytest.raises(InputError, match="sign_only as True or False, got 'true'"):
-        Degradation.of({"sign_only": "true"})
-    assert "3 tokens or more, 9 tokens at most, tokens of norm about 1.5" in str(whole)
+def test_a_defence_is_stated_in_words():
+    words = ["max_norm=2", "noise=0.1", "decimals=0", "sign_only=true", "seed=7"]
+    whole = Defence.of_answers([*words, "min_tokens=3", "max_tokens=9"])
+    assert whole.parameters == {
+        "min_tokens": 3,
+        "max_tokens": 9,
+        "max_norm": 2.0,
+        "noise": 0.1,
+        "decimals": 0,
+        "sign_only": True,
+    }
+    assert whole.seed == 7
+    assert Defence.of_answers([]) == Defence()
+    with pytest.raises(InputError, match="sign_only as true or false, got 'yes'"):
+        Defence.of_answers(["sign_only=yes"])
+    assert "3 tokens or more, 9 tokens at most, tokens of norm 2 at most" in str(whole)
     with pytest.raises(Refused):  # a refusal precedes all changes of answers
-        whole.applied(TARGET)(draw(1, 2))
+        oracle.defended(TARGET, whole)(draw(1, 2))

@@ -10,7 +10,7 @@ import torch
 from keyhole import oracle
 
 
-@pytest.mark.parametrize("in_file", [None, oracle.Degradation(max_norm=1.0)])
+@pytest.mark.parametrize("in_file", [None, oracle.Defence(max_norm=1.0)])
 def test_a_served_target_degrades_its_answers(in_file, tmp_path):
     pytest.importorskip("mlserver", reason="it is not installed: pip install mlserver")
     from mlserver.codecs import NumpyCodec
@@ -21,7 +21,7 @@ def test_a_served_target_degrades_its_answers(in_file, tmp_path):
     target = oracle.plant(dim=4, seed=1)
     path = tmp_path / "t.safetensors"
     oracle.save(target, path, in_file)
-    runtime = TargetRuntime(settings_of(path, "t", {"decimals": "1"}))
+    runtime = TargetRuntime(settings_of(path, "t", ["decimals=1"]))
     assert asyncio.run(runtime.load())
     X = torch.randn(
         20, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64

@@ -9,7 +9,8 @@ import torch
 
 import served_target
 from keyhole import oracle
-from keyhole.oracle import Degradation, OpenInference, Refused
+from keyhole.oracle import Defence, OpenInference, Refused
+from keyhole.oracle.defences import refusal
 
 pytestmark = pytest.mark.slow  # servers
 DIM = 6
@@ -48,14 +49,11 @@ def test_served_defences_equal_the_wrappers(tmp_path):
         "-o",
         "usual_norm=2",
     ]
-    wrapped = Degradation(
-        1.5, 0.1, 2, seed=4, min_tokens=3, max_tokens=5, usual_norm=2.0
-    )
+    defence = Defence.of_answers(word for word in options if word != "-o")
     with served(tmp_path, *options) as remote:
-        unusual = oracle.UsualOnly(TARGET, 2.0).unusual
-        X = torch.stack([x for x in draw(40) if not unusual(x[None])])
+        X = torch.stack([x for x in draw(40) if not refusal(defence, x[None])])
         assert len(X) > 10
-        assert torch.equal(remote(X), wrapped.applied(TARGET)(X))
+        assert torch.equal(remote(X), oracle.defended(TARGET, defence)(X))
         assert not torch.equal(remote(X), TARGET(X))
         for question, reason in (
             (draw(1, 2), "need 3 tokens or more, not 2"),

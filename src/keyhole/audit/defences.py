@@ -1,130 +1,118 @@
 """The checks of --against-defences: each defence put in front of the target, and attacked.
 
 The attacker knows the defence. For an endpoint that scores with one head, these are the
-defences of servers (extract/defences.py); for a model, secret transforms of what leaks
-(recover/defences.py).
+defences of servers (extract/defences.py); for a model, secrets that hide what leaks
+(recover/own_texts.py); for a store, noise and signs (audit/stores.py), whose price
+`recall` measures:
+
+    recall@10   the share of the ten texts nearest to a query by plain vectors that are among the
+                ten nearest by stored vectors
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
 from dataclasses import replace
 from functools import cache, partial
 
-from keyhole.audit.check import Check, Checked, one_skip
-from keyhole.audit.texts import TextTarget, exposure_of
-from keyhole.core import Finding, Outcome
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from keyhole.audit.check import Check, Checked, one_finding, one_skip
+from keyhole.audit.texts import PARTLY, TextTarget, exposure_of, readings_of
+from keyhole.core import Outcome, Readings, Status, Unsuccessful
 from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Track
 from keyhole.core.status import OUTCOMES
+from keyhole.defence import Changes, Defence
 from keyhole.extract.auto import Kind, choose
-from keyhole.extract.defences import HonestClient, Trial, Tried, trials, try_defence
+from keyhole.extract.defences import HonestClient, server_defences, try_defence
 from keyhole.models.anatomy import Anatomy, anatomy
 from keyhole.models.capture import Exposure as Captured
 from keyhole.oracle import Oracle, OracleError
-from keyhole.recover.defences import LeakTried, read_behind
+from keyhole.recover import leak_of, recover_texts
+from keyhole.recover.attack import Target
+from keyhole.recover.gradients.update import DELTA, epsilon_of
+from keyhole.recover.originals import Original
+from keyhole.recover.own_texts import ATTACKS, hidden, own_texts, secret, undone
 from keyhole.recover.registry import caches
-from keyhole.recover.secrets import SECRETS
+from keyhole.recover.secrets import SECRETS, Pairs
+from keyhole.recover.simulate import MAX_LENGTH
 from keyhole.report import words
 
+NEAREST = 10
+DISTANCE = 2.0  # the largest distance of two vectors of length one
+_NOISE = (0.1, 0.3, 1.0)  # lengths of noise, relative to the vector's length
 # Remedies, by what is defended and whether the attack broke the defence.
-_ENDPOINT_BROKEN = (
-    "Do not rely on it: count queries per client, and treat what they bring as "
-    "given "
-    "away."
-)
-_ENDPOINT_HELD = (
-    "It held against what was tried, at the cost to honest clients that is stated."
-)
-_MODEL_BROKEN = (
-    "Keep what leaks inside: a secret that texts of one's own give away is none."
-)
-_MODEL_HELD = "It held against what was tried; memory, keys and the server's own answers stay open."
+_ENDPOINT = {
+    True: "Do not rely on it: count queries per client, and treat what they bring as given away.",
+    False: "It held against what was tried, at the cost to honest clients that is stated.",
+}
+_MODEL = {
+    True: "Keep what leaks inside: a secret that texts of one's own give away is none.",
+    False: "It held against what was tried; memory, keys and the server's own answers stay open.",
+}
+
+
+def _is_broken(status: Status) -> bool:
+    return OUTCOMES[status] is Outcome.GIVEN_AWAY
 
 
 def endpoint_checks(part: str, oracle: Oracle, seed: int) -> list[Check]:
     """Return a check for each defence of an endpoint that scores with one head."""
     choice = cache(partial(choose, oracle, seed))
     client = cache(partial(HonestClient.of, oracle, seed))
-    return [
-        Check(
-            exposure := Exposure(
-                "KH-WEIGHTS-ROUNDED-SCORES", "defended", name=trial.name, part=part
-            ),
-            partial(
-                _check_endpoint,
-                trial,
-                exposure,
-                oracle,
-                lambda: choice().kind,
-                client,
-                seed,
-            ),
+
+    def check(defence: Defence, exposure: Exposure, track: Track) -> Checked:
+        started = time.perf_counter()
+        of_any_part = replace(exposure, part="")
+        try:
+            if (kind := choice().kind) is not Kind.HEAD:
+                reason = f"it is for one head's scores; this target gives {kind}"
+                return one_skip(of_any_part, "none", reason)
+            progress = track(words.exposure(exposure))
+            tried = try_defence(defence, oracle, client(), seed, progress)
+        except OracleError as error:
+            return one_skip(of_any_part, "none", str(error), unchecked=True)
+        had = "nothing" if tried.error is None else f"a copy off by {tried.error:.1e}"
+        honest = f"an honest client answers off by {tried.service.error:.1e}"
+        if tried.service.refused:
+            honest += f", {tried.service.refused:.0%} of its questions refused"
+        return one_finding(
+            exposure,
+            tried.attack,
+            tried.status,
+            f"{str(defence) or 'answers as they are'}: the attacker has {had}, {honest}; "
+            f"{tried.extraction.reason}",
+            _ENDPOINT[_is_broken(tried.status)],
+            started,
+            queries=tried.extraction.queries,
+            error=tried.error,
         )
-        for trial in trials(oracle.dim, seed=seed)
-    ]
 
-
-def _check_endpoint(
-    trial: Trial,
-    exposure: Exposure,
-    oracle: Oracle,
-    kind: Callable[[], Kind],
-    client: Callable[[], HonestClient],
-    seed: int,
-    track: Track,
-) -> Checked:
-    of_any_part = replace(exposure, part="")
-    try:
-        if kind() is not Kind.HEAD:
-            reason = f"it is for one head's scores; this target gives {kind()}"
-            return one_skip(of_any_part, "none", reason)
-        tried = try_defence(
-            trial, oracle, client(), seed, track(words.exposure(exposure))
+    checks: list[Check] = []
+    for defence in server_defences(oracle.dim, seed):
+        exposure = Exposure(
+            "KH-WEIGHTS-ROUNDED-SCORES", "defended", name=defence.name, part=part
         )
-    except OracleError as error:
-        return one_skip(of_any_part, "none", str(error), unchecked=True)
-    if tried.attacker_error is None:
-        had = "nothing"
-    else:
-        had = f"a copy off by {tried.attacker_error:.1e}"
-    refused = f", {tried.refused:.0%} of its questions refused" if tried.refused else ""
-    reason = (
-        f"{tried.setting}: the attacker has {had}, an honest client answers off by "
-        f"{tried.honest_error:.1e}{refused}; {tried.reason}"
-    )
-    finding = Finding(
-        exposure,
-        tried.attack,
-        tried.status,
-        reason,
-        _ENDPOINT_BROKEN if _is_broken(tried) else _ENDPOINT_HELD,
-        error=tried.attacker_error,
-        queries=tried.queries,
-        seconds=tried.seconds,
-    )
-    return Checked((finding,))
-
-
-def _is_broken(tried: Tried | LeakTried) -> bool:
-    return OUTCOMES[tried.status] is Outcome.GIVEN_AWAY
+        checks.append(Check(exposure, partial(check, defence, exposure)))
+    return checks
 
 
 def model_checks(part: str, target: TextTarget, seed: int) -> list[Check]:
-    """Return a check for each secret transform of a model's cache and hidden states."""
-    return [
-        Check(
-            exposure := replace(
-                exposure_of(leak.kind), layer=leak.layer, defences=(defence,), part=part
-            ),
-            partial(_check_model, exposure, target, leak, defence, seed),
+    """Return a check for each secret in front of a model's cache and hidden states."""
+    checks: list[Check] = []
+    for leak, form in _leaks_and_secrets(anatomy(target.loaded.model)):
+        exposure = replace(
+            exposure_of(leak.kind), layer=leak.layer, defences=(form,), part=part
         )
-        for leak, defence in _leaks_and_defences(anatomy(target.loaded.model))
-    ]
+        run = partial(_check_model, exposure, target, leak, secret(form), seed)
+        checks.append(Check(exposure, run))
+    return checks
 
 
-def _leaks_and_defences(parts: Anatomy) -> list[tuple[Captured, str]]:
-    """Return what leaks of a model, each time with the defence in front of it."""
+def _leaks_and_secrets(parts: Anatomy) -> list[tuple[Captured, str]]:
+    """Return what leaks of a model, each time with the secret in front of it."""
     first = Captured("kv", caches(parts)[0])
     middle = Captured("hidden", -(-parts.layers // 2))
     has_cache = not parts.lacks("kv", first.layer + parts.causal)
@@ -138,25 +126,93 @@ def _check_model(
     exposure: Exposure,
     target: TextTarget,
     leak: Captured,
-    defence: str,
+    defence: Defence,
     seed: int,
     track: Track,
 ) -> Checked:
     track(words.exposure(exposure))(0)
-    tried = read_behind(target.loaded, target.texts, leak, defence, seed)
-    own = f", with {tried.own} texts that the attacker sent" if tried.own else ""
-    reason = (
-        f"{tried.exact} of {tried.texts} texts exact and verified{own}; {tried.reason}"
-    )
-    finding = Finding(
+    started = time.perf_counter()
+    model = target.loaded.model
+    tokenizer = target.loaded.tokenizer
+    attacked = Target.of(model, tokenizer)
+    max_length = min(MAX_LENGTH, attacked.parts.max_length)
+    originals = [Original.of(tokenizer, text, max_length) for text in target.texts]
+    count = len(originals)
+    leaks = [
+        hidden(leak_of(model, tokenizer, text, leak), defence, seed + number)
+        for number, text in enumerate(target.texts)
+    ]
+    if defence.name == "cloaked":  # it is read without texts of one's own
+        sent = attack = ""
+        pairs: Pairs = []
+    else:
+        pairs = own_texts(attacked, leak, defence, seed)
+        sent = f", with {len(pairs)} texts that the attacker sent"
+        attack = ATTACKS[defence.name]
+    exact = 0
+    known = 0.0
+    try:
+        plain = undone(pairs, leaks, defence) if pairs else leaks
+        read = recover_texts(model, tokenizer, plain)
+    except Unsuccessful as end:
+        status = end.status
+        reason = end.reason
+    else:
+        readings = readings_of(tokenizer, originals, read)
+        cell = Readings(leak.kind, leak.layer, defence.name, readings)
+        exact = cell.exact
+        known = cell.known
+        status = Status.UNSOLVED
+        if exact == count:
+            status = Status.RECOVERED
+        elif exact or known >= PARTLY:
+            status = Status.INEXACT
+        reason = read[0].reason
+        attack = (
+            attack or next((each for each in read if each.verified), read[0]).method
+        )
+    return one_finding(
         exposure,
-        tried.attack,
-        tried.status,
-        reason,
-        _MODEL_BROKEN if _is_broken(tried) else _MODEL_HELD,
-        queries=tried.texts + tried.own,
-        seconds=tried.seconds,
-        known=tried.tokens,
+        attack,
+        status,
+        f"{exact} of {count} texts exact and verified{sent}; {reason}",
+        _MODEL[_is_broken(status)],
+        started,
+        queries=count + len(pairs),
+        known=known,
         sought="text",
     )
-    return Checked((finding,))
+
+
+def store_defences(dim: int, seed: int = 0) -> list[Defence]:
+    """Return the defences of vectors of length one: noise of several lengths, and signs."""
+    vectors = Changes.VECTORS
+    signs = Defence(name="rounding, signs", changes=vectors, precision="binary")
+    return [*(gaussian_noise(share, dim, seed) for share in _NOISE), signs]
+
+
+def gaussian_noise(share: float, dim: int, seed: int = 0) -> Defence:
+    """Return noise whose length is `share` of a vector's, with the ε of one release.
+
+    f + σ g is (ε, δ)-private for σ = Δ·noise(ε), with Δ = 2 the largest distance of two
+    vectors (Balle and Wang, arXiv 1805.06530).
+    """
+    sigma = share * dim**-0.5
+    epsilon = epsilon_of(sigma / DISTANCE)
+    name = f"Gaussian noise, ε = {epsilon:.2g}, δ = {DELTA:g}"
+    return Defence(name=name, changes=Changes.VECTORS, noise=sigma, seed=seed)
+
+
+def recall(docs: Tensor, kept: Tensor, queries: Tensor, asked: Tensor) -> float:
+    """Return the share of the texts nearest by plain vectors that are nearest by stored ones too.
+
+    `docs` are the plain vectors of texts and `queries` those of queries; `kept` and
+    `asked` are what the defence makes of them.
+    """
+    near = [
+        (normalize(left, dim=-1) @ normalize(right, dim=-1).T)
+        .topk(min(NEAREST, len(docs)))
+        .indices
+        for left, right in ((queries, docs), (asked, kept))
+    ]
+    return float((near[0][:, :, None] == near[1][:, None]).any(-1).float().mean())

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from keyhole.audit.check import Check, Checked, Part, one_finding
+from keyhole.audit.defences import NEAREST, recall, store_defences
 from keyhole.audit.texts import (
     PARTLY,
     aligned,
@@ -33,6 +34,7 @@ from keyhole.core.exposure import Exposure
 from keyhole.core.finding import Reading
 from keyhole.core.journal import digest
 from keyhole.core.progress import Track
+from keyhole.defence import Defence
 from keyhole.models import demo
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import capture
@@ -56,13 +58,6 @@ from keyhole.recover.embeddings.pooling import (
 )
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.originals import Original
-from keyhole.recover.protection import (
-    NEAREST,
-    Defence,
-    gaussian_noise,
-    recall,
-    rounding,
-)
 from keyhole.recover.texts import LEARN_MORE, NOT_ARRIVED, recover_texts, recovering
 from keyhole.report import words
 from keyhole.stores import Store
@@ -86,7 +81,6 @@ _STORE_SAMPLE = 256  # vectors of the store for statistics
 _ENCODER_SAMPLE = 100  # texts of the corpus whose vectors give the encoder's statistics
 _BEHIND_DEFENCES = 4  # texts that are read behind each defence, the shortest
 _RETRIEVED = 1_000  # vectors that retrieval is measured on, a tenth of them as queries
-_NOISE = (0.1, 0.3, 1.0)  # lengths of noise, relative to the vector's length
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -210,11 +204,8 @@ class StoreTarget(Part):
             checks.append(Check(EXPOSURE, run, name, weight=_seconds(part.texts)))
         whole = pooled.normalised and pooled.width is None and not self.rounding
         if against_defences and whole:
-            d = self.vectors.shape[1]
-            defences = [gaussian_noise(share, d, seed) for share in _NOISE]
-            for defence in (*defences, rounding("binary")):
-                name = f"{defence.name}, {defence.strength}"
-                exposure = replace(EXPOSURE, variant="defended", name=name)
+            for defence in store_defences(self.vectors.shape[1], seed):
+                exposure = replace(EXPOSURE, variant="defended", name=defence.name)
                 run = partial(_read_behind, self, exposure, defence, attack)
                 weight = _seconds(self.texts[:_BEHIND_DEFENCES])
                 checks.append(Check(exposure, run, weight=weight))
@@ -506,8 +497,9 @@ def _read_behind(
     part = target.part(0, _BEHIND_DEFENCES)
     pooled = part.pooling.exposure
     about = (pooled.pooling, pooled.normalised)
-    stored = defence.keep(part.vectors.float()).float().cpu()
-    leaks = [Pooled(vector, *about, **defence.stated) for vector in stored]
+    stream = torch.Generator().manual_seed(defence.seed)
+    stored = defence.change(part.vectors.float(), stream).cpu()
+    leaks = [Pooled(vector, *about, noise=defence.noise) for vector in stored]
     recoveries = recover_texts(
         part.loaded.model, part.loaded.tokenizer, leaks, method=method
     )
@@ -523,7 +515,7 @@ def _read_behind(
     queries, docs = others.float().tensor_split([-(-len(others) // 10)])
     price = "needs a store of two vectors or more"
     if len(docs):
-        lost = 1 - recall(docs, defence.keep(docs), queries, queries)
+        lost = 1 - recall(docs, defence.change(docs, stream), queries, queries)
         price = f"falls by {lost:.1%} (of {len(queries)} queries among {len(docs)} vectors of the "
         price += "store)"
     reason = (

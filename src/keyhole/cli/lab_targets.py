@@ -117,7 +117,7 @@ def plant(
     from keyhole.core.files import write_tensors
 
     changed = {name: options.pop(name) for name in _ANSWERS if name in options}
-    degradation = oracle.Degradation(**changed, seed=seed)
+    defence = oracle.Defence(**changed, seed=seed)
     if kind == "orthogonal-heads":
         target, subspaces = oracle.plant_orthogonal(
             **{"heads": 1, **options}, seed=seed
@@ -128,8 +128,8 @@ def plant(
             )
     else:
         target = oracle.plant(kind, **options, seed=seed)
-    oracle.save(target, path, degradation)
-    done = f"; {degradation}" if degradation else ""
+    oracle.save(target, path, defence)
+    done = f"; {defence}" if defence.parameters else ""
     show(f"{path}: {kind}, d = {options['dim']}, {target.unknowns:,} unknowns{done}")
 
 
@@ -207,10 +207,10 @@ def _read_heads(file: Path) -> MultiHead:
     """Read the heads in a file; a single head becomes a set of one."""
     from keyhole.oracle import Head, MultiHead, load_plain
 
-    target, degradation = load_plain(file)
-    if degradation:
+    target, defence = load_plain(file)
+    if defence.parameters:
         raise InputError(
-            f"{file} holds heads that answer with {degradation}; give plain heads"
+            f"{file} holds heads that answer with {defence}; give plain heads"
         )
     if isinstance(target, Head):
         return MultiHead([target.W], [target.v])

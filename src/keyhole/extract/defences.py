@@ -20,14 +20,17 @@ and `keyhole lab defences` run this.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from keyhole.core import Status
-from keyhole.core.errors import InputError, expect_count
+from keyhole.core.float64 import normal, random_stream, tensor
 from keyhole.core.progress import Progress, silent
+from keyhole.defence import Defence
 from keyhole.extract.extraction import Extraction
 from keyhole.extract.judge import NEARLY, Method
 from keyhole.extract.ordinary_questions import (
@@ -39,13 +42,12 @@ from keyhole.extract.ordinary_questions import (
 from keyhole.extract.sign_only import SignOnly
 from keyhole.extract.single_head import SingleHead
 from keyhole.extract.tolerant import Tolerant
-from keyhole.oracle.defences import Degradation, Wrapper
+from keyhole.oracle.defences import defended
 from keyhole.oracle.http import Refused
-from keyhole.oracle.protocol import Counted, Oracle, ask
+from keyhole.oracle.protocol import Counted, Oracle, Wrapper, ask
 
-_INSIDE = (
-    1 - 1e-9
-)  # share of a bound on norms that tokens use, so that rounding does not exceed it
+# share of a bound on norms that tokens use, so that rounding does not exceed it
+_INSIDE = 1 - 1e-9
 _LABELS = 1e-4  # the accuracy to which weights are bisected
 _USELESS = 0.1  # relative error from which a copy is of no use, whatever clients get
 _SAME = 1e-8  # relative error up to which a copy counts as the target
@@ -53,19 +55,19 @@ _SAME = 1e-8  # relative error up to which a copy counts as the target
 
 @dataclass(frozen=True)
 class Adapted:
-    """The attack on one head behind a known `change`: a method, and whether tokens are copied.
+    """The attack on one head behind a known defence: a method, and whether tokens are copied.
 
     If answers are inexact, it sends `repeats` times as many queries as there are
     unknowns.
     """
 
-    change: Degradation
+    defence: Defence
     repeats: int = 16
     seed: int = 0
 
     def __call__(self, oracle: Oracle) -> Extraction:
         if self._copies:
-            oracle = Copied(oracle, self.change.min_tokens or 1, self.change.max_tokens)
+            oracle = Copied(oracle, self.defence.min_tokens or 1)
         return self.method(oracle)
 
     def __str__(self) -> str:
@@ -73,104 +75,87 @@ class Adapted:
         return f"{name}, tokens copied" if self._copies else name
 
     @property
-    def answer_error(self) -> float:
-        """The sum of all errors that an answer may have."""
-        decimals = self.change.decimals
-        rounding = 0.0 if decimals is None else 0.5 * 10.0**-decimals
-        return (self.change.noise or 0.0) + (self.change.fresh_noise or 0.0) + rounding
-
-    @property
     def method(self) -> Method:
-        change = self.change
-        error = self.answer_error
-        seed = self.seed
+        change = self.defence
+        error = (change.noise or 0.0) + (change.fresh_noise or 0.0)
+        if change.decimals is not None:
+            error += 0.5 * 10.0**-change.decimals
         least = change.min_tokens or 1
-        pair = 2 * math.ceil(
-            least / 2
-        )  # the length of a pair repeated until it is long enough
-        ordinary = change.usual_norm is not None or pair > (change.max_tokens or pair)
-        if ordinary and change.sign_only:
-            return OrdinaryLabels(change.usual_norm, least, seed=seed)
+        pair = 2 * math.ceil(least / 2)  # its length, repeated until it is accepted
+        usual = change.usual_norm
+        ordinary = usual is not None or pair > (change.max_tokens or pair)
         if change.sign_only:
-            return SignOnly(accuracy=_LABELS, seed=seed)
+            if ordinary:
+                return OrdinaryLabels(usual, least, seed=self.seed)
+            return SignOnly(accuracy=_LABELS, seed=self.seed)
         if ordinary or (change.max_norm is not None and not error):
-            if change.max_norm is None:
-                longest = None
-            else:
-                longest = _INSIDE * change.max_norm / LONG
-            norms = [norm for norm in (change.usual_norm, longest) if norm is not None]
+            norms = [] if usual is None else [usual]
+            if change.max_norm is not None:
+                norms.append(_INSIDE * change.max_norm / LONG)
             oversampling = self.repeats / 2 if error else 1.5
             norm = min(norms, default=None)
-            return OrdinaryQuestions(norm, least, error, oversampling, seed)
+            return OrdinaryQuestions(norm, least, error, oversampling, self.seed)
         if error:
             return Tolerant(
-                error, max_norm=change.max_norm, repeats=self.repeats, seed=seed
+                error, max_norm=change.max_norm, repeats=self.repeats, seed=self.seed
             )
-        return SingleHead(seed=seed)
+        return SingleHead(seed=self.seed)
 
     @property
     def _copies(self) -> bool:
         """Whether tokens are copied until a sequence is long enough."""
-        limited = (
-            self.change.min_tokens is not None or self.change.max_tokens is not None
-        )
-        return limited and not isinstance(self.method, OrdinaryQuestions)
+        limits = (self.defence.min_tokens, self.defence.max_tokens)
+        ordinary = isinstance(self.method, OrdinaryQuestions)
+        return limits != (None, None) and not ordinary
 
 
 class Copied(Wrapper):
-    """Sends shorter sequences to a server that takes `min_tokens` to `max_tokens` tokens.
+    """Repeats sequences until they have the `min_tokens` that a server asks for.
 
     Repeating a whole sequence does not change a head's answer: c copies of a token
     share the attention that one had. This assumes that the target does not add
     positions to its inputs.
     """
 
-    def __init__(
-        self, inner: Oracle, min_tokens: int, max_tokens: int | None = None
-    ) -> None:
-        expect_count("min_tokens", min_tokens)
+    def __init__(self, inner: Oracle, min_tokens: int) -> None:
         super().__init__(inner)  # answers do not change, and neither does the identity
         self._min = min_tokens
-        self._max = max_tokens
 
     def __call__(self, sequences: Tensor) -> Tensor:
-        length = sequences.shape[1]
-        copies = math.ceil(self._min / length)
-        if self._max is not None and copies * length > self._max:
-            raise InputError(
-                f"no multiple of {length} is among the lengths that are answered, {self._min} to "
-                f"{self._max} tokens"
-            )
+        copies = math.ceil(self._min / sequences.shape[1])
         return ask(self.inner, sequences.repeat(1, copies, 1))
 
 
+@dataclass(frozen=True)
+class Tried:
+    """The attack on a target behind a defence, and the service of honest clients.
+
+    `error` is that of the attacker's copy on an honest client's queries, None without a
+    copy.
+    """
+
+    attack: str
+    status: Status
+    extraction: Extraction
+    error: float | None
+    service: Service
+
+
 def try_defence(
-    trial: Trial,
+    defence: Defence,
     target: Oracle,
     client: HonestClient,
     seed: int,
     progress: Progress = silent,
 ) -> Tried:
-    """Attack the target behind one defence, and measure both the copy and the service."""
-    change = trial.change
-    defended = Counted(change.applied(target), trial.queries(target.dim), progress)
-    attack = Adapted(change, seed=seed)
-    result = attack(defended)
+    """Attack the target behind a defence, and measure both the copy and the service."""
+    attack = Adapted(defence, seed=seed)
+    counted = Counted(defended(target, defence), defence.max_queries, progress)
+    result = attack(counted)
     error = None if result.model is None else client.error_of(result.model)
-    honest = client.served(change.applied(target), labels=change.sign_only)
-    status = _verdict(result.status, error, honest.error)
-    return Tried(
-        defence=trial.name,
-        setting=_setting(trial, target.dim),
-        attack=str(attack),
-        status=status,
-        reason=result.reason,
-        attacker_error=error,
-        honest_error=honest.error,
-        refused=honest.refused,
-        queries=result.queries,
-        seconds=result.seconds,
-    )
+    service = client.served(defended(target, defence), labels=defence.sign_only)
+    status = _verdict(result.status, error, service.error)
+    return Tried(str(attack), status, result, error, service)
 
 
 def _verdict(status: Status, error: float | None, honest: float) -> Status:
@@ -189,86 +174,32 @@ def _verdict(status: Status, error: float | None, honest: float) -> Status:
     return Status.UNSOLVED
 
 
-def _setting(trial: Trial, dim: int) -> str:
-    """Describe a defence by what it changes and what it limits."""
-    budget = trial.queries(dim)
-    parts = (
-        str(trial.change),
-        "" if budget is None else f"{budget:,} queries at most",
-        "" if trial.rate is None else f"{trial.rate:g} queries a second",
-    )
-    return ", ".join(part for part in parts if part) or "answers as they are"
-
-
-@dataclass(frozen=True)
-class Tried:
-    """The result of one defence. Errors are relative, on an honest client's queries; None: no copy.
-
-    `refused` is the share of the honest client's queries that the defence refuses.
-    """
-
-    defence: str
-    setting: str
-    attack: str
-    status: Status
-    reason: str
-    attacker_error: float | None
-    honest_error: float
-    refused: float
-    queries: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One defence: how it changes queries and answers, and how many queries a client may send.
-
-    `budget` is a share of the unknowns d² + d, `rate` is in queries a second.
-    """
-
-    name: str
-    change: Degradation
-    budget: float | None = None
-    rate: float | None = None
-
-    def queries(self, dim: int) -> int | None:
-        """Return the budget as a number of queries."""
-        return None if self.budget is None else int(self.budget * (dim * dim + dim))
-
-
-def trials(dim: int, seed: int = 0) -> list[Trial]:
+def server_defences(dim: int, seed: int = 0) -> list[Defence]:
     """Return one defence of each kind, alone and combined, for scores of about 1."""
-    norm = usual_norm_of(dim)
-    none = Degradation(seed=seed)
-    bounded = replace(none, max_norm=norm)
-    usual = replace(none, usual_norm=norm)
-    return [
-        Trial("no defence", none),
-        Trial("rounding", replace(none, decimals=2)),
-        Trial("rounding, norms clipped", replace(bounded, decimals=2)),
-        Trial(
-            "noise, the same for a question, norms clipped",
-            replace(bounded, noise=0.01),
-        ),
-        Trial(
-            "noise, anew each time, norms clipped", replace(bounded, fresh_noise=0.01)
-        ),
-        Trial("label only", replace(none, sign_only=True)),
-        Trial("norms clipped", bounded),
-        Trial("short sequences refused", replace(none, min_tokens=3)),
-        Trial("unusual inputs refused", usual),
-        Trial("short and unusual inputs refused", replace(usual, min_tokens=3)),
-        Trial(
-            "short and unusual inputs refused, rounding",
-            replace(usual, min_tokens=3, decimals=2),
-        ),
-        Trial(
-            "short and unusual inputs refused, label only",
-            replace(usual, min_tokens=3, sign_only=True),
-        ),
-        Trial("a budget of half the unknowns", none, budget=0.5),
-        Trial("one query a second", none, rate=1.0),
-    ]
+    clipped = {"max_norm": usual_norm_of(dim)}
+    usual = {"usual_norm": usual_norm_of(dim)}
+    short = {"min_tokens": 3}
+    named: dict[str, dict[str, Any]] = {
+        "no defence": {},
+        "rounding": {"decimals": 2},
+        "rounding, norms clipped": {**clipped, "decimals": 2},
+        "noise, the same for a question, norms clipped": {**clipped, "noise": 0.01},
+        "noise, anew each time, norms clipped": {**clipped, "fresh_noise": 0.01},
+        "label only": {"sign_only": True},
+        "norms clipped": clipped,
+        "short sequences refused": short,
+        "unusual inputs refused": usual,
+        "short and unusual inputs refused": {**usual, **short},
+        "short and unusual inputs refused, rounding": {**usual, **short, "decimals": 2},
+        "short and unusual inputs refused, label only": {
+            **usual,
+            **short,
+            "sign_only": True,
+        },
+        "a budget of half the unknowns": {"max_queries": (dim * dim + dim) // 2},
+        "one query a second": {"rate": 1.0},
+    }
+    return [Defence(name=name, seed=seed, **given) for name, given in named.items()]
 
 
 _STREAM = 0x484F4E45  # so that these queries differ from every attack's
@@ -296,19 +227,14 @@ class HonestClient:
     def of(cls, target: Oracle, seed: int = 0) -> HonestClient:
         """Ask the bare target, as its owner can."""
         norm = usual_norm_of(target.dim)
-        stream = torch.Generator().manual_seed(seed ^ _STREAM)
+        stream = random_stream(seed ^ _STREAM)
         questions: list[Tensor] = []
         for length in _LENGTHS:
-            shape = (_EACH, length, target.dim)
-            tokens = torch.randn(shape, generator=stream, dtype=torch.float64)
-            sizes = _SPREAD * torch.randn(
-                *shape[:2], 1, generator=stream, dtype=torch.float64
-            )
-            tokens = torch.nn.functional.normalize(tokens, dim=-1)
-            questions.append(norm * sizes.exp() * tokens)
-        return cls(
-            tuple(questions), torch.cat([ask(target, part) for part in questions])
-        )
+            tokens = normal(stream, _EACH, length, target.dim)
+            sizes = (_SPREAD * normal(stream, _EACH, length, 1)).exp()
+            questions.append(norm * sizes * normalize(tokens, dim=-1))
+        truth = torch.cat([ask(target, part) for part in questions])
+        return cls(tuple(questions), truth)
 
     def served(self, defended: Oracle, labels: bool = False) -> Service:
         """Measure a server's answers; a refused one counts as 0."""
@@ -321,7 +247,7 @@ class HonestClient:
                 except Refused:
                     given.append(0.5 if labels else 0.0)
                     refused += 1
-        answers = torch.tensor(given, dtype=torch.float64)
+        answers = tensor(given)
         error = self._error(2 * answers - 1 if labels else answers)
         return Service(error, refused / len(given))
 

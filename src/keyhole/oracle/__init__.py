@@ -1,15 +1,15 @@
 """Oracles, which answer an attacker's questions: planted targets, endpoints and wrappers."""
 
 from keyhole.core.endpoint import EndpointOptions
+from keyhole.defence import Defence
 from keyhole.oracle.block import Block, Blocks
 from keyhole.oracle.defences import (
     Clipped,
-    Degradation,
-    LengthLimited,
+    Defended,
     Noisy,
     Rounded,
     SignOnly,
-    UsualOnly,
+    defended,
 )
 from keyhole.oracle.http import Limits, Refused
 from keyhole.oracle.ledger import Ledger
@@ -51,11 +51,11 @@ __all__ = [
     "BudgetExhausted",
     "Clipped",
     "Counted",
-    "Degradation",
+    "Defence",
+    "Defended",
     "EndpointOptions",
     "Head",
     "Ledger",
-    "LengthLimited",
     "Limits",
     "MultiHead",
     "Noisy",
@@ -69,9 +69,9 @@ __all__ = [
     "Rounded",
     "SignOnly",
     "SubLayer",
-    "UsualOnly",
     "VectorPrompts",
     "ask",
+    "defended",
     "identity_of",
     "load",
     "load_plain",

@@ -25,8 +25,9 @@ from keyhole.core.errors import (
 )
 from keyhole.core.files import read_tensors, write_tensors
 from keyhole.core.machine import expect_memory
+from keyhole.defence import ANSWERS, Defence
 from keyhole.oracle.block import Block, Blocks
-from keyhole.oracle.defences import Degradation
+from keyhole.oracle.defences import defended
 from keyhole.oracle.links import Link, Linked
 from keyhole.oracle.planted import (
     Attention,
@@ -173,13 +174,16 @@ def plant_orthogonal(
 
 
 def save(
-    target: Planted | Linked, path: str | Path, degradation: Degradation | None = None
+    target: Planted | Linked, path: str | Path, defence: Defence | None = None
 ) -> None:
     """Write a target; the one that `load` returns has the same answers, bit for bit.
 
-    With a `degradation`, `load` returns the target behind these defences.
+    With a `defence`, `load` returns the target behind it.
     """
-    flags = {} if degradation is None else degradation.to_flags()
+    flags: dict[str, str] = {}
+    if defence is not None and defence.parameters:
+        given = {**defence.parameters, "seed": defence.seed}
+        flags = {name: str(value) for name, value in given.items()}
     write_tensors(path, target.tensors(), {**metadata_of(target), **flags})
 
 
@@ -189,13 +193,13 @@ def metadata_of(target: Planted | Linked) -> dict[str, str]:
 
 
 def load(path: str | Path) -> Oracle:
-    """Return a target that `save` (or `keyhole lab plant`) wrote, behind its defences."""
-    target, degradation = load_plain(path)
-    return degradation.applied(target)
+    """Return a target that `save` (or `keyhole lab plant`) wrote, behind its defence."""
+    target, defence = load_plain(path)
+    return defended(target, defence)
 
 
-def load_plain(path: str | Path) -> tuple[Planted | Linked, Degradation]:
-    """Return the target of `load` without its defences, and these."""
+def load_plain(path: str | Path) -> tuple[Planted | Linked, Defence]:
+    """Return the target of `load` without its defence, and that."""
     metadata, tensors = read_tensors(path)
     if metadata.get("keyhole") != "1" or metadata.get("kind") not in {*_CLASSES} - {
         "output-layer"
@@ -208,7 +212,9 @@ def load_plain(path: str | Path) -> tuple[Planted | Linked, Degradation]:
     if target.dim < 1:
         raise InputError(f"the tokens of {path} must have one dimension or more")
     try:
-        return target, Degradation.of(metadata)
+        stated = [name for name in ("seed", *ANSWERS) if name in metadata]
+        words = [f"{name}={metadata[name]}" for name in stated]
+        return target, Defence.of_answers(words)
     except InputError as error:
         raise InputError(f"{error} in {path}") from error
 

@@ -97,13 +97,6 @@ def hidden_by(secrets: Sequence[Secret], leak: Leak) -> Leak:
     )
 
 
-def shown_again(hidden: Leak, secrets: Sequence[Secret], like: Leak) -> Leak:
-    """Return the leak as the owner of the secrets restores it, with the length of `like`."""
-    pairs = zip(secrets, matrices_of(hidden), strict=True)
-    rows = [secret.show(matrix.double())[: like.length] for secret, matrix in pairs]
-    return with_matrices(hidden, rows)
-
-
 @dataclass(frozen=True, eq=False)
 class Secret:
     """The secret of one matrix of rows X: each block of it becomes Y = mix (X map + added).
@@ -125,15 +118,6 @@ class Secret:
         return torch.cat(
             [mix @ part for mix, part in zip(self.mixes, parts, strict=True)]
         )
-
-    def show(self, rows: Tensor) -> Tensor:
-        if self.mixes is not None:
-            pairs = zip(self.mixes, rows.split(BLOCK), strict=True)
-            parts = [torch.linalg.solve(mix, part) for mix, part in pairs]
-            rows = torch.cat(
-                parts if self.added is None else [p - self.added for p in parts]
-            )
-        return rows @ torch.linalg.inv(self.map)
 
 
 def secrets_of(

@@ -8,6 +8,7 @@ incomplete, or in another order than the text's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,27 +17,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keyhole.core.errors import InputError, expect_among, expect_number, expect_seed
+from keyhole.core.errors import InputError, expect_among, expect_seed
 from keyhole.core.files import unwritable
+from keyhole.core.float64 import random_stream
 from keyhole.data import opening
+from keyhole.defence import Changes, Defence
 from keyhole.models.anatomy import anatomy, expect_numbers
 from keyhole.models.capture import Exposure
 from keyhole.models.capture import capture as exposed
 from keyhole.models.demo import open_model
 from keyhole.models.loading import Loaded, identity
 from keyhole.models.pairs import behind, decoder_of
-from keyhole.recover.leaks import PRECISIONS, TYPES, HiddenStates, Leak, Logits, Pooled
+from keyhole.recover.leaks import PRECISIONS, TYPES, Leak, Pooled
 from keyhole.recover.secrets import SECRETS, hidden_by, secrets_of
 
+MAX_LENGTH = 512  # tokens of a text whose leak is simulated
+# Forms in the order in which they are applied, and how they are written.
 FORMS = {
-    "normalised": "normalised",
-    "permuted": "permuted",
-    "subset": "subset:K",
     "truncated": "truncated:K",
+    "normalised": "normalised",
+    "subset": "subset:K",
+    "permuted": "permuted",
     "log-probabilities": "log-probabilities",
     **{name: f"{name}:KEY" for name in SECRETS},
 }
-MAX_LENGTH = 512  # tokens of a text whose leak is simulated
+_POSSIBLE = {  # for a kind of leak, besides secrets
+    "hidden": ("truncated", "normalised", "subset", "permuted"),
+    "pooled": ("truncated", "normalised"),
+    "logits": ("log-probabilities",),
+}
 
 
 def leak_of(
@@ -113,118 +122,73 @@ def degrade(
     The leak states its forms and its precision, as a server's documentation and a
     file's dtype would. It states neither the secret nor the noise.
     """
-    changes = parse_forms(forms)
-    secrets = {name: changes.pop(name) for name in SECRETS if name in changes}
-    if len(secrets) > 1:
-        raise InputError(f"give one secret, not {' and '.join(secrets)}")
+    stream = seed if isinstance(seed, torch.Generator) else random_stream(seed)
     expect_among("precision", precision, PRECISIONS)
-    expect_number("noise", noise, least=0)
-    if isinstance(seed, torch.Generator):
-        stream = seed
-    else:
-        stream = torch.Generator().manual_seed(seed)
-    leak = _reshaped(leak, changes, stream)
-    for form, key in secrets.items():
-        leak = hidden_by(secrets_of(leak, form, key or 0, stream), leak)
-    changed: dict[str, Tensor] = {}
-    for name, tensor in leak.tensors.items():
-        if noise:
-            spread = tensor[tensor.isfinite()].std()
-            tensor = tensor + noise * spread * torch.randn(
-                tensor.shape, generator=stream
-            )
-        changed[name] = ROUNDINGS[precision](tensor)
-    return replace(leak, **changed, precision=precision)
+    states = Changes.STATES
+    defence = Defence(
+        changes=states, noise=noise, forms=tuple(forms), precision=precision
+    )
+    return defended(leak, defence, stream)
 
 
-def parse_forms(forms: Sequence[str]) -> dict[str, int | None]:
-    """Return the number, if any, that each form carries, by the form's name."""
-    parsed: dict[str, int | None] = {}
+def defended(leak: Leak, defence: Defence, stream: torch.Generator) -> Leak:
+    """Return the leak behind a defence of states."""
+    forms = parse_forms(defence.forms)
+    possible = (*_POSSIBLE.get(leak.kind, ()), *SECRETS)
+    if wrong := [form for form in forms if form not in possible]:
+        kind = "logits" if "log-probabilities" in wrong else "hidden states"
+        raise InputError(f"only {kind} can be {', '.join(wrong)}, not {leak.exposure}")
+    for form, number in forms.items():
+        if form in SECRETS:
+            leak = hidden_by(secrets_of(leak, form, number, stream), leak)
+        else:
+            leak = _reshaped(leak, form, number, stream)
+    if isinstance(leak, Pooled) and "truncated" in forms:
+        leak = replace(leak, unit="normalised" in forms)
+    changed = {
+        name: defence.change(tensor, stream) for name, tensor in leak.tensors.items()
+    }
+    return replace(leak, **changed, precision=defence.precision)
+
+
+def parse_forms(forms: Sequence[str]) -> dict[str, int]:
+    """Return the number that each form carries (or 0) by name, in the order of FORMS."""
+    parsed: dict[str, int] = {}
     for form in forms:
         name, colon, count = form.partition(":")
-        counted = name in ("subset", "truncated", *SECRETS)
-        whole = (
-            count.isascii()
-            and count.isdecimal()
-            and 0 < len(count) < 10
-            and int(count) > 0
-        )
-        if name not in FORMS or bool(colon) != counted or (counted and not whole):
+        whole = re.fullmatch("0*[1-9][0-9]{0,8}", count, re.ASCII)
+        if name not in FORMS or (":" in FORMS[name]) != bool(colon and whole):
             raise InputError(
                 f"unknown form {form}: choose one of {', '.join(FORMS.values())}"
             )
         if name in parsed:
             raise InputError(f"form {name} is given twice")
-        parsed[name] = int(count) if counted else None
-    return parsed
+        parsed[name] = int(count or 0)
+    secrets = [name for name in SECRETS if name in parsed]
+    if len(secrets) > 1:
+        raise InputError(f"give one secret, not {' and '.join(secrets)}")
+    return {name: parsed[name] for name in FORMS if name in parsed}
 
 
-def _reshaped(
-    leak: Leak, forms: dict[str, int | None], stream: torch.Generator
-) -> Leak:
-    """Return the leak in all forms that are no secret."""
-    if not forms:
-        return leak
-    if isinstance(leak, Logits) and set(forms) == {"log-probabilities"}:
-        return replace(leak, values=leak.values.log_softmax(-1), log_probabilities=True)
-    if "log-probabilities" in forms:
-        raise InputError(f"only logits can be {', '.join(forms)}, not {leak.exposure}")
-    of_rows = [form for form in forms if form in ("subset", "permuted")]
-    if not isinstance(leak, HiddenStates | Pooled) or (
-        isinstance(leak, Pooled) and of_rows
-    ):
-        wrong = of_rows if isinstance(leak, Pooled) else forms
-        raise InputError(
-            f"only hidden states can be {', '.join(wrong)}, not {leak.exposure}"
-        )
-    values = leak.values
-    about = {}
-    width = forms.get("truncated")
-    if width is not None:
-        if width > values.shape[-1]:
-            raise InputError(
-                f"truncated:{width} exceeds the {values.shape[-1]} numbers of a row"
-            )
-        values = values[..., :width]
-        about = {"width": width}
-        if isinstance(leak, Pooled):
-            about["unit"] = "normalised" in forms
-    if "normalised" in forms:
-        values = torch.nn.functional.normalize(values, dim=-1)
-        about["normalised"] = True
-    rows = forms.get("subset")
-    if rows is not None:
+def _reshaped(leak: Leak, form: str, number: int, stream: torch.Generator) -> Leak:
+    """Return the leak in a form that is no secret."""
+    values = leak.tensors["values"]
+    if form == "truncated":
+        width = values.shape[-1]
+        if number > width:
+            raise InputError(f"truncated:{number} exceeds the {width} numbers of a row")
+        return replace(leak, values=values[..., :number], width=number)
+    if form == "normalised":
+        unit = torch.nn.functional.normalize(values, dim=-1)
+        return replace(leak, values=unit, normalised=True)
+    if form == "subset":
         kept = torch.zeros(len(values), dtype=torch.bool)
-        kept[torch.randperm(len(values), generator=stream)[:rows]] = True
-        values = values.where(kept[:, None], torch.nan)
-    if "permuted" in forms:
-        values = values[torch.randperm(len(values), generator=stream)]
-        about["permuted"] = True
-    return replace(leak, values=values, **about)
-
-
-def _as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor.to(dtype).float()
-
-
-def _steps(most: int) -> Callable[[Tensor], Tensor]:
-    """Return a rounding to whole steps from −most to most, with one step for each row."""
-
-    def rounded(tensor: Tensor) -> Tensor:
-        step = tensor.abs().amax(-1, keepdim=True).clamp(min=1e-30) / most
-        return (tensor / step).round() * step
-
-    return rounded
-
-
-ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
-    "float32": _as(torch.float32),
-    "bfloat16": _as(torch.bfloat16),
-    "float16": _as(torch.float16),
-    "int8": _steps(127),
-    "int4": _steps(7),
-    "binary": lambda tensor: torch.where(tensor > 0, 1.0, -1.0),
-}
+        kept[torch.randperm(len(values), generator=stream)[:number]] = True
+        return replace(leak, values=values.where(kept[:, None], torch.nan))
+    if form == "permuted":
+        order = torch.randperm(len(values), generator=stream)
+        return replace(leak, values=values[order], permuted=True)
+    return replace(leak, values=values.log_softmax(-1), log_probabilities=True)
 
 
 def capture(

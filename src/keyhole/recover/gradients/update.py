@@ -29,6 +29,7 @@ from keyhole.core import Status
 from keyhole.core.errors import InputError, expect_among, expect_count, expect_number
 from keyhole.core.files import parse, read_tensors, write_tensors
 from keyhole.data import NO_LABEL, Example
+from keyhole.defence import add_noise
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import head_of, identity
 from keyhole.recover.attack import Target
@@ -333,8 +334,7 @@ def update_of(
     if strength:
         stream = torch.Generator().manual_seed(seed)
         for name, tensor in values.items():
-            noise = torch.randn(tensor.shape, generator=stream)
-            values[name] = tensor + strength * noise.to(tensor)
+            values[name] = add_noise(tensor, strength, stream)
     if hide:
         for name, module in model.named_modules():
             if isinstance(module, nn.Embedding):

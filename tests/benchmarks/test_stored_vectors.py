@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn.functional import normalize
 
 import tiny_models as tiny
+from keyhole.audit.defences import recall
 from keyhole.models import Loaded, identity
 from keyhole.models.capture import Exposure
 from keyhole.recover import Pooled
+from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.judge import Stored
 from keyhole.recover.embeddings.pooling import embeddings
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
 from keyhole.recover.gradients.update import epsilon_of
-from keyhole.recover.protection import gaussian_noise, recall, rounding
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from protection import (
+from stored_vectors import (
+    Setting,
     mapped,
     metric_noise,
     no_defence,
+    noise,
     private_noise,
     product_quantisation,
     projection,
     reading,
     retrieval,
     rotation,
+    rounding,
     truncation,
 )
+
+pytestmark = pytest.mark.release  # what belongs to benchmarks
 
 STREAM = torch.Generator().manual_seed(0)
 D = 32
@@ -58,7 +59,7 @@ def test_recall_is_the_share_of_the_nearest_that_are_found():
 
 
 def test_noise_is_as_long_as_it_says_and_as_private():
-    for made, share in ((gaussian_noise(0.5, D), 0.5), (metric_noise(0.5, D), 0.5)):
+    for made, share in ((noise(0.5, D), 0.5), (metric_noise(0.5, D), 0.5)):
         off = made.keep(VECTORS) - VECTORS
         assert float(off.norm(dim=1).square().mean().sqrt()) == pytest.approx(
             share, rel=0.05
@@ -117,7 +118,7 @@ def test_who_knows_the_defence_reads_on_until_too_little_is_left():
     defences = [
         no_defence(),
         rounding("int8"),
-        gaussian_noise(0.01, D),
+        noise(0.01, D),
         private_noise(8.0),
         rotation(0, D),
         rotation(8, D),
@@ -126,16 +127,24 @@ def test_who_knows_the_defence_reads_on_until_too_little_is_left():
         truncation(16, D),
     ]
     reader = CountedReader(LINES, max_length=1, search=SumSearch(passes=500))
-    vectors = vectors_of(SECRETS)
-    known = vectors_of(LINES[:60])
+    setting = Setting(
+        LOADED,
+        [WORDS(text)["input_ids"] for text in SECRETS],
+        reader.ready(Target.of(MODEL, WORDS), WAY),
+        vectors=vectors_of(SECRETS),
+        known=vectors_of(LINES[:60]),
+        docs=VECTORS,
+        queries=VECTORS,
+        texts=LINES,
+    )
     exact = {}
-    for made, recoveries in reading(LOADED, defences, vectors, reader, known, WAY):
-        exact[made.name, made.strength] = [read.text for read in recoveries] == SECRETS
+    for made, recoveries in reading(setting, defences):
+        exact[made.name] = [read.text for read in recoveries] == SECRETS
         assert all(not read.verified or read.text in SECRETS for read in recoveries)
     assert len(exact) == len(defences)
-    kept = {name for (name, strength), read in exact.items() if not read}
+    kept = {name.split(",")[0] for name, read in exact.items() if not read}
     assert kept == {"Gaussian noise", "secret rotation"}
-    assert exact["secret rotation", f"{D + 8} known texts"]
-    assert exact["secret rotation", "8 known texts"]
-    assert not exact["secret rotation", "0 known texts"]
-    assert not exact["Gaussian noise", "ε = 8, δ = 1e-05"]
+    assert exact[f"secret rotation, {D + 8} known texts"]
+    assert exact["secret rotation, 8 known texts"]
+    assert not exact["secret rotation, 0 known texts"]
+    assert not exact["Gaussian noise, ε = 8, δ = 1e-05"]

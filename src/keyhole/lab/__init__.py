@@ -1,1 +1,0 @@
-"""For researchers: experiments that no other package needs, used by `keyhole lab`."""
