@@ -11,7 +11,6 @@ defences of servers (extract/defences.py); for a model, secrets that hide what l
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from functools import cache, partial
 
@@ -64,7 +63,6 @@ def endpoint_checks(part: str, oracle: Oracle, seed: int) -> list[Check]:
     client = cache(partial(HonestClient.of, oracle, seed))
 
     def check(defence: Defence, exposure: Exposure, track: Track) -> Checked:
-        started = time.perf_counter()
         of_any_part = replace(exposure, part="")
         try:
             if (kind := choice().kind) is not Kind.HEAD:
@@ -85,7 +83,6 @@ def endpoint_checks(part: str, oracle: Oracle, seed: int) -> list[Check]:
             f"{str(defence) or 'answers as they are'}: the attacker has {had}, {honest}; "
             f"{tried.extraction.reason}",
             _ENDPOINT[_is_broken(tried.status)],
-            started,
             queries=tried.extraction.queries,
             error=tried.error,
         )
@@ -131,7 +128,6 @@ def _check_model(
     track: Track,
 ) -> Checked:
     track(words.exposure(exposure))(0)
-    started = time.perf_counter()
     model = target.loaded.model
     tokenizer = target.loaded.tokenizer
     attacked = Target.of(model, tokenizer)
@@ -177,7 +173,6 @@ def _check_model(
         status,
         f"{exact} of {count} texts exact and verified{sent}; {reason}",
         _MODEL[_is_broken(status)],
-        started,
         queries=count + len(pairs),
         known=known,
         sought="text",
