@@ -23,9 +23,8 @@ from keyhole.models.capture import Exposure
 
 PRECISIONS = ("float32", "bfloat16", "float16", "int8", "int4", "binary")
 FORMAT = "1"
-_UNIT_TOLERANCE = (
-    0.01  # by which rounding may change the length of a row of unit length
-)
+# by which rounding may change the length of a row of unit length
+_UNIT_TOLERANCE = 0.01
 _COARSE_UNIT_TOLERANCE = 0.1  # the same for a vector that is rounded to 4 bits
 _LEVELS_OF_4_BITS = 16
 
@@ -123,9 +122,8 @@ class BaseLeak:
             raise InputError(
                 f"expected {name} as a floating-point tensor, got another kind"
             )
-        if (
-            tensor.dtype.itemsize == 1
-        ):  # torch has few operations for 8-bit floats, not even isinf
+        # torch has few operations for 8-bit floats, not even isinf
+        if tensor.dtype.itemsize == 1:
             tensor = tensor.to(torch.float32)
         if tensor.ndim == self.rank + 1 and tensor.shape[0] == 1:
             tensor = tensor[0]

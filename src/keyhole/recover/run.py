@@ -40,9 +40,8 @@ from keyhole.recover.registry import ATTACKS, WITH_CORPUS, readers
 from keyhole.recover.simulate import MAX_LENGTH
 from keyhole.recover.texts import checked_leaks, recover_each, recover_texts, target_of
 
-_LIKELY = (
-    4096  # tokens tried at a position while it is open which layer the arrays are of
-)
+# tokens tried at a position while it is open which layer the arrays are of
+_LIKELY = 4096
 
 
 @dataclass(frozen=True, eq=False)

@@ -59,9 +59,8 @@ BLOCK = 16  # tokens
 # rows, and those of XᵀY, about the squares of them.
 _SPANNED = 1e-6
 _ROUNDING = 1e-11
-_MAX_OUTSIDE = (
-    1e-6  # the share of a leak's squares that may lie outside the span of known rows
-)
+# the share of a leak's squares that may lie outside the span of known rows
+_MAX_OUTSIDE = 1e-6
 _UNIT = 2.84  # KV-Cloak's unit for what it adds, times the largest number of a cache
 
 

@@ -207,9 +207,8 @@ _SHORT = 4.0  # standard deviations of the error up to which a step counts as sh
 _DEVIATIONS = 4.5  # standard deviations that chance explains
 _SURPRISE = 20.0  # what a border that is crossed against odds of e¹⁰ : 1 adds
 _LEVELS = {"int8": 127, "int4": 7}  # steps from zero to the largest number
-_CENTROID = (
-    1e-4  # of a vector's length: the largest distance of a block from its centroid
-)
+# of a vector's length: the largest distance of a block from its centroid
+_CENTROID = 1e-4
 _AT_ONCE = 1 << 24  # distances to centroids that are held at a time
 
 
@@ -253,9 +252,8 @@ class Stored:
                 "binary", signs, torch.full_like(values, torch.inf), error, noise
             )
         name, steps = rounding_of(values[None].float(), leak.precision)
-        if (
-            name == "float32" and leak.precision in _LEVELS
-        ):  # too few numbers to show a grid
+        # too few numbers to show a grid
+        if name == "float32" and leak.precision in _LEVELS:
             name = leak.precision
             steps = values.abs().max().expand(1, len(values))
             steps = steps / _LEVELS[leak.precision]
@@ -346,9 +344,8 @@ class Stored:
         """
         vector = vector.double()
         margins = self._margins(vector[None])[0]
-        if (
-            self.codebook is not None
-        ):  # the centroid stands for the nearest point of its cell
+        # the centroid stands for the nearest point of its cell
+        if self.codebook is not None:
             blocks = self.values.unflatten(0, (len(margins), -1))
             inside = (margins >= 0).all(-1, keepdim=True)
             return torch.where(

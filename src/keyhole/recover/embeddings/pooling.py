@@ -56,9 +56,8 @@ PREFIXES = (
     "query: ",  # E5
     "Represent this sentence for searching relevant passages: ",  # BGE
 )
-_NEARER = (
-    0.75  # of 1 − cosine of the means without a prefix: wrong prefixes stay above it
-)
+# of 1 − cosine of the means without a prefix: wrong prefixes stay above it
+_NEARER = 0.75
 _WITNESSES = 8  # vectors that show whether only signs were stored
 _UNIT = 0.01  # by which rounding may change the length of a vector of length 1
 

@@ -28,9 +28,8 @@ from torch import Tensor
 
 from keyhole.recover.embeddings.changes import SingleChanges
 
-_MORE = (
-    4  # times the width of the beam: so many sets are compared, as some are the same
-)
+# times the width of the beam: so many sets are compared, as some are the same
+_MORE = 4
 _INFINITE = 1e9
 
 

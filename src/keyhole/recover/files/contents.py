@@ -47,9 +47,8 @@ from keyhole.recover.layers.precision import rounding_error
 from keyhole.recover.leaks import TYPES, BaseLeak, Leak, own_leak, rows_of
 
 _TRIED = 4  # likely layers that are tried
-_BEGINNING = (
-    4  # tokens of a causal model's text that show whether a layer is the right one
-)
+# tokens of a causal model's text that show whether a layer is the right one
+_BEGINNING = 4
 _UNIT_TOLERANCE = 1e-3  # by which rounding may change the length of a normalised vector
 _PREFERRED = (
     "hidden",
@@ -65,12 +64,10 @@ _TEXTS = (
     *demo.TEXTS,
     *(example.text for example in demo.EXAMPLES[::2]),
 )  # ordinary ones
-_MARGIN = (
-    1.5  # times the largest error of a position of ordinary texts; chosen, not fitted
-)
-Source = (
-    Any  # a file, a folder of files, a leak, or arrays: of NumPy, torch, lists of them
-)
+# times the largest error of a position of ordinary texts; chosen, not fitted
+_MARGIN = 1.5
+# a file, a folder of files, a leak, or arrays: of NumPy, torch, lists of them
+Source = Any
 
 
 @dataclass(frozen=True, eq=False)

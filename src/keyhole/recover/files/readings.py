@@ -167,9 +167,8 @@ def _batched(
     if kind == "maps":
         square = axes >= 3 and shape[-1] == shape[-2]
         return _with_texts("maps", tensor, 4, square and shape[-3] == parts.heads)
-    if (
-        kind == "logits"
-    ):  # of the next token (v,) or (texts, v), or of every token (texts, n, v)
+    # of the next token (v,) or (texts, v), or of every token (texts, n, v)
+    if kind == "logits":
         right = shape[-1] == len(parts.table)
         given = _with_texts("logits", tensor, 3 if axes == 3 else 2, right)
         return given if axes == 3 else given[:, None]
@@ -494,9 +493,8 @@ def role_of(name: str, parts: Anatomy) -> tuple[str, int, str] | None:
         if match is None:
             continue
         number = int(match[1])
-        if (
-            match.lastindex == 2
-        ):  # it counts the layers of one type, such as sliding_attention
+        # it counts the layers of one type, such as sliding_attention
+        if match.lastindex == 2:
             types = getattr(parts.base.config, "layer_types", None) or ()
             layers = [at for at, each in enumerate(types) if each == match[2]]
             if number >= len(layers):

@@ -61,9 +61,8 @@ from keyhole.recover.gradients.update import (
 from keyhole.recover.recovery import Recovery, TextRecovery
 from keyhole.recover.simulate import MAX_LENGTH
 
-_NEAREST = (
-    8  # tokens that are tried at a position for each text, where spans are blurred
-)
+# tokens that are tried at a position for each text, where spans are blurred
+_NEAREST = 8
 _SWEEPS = 3  # over the tokens of such a batch
 _TRIALS = 300  # other batches that are tried in these sweeps
 _DIRECTIONS = 64  # random directions of a span's complement in an encoder's search

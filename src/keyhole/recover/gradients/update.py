@@ -50,9 +50,8 @@ HIDDEN = ("embeddings",)
 Weights = Mapping[str, Tensor]
 DELTA = 1e-5  # of (ε, δ)-differential privacy
 _IGNORED = -100  # a token whose prediction is not part of the loss
-_TRAINED = (
-    0.01  # the standard deviation of B's numbers in adapters that have been trained
-)
+# the standard deviation of B's numbers in adapters that have been trained
+_TRAINED = 0.01
 ADAPTER = ("lora_A.weight", "lora_B.weight")  # how the names of an adapter end
 # prefix of the names of adapters in a file, which their gradients have too
 _PUBLIC = "adapter:"
@@ -618,9 +617,8 @@ class Errors:
         variance = torch.full_like(leaked, protocol.noise_in(self.update.texts) ** 2)
         if self.update.precision != "float32":
             variance += rounding_of(leaked, self.update.precision)[1].square() / 12
-        if (
-            protocol.steps > 1
-        ):  # a difference of weights, each of which is rounded at every step
+        # a difference of weights, each of which is rounded at every step
+        if protocol.steps > 1:
             weight = self.model.get_parameter(name).detach()
             last = torch.exp2(torch.frexp(weight).exponent.double() - 24)
             variance += protocol.steps * last.square() / 12

@@ -50,9 +50,8 @@ _COMPARED = 2048  # tokens that are compared exactly, after an estimate
 # standard deviations of the logarithms of q; the best of many has five by chance
 _STANDS_OUT = 8.0
 _MOVES = 8  # rounds of assignments in a block, and then of exchanges
-_PAIRS = (
-    48  # exchanges that are compared exactly: neighbours first, then the most promising
-)
+# exchanges that are compared exactly: neighbours first, then the most promising
+_PAIRS = 48
 _NEIGHBOURS = 2  # the largest distance of places that are neighbours
 _REPEAT_COST = 1e6  # of a token's second place: every token gets one place first
 _PASSES = 3  # over the text, with the maps solved for again
@@ -334,9 +333,8 @@ class Order:
 
     def follows(self, shorter: Order) -> bool:
         """Return whether the text has this last token: it explains more than chance would."""
-        if (
-            self.free < shorter.free
-        ):  # it takes the place of a direction that was no token's
+        # it takes the place of a direction that was no token's
+        if self.free < shorter.free:
             return self.cost < _FILLED * self.expected
         by_chance = shorter.expected - self.expected
         least = by_chance + DEVIATIONS * (2 * by_chance) ** 0.5 + 2 * LOG_ODDS

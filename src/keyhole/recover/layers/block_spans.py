@@ -41,9 +41,8 @@ DEVIATIONS = 6.0  # standard deviations of a chi-square that the right token is 
 HIDDEN = 4.0  # the q above which a head may hide a token
 # the most that the q of a head adds to a score, because the head may hide the token
 CAP = 30.0
-LEFT = (
-    4.0  # directions above this multiple of rounding belong to tokens that are missing
-)
+# directions above this multiple of rounding belong to tokens that are missing
+LEFT = 4.0
 _VECTORS = 16  # random vectors whose products estimate a length to a third
 _STRETCH = 2.0  # the largest ‖c‖ of a token: S is orthogonal but for scales
 _ENOUGH = 1.25  # equations that are needed for each unknown
@@ -436,9 +435,8 @@ class Blocks:
         inside = torch.tensor([p % self.size for p in places])
         each: list[Tensor] = []
         for side, found, given in zip(self.sides, self.maps, rows, strict=True):
-            if (
-                found is not None
-            ):  # coarse rounding of one side says nothing about the others
+            # coarse rounding of one side says nothing about the others
+            if found is not None:
                 q = found.misfits(side, given, number)
                 q = q * max(1.0, self.level) / max(1.0, found.level)
                 each.append(q.expand(len(places), -1))

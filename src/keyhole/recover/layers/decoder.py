@@ -57,32 +57,25 @@ _COARSE = 0.01
 _ROUGH = 0.1  # rounding above this share of the leak's spread does so too
 # arithmetic above this share of a row: near tokens are run in the leak's own shape
 _CHAOTIC = 0.05
-_ARITHMETIC = (
-    1e-4  # the share of a number's spread granted to another machine's arithmetic
-)
+# the share of a number's spread granted to another machine's arithmetic
+_ARITHMETIC = 1e-4
 _ACCEPTED = 6.0  # standard deviations of a chi-square that the right token is granted
-_BELIEVED = (
-    1.5  # how much worse random tokens must do for an unknown error to be believed
-)
-_CLEAR = (
-    16.0  # how much worse they must do for the rest of the vocabulary to be skipped
-)
+# how much worse random tokens must do for an unknown error to be believed
+_BELIEVED = 1.5
+# how much worse they must do for the rest of the vocabulary to be skipped
+_CLEAR = 16.0
 _ALONE = 4.0  # how much worse the second best token must do for that
-_REACH = (
-    0.95  # the share of random tokens that the order must have among its first for that
-)
+# the share of random tokens that the order must have among its first for that
+_REACH = 0.95
 # of the limit: if accepted tokens fit better, the leak has no noise to be learnt
 _CLEAN = 0.1
-_COMPARED = (
-    32  # candidates compared at each position but the first, if several may pass
-)
+# candidates compared at each position but the first, if several may pass
+_COMPARED = 32
 _FAILURES = 2  # unexplained positions in a row that end the search
-_MAX_REOPENED = (
-    16  # positions looked back for another token, and times that this may happen
-)
-_TOGETHER = (
-    50_000  # pairs of an earlier token and the nearest ones that are run together
-)
+# positions looked back for another token, and times that this may happen
+_MAX_REOPENED = 16
+# pairs of an earlier token and the nearest ones that are run together
+_TOGETHER = 50_000
 _NEAREST = 16  # tried tokens that are kept, by each way to compare them
 
 
@@ -151,9 +144,8 @@ class Text:
         arithmetic = rounding_error(target, leak.exposure)
         precision = precision_of(leak, arithmetic)
         self.tolerance = Tolerance.of(target, leak, self.start, precision)
-        self.rounded: Tolerance | None = (
-            None  # what arithmetic alone explains, if it is large
-        )
+        # what arithmetic alone explains, if it is large
+        self.rounded: Tolerance | None = None
         if arithmetic > _CHAOTIC:
             self.rounded = self.tolerance
             self.tolerance = Tolerance.of(target, leak, self.start, precision_of(leak))
@@ -402,9 +394,8 @@ class Search:
         if not text.fans:
             return text.guesses[at : at + text.reach].tolist()
         least = self.method.fan
-        if (
-            text.coarse
-        ):  # at the first position no context helps, so more tokens are compared
+        # at the first position no context helps, so more tokens are compared
+        if text.coarse:
             least = _COMPARED if at else self.method.widest
         size = min(max(least, 4 * len(text.tried)), self.method.widest)
         order = self._order(text, size + len(text.tried)).tolist()
@@ -584,9 +575,8 @@ class Search:
         does, the few tokens that fit at the earlier position are tried in turn.
         """
         position = text.position
-        if (
-            text.learnt or text.reopened >= _MAX_REOPENED
-        ):  # many tokens pass a test against noise
+        # many tokens pass a test against noise
+        if text.learnt or text.reopened >= _MAX_REOPENED:
             return False
         for place in reversed(range(max(0, position - _MAX_REOPENED), position)):
             if place not in text.others:

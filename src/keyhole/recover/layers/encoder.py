@@ -63,12 +63,10 @@ _TRIED = 12  # candidates at each of the worst positions, after a stage
 _CANDIDATES = 8  # candidates at every position, at the end
 _WORTH = 0.9  # a pass is progress if the loss falls to this share of the best
 _PATIENCE = 2  # passes without progress that end feedback
-_DOUBT = (
-    0.94  # a token is clear if its squared distance is below this share of the second's
-)
-_MISFIT = (
-    4.0  # a clear token stays open if its squared residual exceeds this many medians …
-)
+# a token is clear if its squared distance is below this share of the second's
+_DOUBT = 0.94
+# a clear token stays open if its squared residual exceeds this many medians …
+_MISFIT = 4.0
 _PART = 0.02  # … and this share of the largest
 _WORST = (
     0.8,

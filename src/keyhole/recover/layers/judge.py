@@ -81,14 +81,12 @@ _ALONE = 64  # alternatives tried one by one; more are tried several in a pass
 _BY_ROW = 6  # alternatives of a token by what leaked at its position
 _BY_ROW_NOISY = 32  # the same if noise blurs the row
 _BY_GRADIENT = 3  # alternatives of a token by the gradient
-_EXPLAINED = (
-    0.5  # of the rows' variance: a map that explains less does not find the right token
-)
+# of the rows' variance: a map that explains less does not find the right token
+_EXPLAINED = 0.5
 _AS_GOOD = 4  # tokens that give the same attention output
 _SAMPLES = 4  # tokens that the map is fitted on, for each number of an embedding
-_CONTEXT = (
-    4  # random tokens before the fitted one: the first position of a text is special
-)
+# random tokens before the fitted one: the first position of a text is special
+_CONTEXT = 4
 _SHORT_TEXTS = 512  # in one pass
 _SHORT = 64  # tokens of a text up to which more than neighbours are exchanged
 
@@ -142,9 +140,8 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
         leak = leak.ordered(assigned(misfits))
         leaked = leak.values.to(device)
     fit = compare(precision_of(leak), leaked, given)
-    if (
-        not fit.whole
-    ):  # another machine, or a batch of texts, may have rounded differently
+    # another machine, or a batch of texts, may have rounded differently
+    if not fit.whole:
         rounding = rounding_error(target, leak.exposure)
         other = compare(precision_of(leak, rounding), leaked, given)
         fit = other if other.whole else fit
@@ -157,13 +154,11 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     )
     fine = _is_fine(fit, own, compared)
     margin, forwards, doubt = _margin(compared, fit, fine, padding, unordered)
-    if (
-        not fit.settled and not target.parts.causal
-    ):  # a causal model is read token by token
+    # a causal model is read token by token
+    if not fit.settled and not target.parts.causal:
         rows = _row_map(compared)
-        if (
-            rows is not None and rows.explained < _EXPLAINED
-        ):  # the right token was not tried
+        # the right token was not tried
+        if rows is not None and rows.explained < _EXPLAINED:
             margin = torch.zeros_like(margin)
     marks = _marks(fit, fine, margin, hidden, compared.verifying)
     # The tokenizer's own special tokens, and padding, are no part of the text.

@@ -108,9 +108,8 @@ _SIZES = (
 _FAN = 256  # tokens tried at once after a prefix
 _CLAIMED = 4.0  # the level above which no text is verified
 _LOOKED_AT = 8  # positions that show whether a cache is mixed
-_STRANGE = (
-    0.5  # relative distance from all tokens' rows above which a row is no token's
-)
+# relative distance from all tokens' rows above which a row is no token's
+_STRANGE = 0.5
 _AGAIN = 8  # tokens after which M is solved for again
 _OPENS = 3.0  # the level above which known tokens do not open the text
 # common tokens, and the most frequent of them

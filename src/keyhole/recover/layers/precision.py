@@ -62,9 +62,8 @@ _FEW = 0.1
 _LEVELS = 4  # so many different numbers do not lie on a grid of 127 steps by chance
 _GRID = 5e-3  # in steps: how far from a multiple of the step a number may lie
 _DEVIATIONS = 4.5  # standard deviations that chance is granted
-_CLAIMED = (
-    0.15  # unknown noise above this share of the leak's spread is never confirmed
-)
+# unknown noise above this share of the leak's spread is never confirmed
+_CLAIMED = 0.15
 # random texts that the arithmetic is measured on, and their tokens
 _TEXTS = 4
 _LENGTH = 32
@@ -114,9 +113,8 @@ def precision_of(leak: Leak, arithmetic: float = 0.0) -> Precision:
     scale = float((seen - seen.mean()).square().mean().sqrt().clamp(min=_TINY))
     least = FLOAT32 * float(seen.square().mean().sqrt())
     name, step = rounding_of(rows, leak.precision)
-    if (
-        name == "float32" and "keys" in leak.tensors
-    ):  # a head or other group may have a scale
+    # a head or other group may have a scale
+    if name == "float32" and "keys" in leak.tensors:
         step = leak.rows(
             {part: _grouped(tensor) for part, tensor in leak.tensors.items()}
         )

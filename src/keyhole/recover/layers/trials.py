@@ -45,13 +45,11 @@ from keyhole.recover.layers.map_scores import LogMaps
 from keyhole.recover.layers.precision import precision_of
 from keyhole.recover.leaks import AttentionMaps, Leak
 
-_BLURRED = (
-    0.1  # the error of a score that halves its weight: scores of tokens differ by more
-)
+# the error of a score that halves its weight: scores of tokens differ by more
+_BLURRED = 0.1
 _SMALLEST = 1e-30
-_ARITHMETIC = (
-    1e-7  # the loss that another machine's float32 may leave; a wrong token's is larger
-)
+# the loss that another machine's float32 may leave; a wrong token's is larger
+_ARITHMETIC = 1e-7
 _MAX_TEXTS = 4096  # of a sweep: in long texts each position gets fewer candidates
 _WORTHWHILE = 0.8  # another sweep follows if the loss falls to this share
 _WON = 0.5  # a candidate counts if it leaves at most this share of a squared residual

@@ -57,9 +57,8 @@ from keyhole.recover.leaks import HiddenStates, Leak
 
 _SHORTEST = 4  # tokens of the shortest random text, without its special tokens
 _SHORT_TEXTS = 16  # random texts of each of three shorter lengths
-_EXCHANGED = (
-    0.3  # the share of a random text's tokens that are exchanged with a token nearby
-)
+# the share of a random text's tokens that are exchanged with a token nearby
+_EXCHANGED = 0.3
 _MAX_CHUNK = 512  # tokens tried in one pass
 _ADDED = 0.01  # the share of C that is added to R
 
