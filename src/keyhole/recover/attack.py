@@ -21,7 +21,8 @@ from keyhole.core.errors import InputError
 from keyhole.core.numerics import LinAlgError
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.models.anatomy import Anatomy, anatomy, not_finite
-from keyhole.models.capture import capture
+from keyhole.models.branches import Branches
+from keyhole.models.capture import Exposure, capture
 from keyhole.models.pieces import decoded, written
 from keyhole.recover.leaks import Leak
 
@@ -67,8 +68,22 @@ class Target:
         return cls(model, tokenizer, anatomy(model))
 
     @property
+    def device(self) -> torch.device:
+        return self.parts.device
+
+    @property
+    def table(self) -> Tensor:
+        """The token embeddings (V, e) in float32."""
+        return self.parts.table.float()
+
+    @property
     def vocabulary(self) -> int:
         return len(self.parts.table)
+
+    @property
+    def special(self) -> set[int]:
+        """The ids that stand for no part of a text."""
+        return set(getattr(self.tokenizer, "all_special_ids", []))
 
     @property
     def kind(self) -> str:
@@ -83,8 +98,9 @@ class Target:
             kind = type(self.tokenizer).__name__
             raise InputError(f"expected a tokenizer, got {kind}") from error
         for start in range(len(whole) - len(inside) + 1):
-            if whole[start : start + len(inside)] == inside:
-                return whole[:start], whole[start + len(inside) :]
+            end = start + len(inside)
+            if whole[start:end] == inside:
+                return whole[:start], whole[end:]
         return [], []
 
     def framed(self, length: int) -> Tensor:
@@ -93,21 +109,42 @@ class Target:
         before = before[:length]
         after = after[: length - len(before)]
         unknown = [-1] * (length - len(before) - len(after))
-        return torch.tensor([*before, *unknown, *after], device=self.parts.device)
+        return self.tensor([*before, *unknown, *after])
+
+    def tensor(self, numbers: Any) -> Tensor:
+        """Return numbers, such as the ids of texts, as a tensor on the model's device."""
+        return torch.tensor(numbers, device=self.device)
+
+    def branches(self, start: int = 0) -> Branches:
+        """Return an empty cache for one text, after `start` positions of padding."""
+        return Branches(self.model, self.tensor([start]))
 
     def pads(self) -> list[int]:
         """Return the ids that pad a batch, the model's own first."""
         owners = (getattr(self.parts.base, "config", None), self.tokenizer)
         given = [getattr(owner, "pad_token_id", None) for owner in owners]
-        return [int(token) for token in dict.fromkeys(given) if token is not None] or [
-            0
-        ]
+        pads = [int(token) for token in given if token is not None]
+        return list(dict.fromkeys(pads)) or [0]
 
     def batch_size(self, length: int) -> int:
         """Return how many texts of `length` tokens go through the model in one pass."""
         return max(1, min(TOKENS_PER_PASS, self.parts.at_once(length)) // length)
 
     @torch.no_grad()
+    def exposed(
+        self, exposure: Exposure, ids: Tensor, mask: Tensor | None = None
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield what this model exposes of texts `ids` (b, n), a batch at a time.
+
+        `mask` (n,) or (b, n) is 1 on text.
+        """
+        size = self.batch_size(ids.shape[1])
+        masks = None if mask is None else mask.to(ids).expand_as(ids)
+        for start in range(0, len(ids), size):
+            some = slice(start, start + size)
+            own = None if masks is None else masks[some]
+            yield capture(self.model, exposure, ids=ids[some], mask=own)
+
     def rows(
         self,
         leak: Leak,
@@ -119,23 +156,13 @@ class Target:
 
         `mask` (n,) or (b, n) is 1 on text. `each` is applied to the rows of every pass.
         """
-        masks = torch.ones_like(ids) if mask is None else mask.to(ids).expand_as(ids)
-        size = self.batch_size(ids.shape[1])
-        return torch.cat(
-            [
-                each(
-                    leak.rows(
-                        capture(
-                            self.model,
-                            leak.exposure,
-                            ids=part,
-                            mask=None if mask is None else text,
-                        )
-                    )
-                )
-                for part, text in zip(ids.split(size), masks.split(size), strict=True)
-            ]
-        )
+        batches = self.exposed(leak.exposure, ids, mask)
+        return torch.cat([each(leak.rows(given)) for given in batches])
+
+    @property
+    def tokens(self) -> Tensor:
+        """The ids (V,) of the vocabulary."""
+        return torch.arange(self.vocabulary, device=self.device)
 
     def nearest_tokens(
         self,
@@ -148,19 +175,16 @@ class Target:
         `misfit` maps c tokens to their misfits (…, c). It is called on `batch_size`
         tokens at once.
         """
-        least = torch.zeros(0)
-        nearest = torch.zeros(0, dtype=torch.long)
-        for tokens in torch.arange(self.vocabulary, device=self.parts.device).split(
-            batch_size
-        ):
+        least: list[Tensor] = []
+        nearest: list[Tensor] = []
+        for tokens in self.tokens.split(batch_size):
             misfits = misfit(tokens)
-            each = tokens.expand(misfits.shape)
-            if len(least):
-                misfits = torch.cat([least, misfits], -1)
-                each = torch.cat([nearest, each], -1)
-            least, kept = misfits.topk(min(count, misfits.shape[-1]), largest=False)
-            nearest = each.gather(-1, kept)
-        return nearest
+            whole = torch.cat([*least, misfits], -1)
+            every = torch.cat([*nearest, tokens.expand(misfits.shape)], -1)
+            best = whole.topk(min(count, whole.shape[-1]), largest=False)
+            least = [best.values]
+            nearest = [every.gather(-1, best.indices)]
+        return nearest[0]
 
     def remembered(self, what: str, key: Any, make: Callable[[], Made]) -> Made:
         """Return what `make` gives for this model and `key`, from a cache if it was the last key.
@@ -199,6 +223,9 @@ class Proposal:
     excluded: str = ""
 
 
+Proposals = Iterator[tuple[int, Proposal]]  # the number of each leak, with a proposal
+
+
 class Attack(Protocol):
     """An attack yields the number of each leak with a proposal, in any order.
 
@@ -206,9 +233,7 @@ class Attack(Protocol):
     raises `Unsuccessful(Status…, reason)`.
     """
 
-    def __call__(
-        self, target: Target, leaks: Sequence[Leak]
-    ) -> Iterator[tuple[int, Proposal]]: ...
+    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Proposals: ...
 
 
 @contextmanager

@@ -48,6 +48,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
+from keyhole.core.tensors import seeded
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Target
 from keyhole.recover.layers.unordered import assigned
@@ -131,7 +132,7 @@ def secrets_of(
     if form != "rotated" and not isinstance(leak, KeyValues):
         raise InputError(f"only keys and values can be {form}, not {leak.exposure}")
     matrices = matrices_of(leak)
-    secret = torch.Generator().manual_seed(key)
+    secret = seeded(key)
     if form == "cloaked":
         return [_cloak(matrix.double(), secret, stream) for matrix in matrices]
     widths = [matrix.shape[1] for matrix in matrices]

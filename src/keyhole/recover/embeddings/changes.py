@@ -34,6 +34,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from keyhole.core.tensors import row_numbers
 from keyhole.recover.embeddings.counts import Counted, NGrams, mixed
 from keyhole.recover.embeddings.encoder import Texts
 
@@ -111,7 +112,7 @@ class SingleChanges:
         Sets are padded by -1.
         """
         n = self.width
-        every = torch.arange(len(rows), device=rows.device)
+        every = row_numbers(rows)
         parents = self.parents[rows]
         tokens = parents.ids[:, :n].where(parents.mask[:, :n], -1)
         gaps = torch.full((len(rows), n + 1), -1, device=rows.device)

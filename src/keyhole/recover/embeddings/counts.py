@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from keyhole.core.errors import InputError
 from keyhole.core.numerics import with_ridge
+from keyhole.core.tensors import normalized, row_numbers, seeded
 from keyhole.data import read_texts
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.encoder import Encoder, Texts
@@ -70,9 +70,7 @@ class Counted:
                 for start in range(0, len(line), max_length)
             }
         )
-        order = torch.randperm(
-            len(pieces), generator=torch.Generator().manual_seed(seed)
-        )
+        order = torch.randperm(len(pieces), generator=seeded(seed))
         chosen = [list(pieces[k]) for k in order[: _LINES[device.type]].tolist()]
         texts = Texts.of(chosen, max_length, device)
         enough = len(texts) >= _ENOUGH
@@ -115,7 +113,7 @@ def _altered(
 ) -> tuple[Texts, Tensor]:
     """Return texts with their vectors, and the same texts with tokens replaced at random."""
     device = encoder.device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = seeded(seed, device)
     words = torch.ones(len(encoder.table), dtype=torch.bool, device=device)
     words[special] = False
     words = words.nonzero().flatten()
@@ -200,9 +198,7 @@ class TokenOdds:
 def _held(texts: Texts) -> tuple[Tensor, Tensor]:
     """Return every distinct token of every text, as two columns: row and token."""
     size = int(texts.ids.max()) + 1
-    rows = torch.arange(len(texts), device=texts.ids.device)[:, None].expand(
-        texts.ids.shape
-    )
+    rows = row_numbers(texts.ids)[:, None].expand(texts.ids.shape)
     keys = (rows * size + texts.ids)[texts.mask].unique()
     return keys // size, keys % size
 
@@ -216,7 +212,7 @@ def alone(encoder: Encoder) -> Tensor:
     high as with all of them run (median 9 of 30,522 in 60 sentences, 14 with all), for
     others lower (8, and 4 with all), in a seventh of the time.
     """
-    tokens = torch.arange(len(encoder.table), device=encoder.device)
+    tokens = row_numbers(encoder.table)
     most = _ALONE[encoder.device.type] * effort(encoder.target)
     if len(tokens) <= most:
         return encoder.vectors(Texts.filled(tokens[:, None]), fast=True)
@@ -224,7 +220,7 @@ def alone(encoder: Encoder) -> Tensor:
     words = [k for k, name in enumerate(names) if name and name.strip("#▁Ġ").isalpha()]
     run = tokens[words[: round(most)]]
     own = encoder.vectors(Texts.filled(run[:, None]), fast=True)
-    rows = normalize(encoder.table.double(), dim=-1)
+    rows = normalized(encoder.table.double())
     rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
     square = rows[run].T @ rows[run]
     square.diagonal().add_(_SIMPLE)
@@ -425,7 +421,7 @@ class Endings:
         device = encoder.device
         size = len(encoder.table)
         width = lines.ids.shape[1]
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = seeded(seed, device)
         tokens = torch.arange(size, device=device)
         parts: list[Texts] = []
         for least, most in before or _BEFORE[device.type]:
@@ -458,9 +454,7 @@ class Endings:
         tokens = cosines.topk(min(count, cosines.shape[1]), dim=1).indices
         places = best.indices.gather(1, tokens) * cosines.shape[1] + tokens
         texts = self.texts[places.flatten()]
-        vector = torch.arange(len(goals), device=goals.device).repeat_interleave(
-            places.shape[1]
-        )
+        vector = row_numbers(goals).repeat_interleave(places.shape[1])
         fits = texts.lengths <= max_length
         return texts[fits].padded(max_length), vector[fits]
 

@@ -23,8 +23,8 @@ from itertools import combinations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
+from keyhole.core.tensors import normalized, row_numbers, seeded
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.encoder import Encoder, Texts
@@ -76,7 +76,7 @@ class Vectors:
     def _part(self, rows: Tensor) -> Tensor:
         """Return the part (b, k) of whole vectors (b, d) that the exposure keeps."""
         rows = rows[..., : self.exposure.width]
-        return normalize(rows, dim=-1) if self.exposure.unit else rows
+        return normalized(rows) if self.exposure.unit else rows
 
     def derivatives(self, texts: Sequence[Tokens], along: Tensor) -> Tensor:
         """Return the derivative (b, n, e) of each text's vector along (b, k), by token."""
@@ -92,7 +92,7 @@ class Vectors:
         """Return random directions (probes, k), and the derivative (probes, n, e) along each."""
         if text not in self._probed:
             own = self([text])[0]
-            generator = torch.Generator().manual_seed(0)
+            generator = seeded(0)
             probes = torch.randn(_PROBES, len(own), generator=generator).to(own)
             size = max(1, _TOKENS[own.device.type] // (len(text) + 2))
             parts = [
@@ -204,9 +204,7 @@ def _longer(
         some = slice(start, start + size)
         slopes = vectors.derivatives(copies[some], off[some])
         at = torch.tensor(gaps[some], device=table.device)
-        change = (
-            slopes[torch.arange(len(at), device=table.device), at].float() @ table.T
-        )
+        change = slopes[row_numbers(at), at].float() @ table.T
         change[:, vectors.target.pads()] = torch.inf
         wished = change.topk(
             min(_WISHED, change.shape[1]), largest=False

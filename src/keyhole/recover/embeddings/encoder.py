@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
+from keyhole.core.tensors import normalized, row_numbers
 from keyhole.models.capture import Exposure, capture, pool
 from keyhole.recover.attack import Target
 
@@ -134,7 +134,7 @@ class Encoder:
         ids = torch.full((len(texts), n + first + last), self.pad, device=self.device)
         ids[:, :first] = torch.tensor(self.before, device=self.device, dtype=torch.long)
         ids[:, first : first + n] = texts.ids[:, :n].where(texts.mask[:, :n], self.pad)
-        rows = torch.arange(len(texts), device=self.device)
+        rows = row_numbers(texts.ids)
         for place, token in enumerate(self.after):
             ids[rows, first + texts.lengths + place] = token
         places = torch.arange(ids.shape[1], device=self.device)
@@ -150,10 +150,10 @@ class Encoder:
 
     def directions(self, values: Tensor) -> Tensor:
         """Return a model's vectors (b, d) in float32, whitened if set, with length one."""
-        unit = normalize(values.float(), dim=-1)
+        unit = normalized(values.float())
         if self._whitening is None:
             return unit
-        return normalize(self._whitening(unit), dim=-1)
+        return normalized(self._whitening(unit))
 
     def vectors(self, texts: Texts, fast: bool = False) -> Tensor:
         """Return the vectors (b, d) of texts in float32, whitened if set, with length one."""

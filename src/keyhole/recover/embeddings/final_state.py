@@ -17,9 +17,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.tensors import normalized
 from keyhole.models.capture import Exposure
 from keyhole.models.next_token import unembedding
 from keyhole.recover.leaks import Leak, Logits, Pooled
@@ -59,6 +59,6 @@ def vectors_of(model: nn.Module, leaks: Sequence[Leak]) -> tuple[Tensor, Exposur
     """
     if isinstance(leaks[0], Pooled):
         values = torch.stack([cast("Pooled", leak).values for leak in leaks])
-        return normalize(values, dim=-1), leaks[0].exposure
+        return normalized(values), leaks[0].exposure
     states = torch.cat([final_states(model, cast("Logits", leak)) for leak in leaks])
-    return normalize(states, dim=-1).float(), Exposure("pooled", pooling="last")
+    return normalized(states).float(), Exposure("pooled", pooling="last")

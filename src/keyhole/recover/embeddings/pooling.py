@@ -30,6 +30,7 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError
 from keyhole.core.files import exists, parse, read_text
+from keyhole.core.tensors import seeded
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import POOLINGS, Exposure
 from keyhole.recover.embeddings.judge import two_valued
@@ -359,7 +360,7 @@ def same_numbers(own: Tensor, given: Tensor, seed: int = 0) -> bool:
     count = len(ours)
     first, second = torch.triu_indices(count, count, 1)
     theirs = _centred(theirs[first, second])
-    stream = torch.Generator().manual_seed(seed)
+    stream = seeded(seed)
     agreement = float(_centred(ours[first, second]) @ theirs)
     for _ in range(_ORDERS):
         order = torch.randperm(count, generator=stream)

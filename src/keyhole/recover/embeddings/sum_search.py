@@ -42,6 +42,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from keyhole.core.progress import Progress, silent
+from keyhole.core.tensors import row_numbers, seeded
 from keyhole.recover.embeddings.changes import (
     LikelyTokens,
     Shares,
@@ -143,7 +144,7 @@ class SumSearch:
         progress: Progress,
         may_be: MayBe | None,
     ) -> Populations:
-        generator = torch.Generator(encoder.device).manual_seed(self.seed)
+        generator = seeded(self.seed, encoder.device)
         trust = goals.new_tensor(self.trust)
         count = len(self.trust)
         state = Populations(
@@ -151,14 +152,10 @@ class SumSearch:
         )
         likely = LikelyTokens.of(counted, goals)
         lines, vector = counted.nearest(goals, self.nearest * count, max_length)
-        turn = (
-            torch.arange(len(vector), device=vector.device) % count
-        )  # populations take turns
+        turn = row_numbers(vector) % count  # populations take turns
         state.take(lines, vector * count + turn)
         for number in range(self.rounds):
-            rows = self._unfinished(
-                state, torch.arange(len(state.vector), device=encoder.device)
-            )
+            rows = self._unfinished(state, row_numbers(state.vector))
             progress(len(goals) - len(rows) // count, note=f"read, {number} rounds")
             if not len(rows):
                 break
@@ -257,9 +254,7 @@ class SumSearch:
         prior = state.trust[rows] * off.square().sum(
             -1
         )  # the weight of log p against ‖off‖²
-        every = torch.arange(len(changes.kinds), device=off.device).where(
-            changes.allowed, -1
-        )
+        every = row_numbers(changes.kinds).where(changes.allowed, -1)
         moves, log_p, ran = self._run(state, changes, rows, every[..., None])
         moves -= parents.vectors[
             :, None
@@ -445,7 +440,7 @@ class Populations:
     def nearest(self) -> Tensor:
         """For each vector, the population (v,) that has the nearest text to it."""
         best = self.cosines.max(1).values.view(-1, self.count).argmax(1)
-        return best + self.count * torch.arange(len(self.goals), device=best.device)
+        return best + self.count * row_numbers(self.goals)
 
     def parents(self, rows: Tensor, by_turn: bool = True) -> Parents:
         """Return the text to change of each population: by turn, or the one that is nearest."""

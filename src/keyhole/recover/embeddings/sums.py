@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.core.tensors import seeded
 from keyhole.recover.embeddings.changes import SingleChanges
 
 # times the width of the beam: so many sets are compared, as some are the same
@@ -105,9 +106,9 @@ class Effects:
         off = sets.off
         alive = sets.alive
         begun = changes.shape[2]
-        names = torch.randint(
-            1, 2**40, (self.moves.shape[1],), generator=torch.Generator().manual_seed(0)
-        ).to(off.device)
+        names = torch.randint(1, 2**40, (self.moves.shape[1],), generator=seeded(0)).to(
+            off.device
+        )
         keys = names[changes.clamp(min=0)].where(changes >= 0, 0).sum(-1)
         taken = self.slots[changes.clamp(min=0)].where(changes >= 0, self.slot_count)
         used = off.new_zeros((*off.shape[:2], self.slot_count + 1), dtype=torch.bool)

@@ -39,6 +39,7 @@ from scipy.linalg import hadamard
 from torch import Tensor, nn
 
 from keyhole.core.errors import InputError
+from keyhole.core.tensors import row_numbers
 from keyhole.models.anatomy import Anatomy
 from keyhole.models.capture import Exposure, capture
 
@@ -400,7 +401,7 @@ def _start_of(tensors: Mapping[str, Tensor], parts: Anatomy) -> int:
     keys, values = (
         tensors[part][:, :, :_COMPARED].float() for part in ("keys", "values")
     )
-    every = torch.arange(len(parts.table), device=parts.device)[:, None]
+    every = row_numbers(parts.table)[:, None]
     table = torch.cat(
         [
             capture(parts.base, Exposure("kv", 0), ids=some)["values"]

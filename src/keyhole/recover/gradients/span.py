@@ -44,6 +44,7 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.tensors import row_numbers, seeded
 from keyhole.models.anatomy import Anatomy, gain_and_bias
 from keyhole.models.capture import Exposure, capture
 
@@ -111,7 +112,7 @@ class Span:
 
     def some_directions(self, count: int) -> Tensor:
         """Return random directions (d, k) of the complement that keep distances on average."""
-        stream = torch.Generator().manual_seed(0)
+        stream = seeded(0)
         count = min(count, self.rest.shape[1])
         mixed = torch.randn(
             self.rest.shape[1], count, generator=stream, dtype=torch.float64
@@ -265,7 +266,7 @@ def _are_its_own(parts: Anatomy, inputs: FirstInputs) -> bool:
         count = _SOME_PLACES
     else:
         count = min(_SOME_PLACES, inputs.positions)
-    ids = torch.arange(len(parts.table), device=parts.device)[-count:]
+    ids = row_numbers(parts.table)[-count:]
     given = capture(parts.base, Exposure("hidden", 0), ids=ids[None])["values"][0]
     given = attention_inputs(parts, 1, given)
     places = range(count) if inputs.places is not None else [0] * count
@@ -320,7 +321,7 @@ def _along(inputs: FirstInputs, directions: Tensor) -> Iterator[Tensor]:
     words, offset = (
         each.to(directions) @ directions for each in (inputs.words, inputs.offset)
     )
-    every = torch.arange(len(words), device=words.device)
+    every = row_numbers(words)
     for place in range(inputs.positions):
         rows = words
         if inputs.places is not None:

@@ -35,9 +35,9 @@ from itertools import islice, repeat
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.tensors import normalized, row_numbers
 from keyhole.models.anatomy import Anatomy, Projection
 from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure, capture
@@ -284,7 +284,7 @@ class EncoderTexts:
         guess = (prior + self._may * 1e-9).argmax(0)
         guess[place] = number
         guess[: len(self._before)] = torch.tensor(self._before, device=guess.device)
-        at = torch.arange(len(guess), device=guess.device)
+        at = row_numbers(guess)
         elsewhere = self._left[guess].masked_fill(at[:, None] == at, 0).amax(1)
         off = (1 - self._left[guess, at]).abs()
         clear = (off < _OFF) & (elsewhere < _ELSEWHERE) & (alike[guess, 0] > _ALIKE)
@@ -317,9 +317,7 @@ class EncoderTexts:
             guess[place] = number
             guess[:fixed] = text[:fixed]
             text, misfit = self._ended(guess, self._likely_ends(masses, place))
-            weights = masses[text, torch.arange(len(text), device=text.device)].clamp(
-                0, 1
-            )
+            weights = masses[text, row_numbers(text)].clamp(0, 1)
             weights[:fixed] = weights[place] = 1
             best = min(best, (text, misfit), key=lambda each: each[1])
             if len(seen) == _STEPS:
@@ -419,7 +417,7 @@ class Contexts:
         return rows.square().sum(-1).mean()
 
     def _of(self, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        places = torch.arange(len(text), device=text.device)
+        places = row_numbers(text)
         return (
             self.queries[text, places],
             self.keys[text, places],
@@ -472,7 +470,7 @@ class Contexts:
     def changed(self, text: Tensor, place: int, tokens: Tensor) -> Tensor:
         """Return the misfits (c,) of the text with each of the given tokens at one position."""
         queries, keys, values = self._of(text)
-        others = torch.arange(len(text), device=text.device) != place
+        others = row_numbers(text) != place
         scores = torch.einsum("ihk,jhk->hij", queries, keys)
         highest = scores.amax(-1, keepdim=True)
         weights = (scores - highest).exp() * others
@@ -577,7 +575,7 @@ class Places:
             for token in ranked[: int(once.sum())]:
                 nearest.setdefault(int(at[token]), token)
             members = [number, *list(nearest.values())[:count]]
-            common = normalize(self.directions[members].mean(0), dim=-1)
+            common = normalized(self.directions[members].mean(0))
         return torch.einsum("thk,hk->th", self.directions, common).mean(-1)
 
 
@@ -614,4 +612,4 @@ def places_of(
     at = sums[len(tokens) : len(tokens) + count]
     shares = torch.linalg.pinv(own.mT, rtol=_RANK) @ at.mT
     directions = sums_of(*values)[: len(tokens)].unflatten(-1, (heads, -1))
-    return Places(tokens, shares, normalize(directions, dim=-1))
+    return Places(tokens, shares, normalized(directions))

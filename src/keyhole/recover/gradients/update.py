@@ -28,6 +28,7 @@ from torch.nn.functional import cross_entropy
 from keyhole.core import Status
 from keyhole.core.errors import InputError, expect_among, expect_count, expect_number
 from keyhole.core.files import parse, read_tensors, write_tensors
+from keyhole.core.tensors import seeded
 from keyhole.data import NO_LABEL, Example
 from keyhole.defence import add_noise
 from keyhole.models.anatomy import anatomy
@@ -331,7 +332,7 @@ def update_of(
     values = clean_update(model, batch, protocol, adapters)
     strength = protocol.noise_in(len(batch.texts))
     if strength:
-        stream = torch.Generator().manual_seed(seed)
+        stream = seeded(seed)
         for name, tensor in values.items():
             values[name] = add_noise(tensor, strength, stream)
     if hide:
@@ -350,7 +351,7 @@ def adapters_of(model: Any, protocol: Protocol, seed: int = 0) -> dict[str, Tens
     """Return A and B of every linear map of the blocks, as they start or after training."""
     if protocol.lora is None:
         return {}
-    stream = torch.Generator().manual_seed(seed)
+    stream = seeded(seed)
     given: dict[str, Tensor] = {}
     inside = {module for block in anatomy(model).blocks for module in block.modules()}
     for name, module in model.named_modules():

@@ -33,6 +33,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from keyhole.core.tensors import normalized, seeded
 from keyhole.recover.layers.precision import precision_of
 from keyhole.recover.leaks import MixedCache
 
@@ -183,7 +184,7 @@ class Map:
         matrix = self.matrix
         (root, errors) = side.roots[number]
         if turn is not None:
-            stream = torch.Generator().manual_seed(number)
+            stream = seeded(number)
             vectors = torch.randn(
                 len(root), _VECTORS, generator=stream, dtype=root.dtype
             )
@@ -544,11 +545,7 @@ class Spans:
 
         def explained(rows: Tensor) -> Tensor:
             apart = rows - rows @ base @ base.mT
-            return (
-                (torch.nn.functional.normalize(apart, dim=-1) @ left.mT)
-                .square()
-                .sum(-1)
-            )
+            return (normalized(apart) @ left.mT).square().sum(-1)
 
         return explained(self.rows[place][None]) - explained(
             others.double() @ self.matrix
@@ -635,7 +632,7 @@ def exchanged(
     every = torch.cat([rows, free])
     found = _coefficients(block, weights, every[None])[0]
     left = block - found @ every
-    every = torch.nn.functional.normalize(every, dim=-1)
+    every = normalized(every)
     weighted = every * weights[:, None]  # (b, n + k, d)
     gram = weighted @ every.mT
     made = list[Tensor]()

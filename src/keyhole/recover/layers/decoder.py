@@ -45,9 +45,10 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.tensors import row_numbers
 from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure, capture
-from keyhole.recover.attack import Proposal, Target
+from keyhole.recover.attack import Proposal, Proposals, Target
 from keyhole.recover.layers.ordering import MANY, Orderings, contents, fit
 from keyhole.recover.layers.precision import Precision, precision_of, rounding_error
 from keyhole.recover.leaks import KeyValues, Leak, rows_of
@@ -98,16 +99,13 @@ class DecoderStates:
     batch: int | None = None
     seed: int = 0
 
-    def __call__(
-        self, target: Target, leaks: Sequence[Leak]
-    ) -> Iterator[tuple[int, Proposal]]:
+    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Proposals:
         if not target.parts.causal:
-            raise Unsuccessful(
-                Status.NOT_APPLICABLE, "only a causal model is read left to right"
-            )
+            reason = "only a causal model is read left to right"
+            raise Unsuccessful(Status.NOT_APPLICABLE, reason)
         texts, orders = texts_of(target, leaks, self.samples, self.seed)
         fitting = orders.spent
-        batch = self.batch or (1 if target.parts.device.type == "cpu" else 16)
+        batch = self.batch or (1 if target.device.type == "cpu" else 16)
         for start in range(0, len(texts), batch):
             search = Search(self, target, leaks[0].exposure, orders)
             for text in search(texts[start : start + batch]):
@@ -131,16 +129,13 @@ class Text:
 
     def __init__(self, target: Target, leak: Leak, number: int) -> None:
         self.number = number
-        device = target.parts.device
         # Padding before the text is skipped: nothing attends to it.
         self.start = 0 if leak.mask is None else int(leak.mask.nonzero().min())
-        self.mask = None if leak.mask is None else leak.mask[None].to(device)
-        tensors = {
-            name: tensor[None].to(device) for name, tensor in leak.tensors.items()
-        }
-        positions = torch.arange(leak.length or 0, device=device)[None]
-        self.rows = contents(target, leak.exposure, tensors, positions)[0, self.start :]
-        leak = replace(leak, **{name: tensor[0] for name, tensor in tensors.items()})
+        self.mask = None if leak.mask is None else leak.mask[None].to(target.device)
+        tensors = {name: part.to(target.device) for name, part in leak.tensors.items()}
+        batch = {name: part[None] for name, part in tensors.items()}
+        self.rows = contents(target, leak.exposure, batch)[0, self.start :]
+        leak = replace(leak, **tensors)
         arithmetic = rounding_error(target, leak.exposure)
         precision = precision_of(leak, arithmetic)
         self.tolerance = Tolerance.of(target, leak, self.start, precision)
@@ -150,23 +145,23 @@ class Text:
             self.rounded = self.tolerance
             self.tolerance = Tolerance.of(target, leak, self.start, precision_of(leak))
         noisy = bool(leak.noise) or _COARSE < arithmetic <= _CHAOTIC
-        self.coarse = precision.relative > (
-            _COARSE if noisy else _ROUGH
-        )  # several tokens may pass
+        limit = _COARSE if noisy else _ROUGH
+        self.coarse = precision.relative > limit  # several tokens may pass
         self.guesses = torch.zeros(0, dtype=torch.long)
         self.ids: list[int] = []
         self.misfits: list[float] = []
-        self.tried: list[int] = []
-        self.given: list[Tensor] = []
-        self.alone: set[int] = set()
         self.others: dict[int, list[int]] = {}
-        self.forced: int | None = None
         self.excluded: int | None = None
-        self.learnt = self.given_up = False  # learnt: the error is larger than stated
-        self.reopened = self.failed = self.unexplained = self.passes = self.tested = (
-            self.row
-        ) = 0
+        self.learnt = False  # the error is larger than stated
+        self.given_up = False
+        self.reopened = 0
+        self.failed = 0
+        self.unexplained = 0
+        self.passes = 0
+        self.tested = 0
+        self.row = 0
         self.reach = 4
+        self.begin_position(None)
 
     @property
     def position(self) -> int:
@@ -182,32 +177,40 @@ class Text:
     def done(self) -> bool:
         return self.given_up or self.position == len(self.rows)
 
+    def begin_position(self, token: int | None) -> None:
+        """Forget what was tried; the next token may be chosen already."""
+        self.tried: list[int] = []
+        self.given: list[Tensor] = []
+        self.alone: set[int] = set()
+        self.forced = token
+
     def accept(self, tokens: list[int], misfits: list[float]) -> None:
         """Accept tokens with their misfits, and begin a new position."""
         self.ids += tokens
         self.misfits += misfits
-        self.tried, self.given, self.forced, self.alone = [], [], None, set()
+        self.begin_position(None)
+
+    def count_pass(self, tokens: int) -> None:
+        """Count a pass of the model that tests so many tokens."""
+        self.passes += 1
+        self.tested += tokens
 
     def force(self, token: int) -> None:
         """Choose a token that fits for the next position."""
         self.failed = 0
-        self.forced = token
+        self.begin_position(token)
 
     def return_to(self, position: int, token: int) -> None:
         """Forget what was accepted from `position` on, and choose another token there."""
         self.ids = self.ids[:position]
         self.misfits = self.misfits[:position]
-        self.others = {
-            place: left for place, left in self.others.items() if place <= position
-        }
-        self.tried = []
-        self.given = []
-        self.forced = token
+        earlier = [place for place in self.others if place <= position]
+        self.others = {place: self.others[place] for place in earlier}
+        self.begin_position(token)
         self.reopened += 1
 
     def proposal(self, target: Target, fitting: int) -> Proposal:
-        ids = [target.pads()[0]] * self.start + self.ids
-        ids += self.guesses[self.position :].tolist()
+        pads = [target.pads()[0]] * self.start
         note = f"{self.tested} tokens tested for {len(self.rows)} positions"
         if self.unexplained or self.given_up:
             note += f"; nothing explains {self.unexplained} of them"
@@ -217,13 +220,13 @@ class Text:
         if self.excluded is not None:
             excluded = f"no token of the vocabulary fits at position {self.start + self.excluded}"
         return Proposal(
-            ids,
+            [*pads, *self.ids, *self.guesses[self.position :].tolist()],
             self.passes,
             self.passes,
-            fitting=fitting,
-            note=note,
-            tested=self.tested,
-            excluded=excluded,
+            fitting,
+            note,
+            self.tested,
+            excluded,
         )
 
 
@@ -278,31 +281,26 @@ class Tolerance:
 
     def misfit(self, position: int, off: Tensor, spread: Tensor) -> Tensor:
         """Return `q` for differences (k, f) from what leaked, as shares of what is accepted."""
-        unit = (
-            self.rounding[position].square()
-            + self.noise**2
-            + (self.share * spread).square()
-        )
+        own = self.rounding[position].square() + self.noise**2
+        variance = own + (self.share * spread).square()
         limit = 1 + _ACCEPTED * (2 / off.shape[-1]) ** 0.5
-        return (off.square() / unit).nanmean(-1) / limit
+        return (off.square() / variance).nanmean(-1) / limit
 
     def learnt(self, off: Tensor, spread: Tensor) -> Learnt | None:
         """Return the error that explains the best of differences (k, f), if it can be believed."""
         explanations: list[tuple[float, Learnt]] = []
         for unit, name in ((torch.ones_like(spread), "noise"), (spread, "share")):
             q = (off / unit).square().nanmean(-1)
-            usual = float(
-                2 * (spread / unit).square().mean()
-            )  # of two tokens in one context
             best = int(q.argmin())
             size = float(q[best].sqrt())
-            if not usual >= _BELIEVED * size**2:
-                continue
-            surprise = float(
-                (unit * size).log().mean()
-            )  # −log likelihood of a Gaussian error
-            better = replace(self, **{name: 1.1 * max(size, getattr(self, name))})
-            explanations.append((surprise, Learnt(best, usual / size**2, better)))
+            # of two tokens in one context
+            usual = float(2 * (spread / unit).square().mean())
+            if usual >= _BELIEVED * size**2:
+                # −log likelihood of a Gaussian error
+                surprise = float((unit * size).log().mean())
+                larger = 1.1 * max(size, getattr(self, name))
+                learnt = Learnt(best, usual / size**2, replace(self, **{name: larger}))
+                explanations.append((surprise, learnt))
         return min(explanations, key=lambda each: each[0], default=(0.0, None))[1]
 
 
@@ -314,19 +312,15 @@ def _unrotated(target: Target, leak: KeyValues, sigma: Tensor) -> Tensor:
     is the sum of squares.
     """
     heads, length, size = leak.keys.shape
-    keys, values = (
-        sigma.view(length, heads, -1)
-        .transpose(0, 1)
-        .split([size, leak.values.shape[-1]], -1)
-    )
+    by_head = sigma.view(length, heads, -1).transpose(0, 1)
+    keys, values = by_head.split([size, leak.values.shape[-1]], -1)
     places = torch.arange(size, device=sigma.device)
     halves = 1.0 - 2 * (places >= size // 2)
     odd = 1.0 - 2 * (places % 2)
-    signs = torch.stack([torch.ones_like(odd), halves, odd, halves * odd])[
-        :, None, None
-    ]
-    positions = torch.arange(length, device=sigma.device).expand(len(signs), -1)
-    mixed = target.parts.unrotated(leak.layer, signs * keys, positions)
+    signs = torch.stack([torch.ones_like(odd), halves, odd, halves * odd])
+    positions = row_numbers(sigma).expand(len(signs), -1)
+    signed = signs[:, None, None] * keys
+    mixed = target.parts.unrotated(leak.layer, signed, positions)
     return rows_of({"keys": mixed.square().mean(0).sqrt(), "values": values})
 
 
@@ -353,35 +347,32 @@ class Search:
 
     @torch.no_grad()
     def __call__(self, texts: Sequence[Text]) -> Iterator[Text]:
-        device = self.target.parts.device
         for text in texts:
             self._guess(text)
-        starts = torch.tensor([text.start for text in texts], device=device)
+        starts = self.target.tensor([text.start for text in texts])
         self.branches = Branches(self.target.model, starts)
         active = list(texts)
         while active:
             chunks = [self._next_tokens(text) for text in active]
             given = self._run(active, chunks)
-            accepted: list[tuple[int, int]] = []
-            for row, (text, chunk, rows) in enumerate(
-                zip(active, chunks, given, strict=True)
-            ):
+            left: list[list[int]] = []  # row, first accepted token, how many
+            for row, (text, chunk) in enumerate(zip(active, chunks, strict=True)):
                 text.row = row
                 accept = self._accept_from_fan if text.fans else self._accept_chain
-                accepted.append(accept(text, chunk, rows[: len(chunk)]))
+                accepted = accept(text, chunk, given[row, : len(chunk)])
                 self.target.count.set(text.number, text.position)
-            yield from (text for text in active if text.done)
-            left = [row for row, text in enumerate(active) if not text.done]
+                if text.done:
+                    yield text
+                else:
+                    left.append([row, *accepted])
             if left:
-                first, counts = torch.tensor(
-                    [accepted[row] for row in left], device=device
-                ).mT
-                self.branches.accept(first, counts, torch.tensor(left, device=device))
-            active = [active[row] for row in left]
+                rows, first, counts = self.target.tensor(left).mT
+                self.branches.accept(first, counts, rows)
+            active = [text for text in active if not text.done]
 
     def _guess(self, text: Text) -> None:
         """Guess a token for every position; the first are the special tokens of every text."""
-        positions = torch.arange(len(text.rows), device=text.rows.device)
+        positions = row_numbers(text.rows)
         text.guesses = self.orders.first(text.rows, positions, 1)[:, 0]
         frame = self.target.frame()[0][: len(text.rows)]
         text.guesses[: len(frame)] = torch.tensor(frame, dtype=torch.long)
@@ -399,37 +390,31 @@ class Search:
             least = _COMPARED if at else self.method.widest
         size = min(max(least, 4 * len(text.tried)), self.method.widest)
         order = self._order(text, size + len(text.tried)).tolist()
-        tried = set(text.tried)
-        order = dict.fromkeys(
-            [int(text.guesses[at]), *order]
-        )  # the guess may be a special token
-        return [token for token in order if token not in tried][:size]
+        order = [int(text.guesses[at]), *order]  # the guess may be a special token
+        fresh = [token for token in dict.fromkeys(order) if token not in text.tried]
+        return fresh[:size]
 
     def _order(self, text: Text, count: int) -> Tensor:
         """Return the `count` likeliest tokens (count,) at the next position."""
-        device = text.rows.device
         context = 0.0
         if len(text.tried) >= self.method.fan:
-            tried = torch.tensor(text.tried, device=device)
+            tried = self.target.tensor(text.tried)
             context = self.orders.context(text.position, tried, torch.stack(text.given))
-        place = torch.tensor([text.position], device=device)
+        place = self.target.tensor([text.position])
         return self.orders.first(text.rows, place, count, context)[0]
 
     def _run(self, texts: Sequence[Text], chunks: Sequence[list[int]]) -> Tensor:
         """Run the chunks, padded to one length, and return their rows (b, q, f)."""
-        device = self.target.parts.device
         counts = [len(chunk) for chunk in chunks]
         padded = [chunk + [chunk[-1]] * (max(counts) - len(chunk)) for chunk in chunks]
-        chain = torch.tensor([not text.fans for text in texts], device=device)
         given = self.branches.expose(
             self.exposure,
-            chain,
-            ids=torch.tensor(padded, device=device),
-            counts=torch.tensor(counts, device=device),
+            self.target.tensor([not text.fans for text in texts]),
+            self.target.tensor(padded),
+            self.target.tensor(counts),
         )
-        for text, chunk in zip(texts, chunks, strict=True):
-            text.passes += 1
-            text.tested += len(chunk)
+        for text, count in zip(texts, counts, strict=True):
+            text.count_pass(count)
         return contents(self.target, self.exposure, given, self.branches.positions)
 
     def _accept_chain(
@@ -437,21 +422,21 @@ class Search:
     ) -> tuple[int, int]:
         """Accept the first tokens of a chain that fit; return the first and how many."""
         at = text.position
-        right = 0 if text.forced is None else 1
         misfits = [
-            float(self._misfit(text, at + n, rows[n : n + 1]))
-            for n in range(len(chunk))
+            float(self._misfit(text, at + number, row[None]))
+            for number, row in enumerate(rows)
         ]
+        right = 0 if text.forced is None else 1
         # The misfit of a row that did not leak is NaN, and any token is accepted there.
         while right < len(chunk) and not misfits[right] > 1:
             right += 1
-        text.failed = 0 if right and text.forced is None else text.failed
+        if right and text.forced is None:
+            text.failed = 0
         text.accept(chunk[:right], misfits[:right])
         if right == len(chunk):
             text.reach = min(2 * text.reach, self.method.draft)
         else:
             text.reach = right + 1
-        if right < len(chunk):
             text.tried = [chunk[right]]
             text.given = [rows[right]]
         return 0, right
@@ -467,10 +452,8 @@ class Search:
             text.failed = 0
             return best, 1
         if text.rounded is not None:
-            spread = self.orders.spread(text.position)
-            tokens = torch.tensor(chunk, device=rows.device)
-            nearest = Nearest.of(tokens, rows - text.rows[text.position], text, spread)
-            if self._fits_alone(text, nearest.explained(text, spread)):
+            nearest = self._nearest(text, self.target.tensor(chunk), rows)
+            if self._fits_alone(text, self._explained(text, nearest)):
                 return 0, 0
         text.tried += chunk
         text.given += list(rows)
@@ -486,38 +469,36 @@ class Search:
     def _exhaust(self, text: Text) -> None:
         """Try the rest of the vocabulary, and choose a token for the next position."""
         position = text.position
-        spread = self.orders.spread(position)
-        tried = torch.tensor(text.tried, device=text.rows.device)
-        nearest = Nearest.of(
-            tried, torch.stack(text.given) - text.rows[position], text, spread
-        )
+        tried = self.target.tensor(text.tried)
+        nearest = self._nearest(text, tried, torch.stack(text.given))
         order = self._order(text, self._most)
         order = order[~torch.isin(order, tried)]
         done = len(tried)
         while True:
-            if self._fits_alone(text, nearest.explained(text, spread)):
+            if self._fits_alone(text, self._explained(text, nearest)):
                 return
-            learnt = text.tolerance.learnt(nearest.off, spread)
-            if not len(order) or (
-                learnt is not None and self._is_noise(text, nearest, learnt)
-            ):
+            learnt = text.tolerance.learnt(nearest.off, self.orders.spread(position))
+            if not len(order) or self._is_noise(text, nearest, learnt):
                 break
             size = min(3 * done, self.branches.at_once(position))
-            tokens, order, done = order[:size], order[size:], done + len(order[:size])
-            off = self._rows_of_each(text, position, tokens) - text.rows[position]
-            nearest = nearest.joined(Nearest.of(tokens, off, text, spread), spread)
+            tokens = order[:size]
+            order = order[size:]
+            done += len(tokens)
+            rows = self._rows_of_each(text, position, tokens)
+            nearest = self._nearest(text, tokens, rows, nearest)
             if nearest.misfits[0] <= 1:
                 text.force(int(nearest.tokens[0]))
                 return
-            note = (
+            tested = (
                 f"{done:,} of {self._most:,} tried at position {text.start + position}"
             )
-            self.target.count.set(text.number, position, note)
+            self.target.count.set(text.number, position, tested)
         if text.rounded is not None:
             if self._fits_alone(text, nearest.tokens):
                 return
-            if len(tokens := nearest.explained(text, spread)):
-                text.force(int(tokens[0]))
+            explained = self._explained(text, nearest)
+            if len(explained):
+                text.force(int(explained[0]))
                 return
         elif not len(order) and self._reopen(text, nearest.tokens):
             return
@@ -525,45 +506,40 @@ class Search:
             text.excluded = position
         self._leave_unexplained(text, nearest, learnt)
 
-    def _is_noise(self, text: Text, nearest: Nearest, learnt: Learnt) -> bool:
+    def _is_noise(self, text: Text, nearest: Nearest, learnt: Learnt | None) -> bool:
         """Return whether the leak is noisy so clearly that no more tokens need be tried.
 
         Then noise is at all positions, the best token stands out among those tried, and
         the order in which they are tried seldom misses.
         """
-        clean = (
-            bool(text.misfits) and not torch.tensor(text.misfits).nanmedian() > _CLEAN
-        )
-        clear = learnt.times >= _CLEAR and nearest.alone
-        if not clear or (clean and not text.learnt):
+        if learnt is None or learnt.times < _CLEAR or not nearest.alone:
+            return False
+        misfits = torch.tensor(text.misfits)
+        clean = len(misfits) > 0 and not misfits.nanmedian() > _CLEAN
+        if clean and not text.learnt:
             return False
         return self.orders.at(text.position).reach(self.method.widest) >= _REACH
 
     def _rows_of_each(self, text: Text, position: int, tokens: Tensor) -> Tensor:
         """Return the rows (k, f) of tokens (k,), each alone after a text's first tokens."""
         given, places = self.branches.each(self.exposure, text.row, position, tokens)
-        text.passes, text.tested = text.passes + 1, text.tested + len(tokens)
+        text.count_pass(len(tokens))
         return contents(self.target, self.exposure, given, places)[0]
 
     def _fits_alone(self, text: Text, tokens: Tensor) -> bool:
         """Choose the first of these tokens that fits if the whole text is run alone."""
         position = text.position
-        pads = [self.target.pads()[0]] * text.start
-        device = text.rows.device
-        places = torch.arange(text.start + len(text.rows), device=device)[None]
+        before = [self.target.pads()[0]] * text.start + text.ids
+        after = text.guesses[position + 1 :].tolist()
         for token in tokens.tolist():
             if token in text.alone:
                 continue
             text.alone.add(token)
-            after = text.guesses[position + 1 :].tolist()
-            ids = torch.tensor([[*pads, *text.ids, token, *after]], device=device)
+            ids = self.target.tensor([[*before, token, *after]])
             given = capture(self.target.model, self.exposure, ids=ids, mask=text.mask)
-            text.passes = text.passes + 1
-            text.tested = text.tested + 1
-            row = contents(self.target, self.exposure, given, places)[
-                0, text.start + position
-            ]
-            if self._misfit(text, position, row[None])[0] <= 1:
+            text.count_pass(1)
+            rows = contents(self.target, self.exposure, given)[0, text.start :]
+            if self._misfit(text, position, rows[position : position + 1])[0] <= 1:
                 text.force(token)
                 return True
         return False
@@ -599,24 +575,20 @@ class Search:
         """Return the token of `others` at `place` with which all up to a `nearest` one fit."""
         if not others:
             return None
-        between = torch.tensor(
-            text.ids[place + 1 :], dtype=torch.long, device=nearest.device
-        )
-        first = torch.tensor(others, device=nearest.device)
+        between = nearest.new_tensor(text.ids[place + 1 :])
+        size = max(1, self.branches.at_once(place) // (len(between) + 2))
         for last in nearest[: max(1, _TOGETHER // len(others))]:
-            for tokens in first.split(
-                max(1, self.branches.at_once(place) // (len(between) + 2))
-            ):
-                after = torch.cat([between, last[None]]).expand(len(tokens), -1)
-                ids = torch.cat([tokens[:, None], after], 1)
+            after = torch.cat([between, last[None]])
+            for tokens in nearest.new_tensor(others).split(size):
+                ids = torch.cat([tokens[:, None], after.expand(len(tokens), -1)], 1)
                 given, places = self.branches.chains(
                     self.exposure, text.row, place, ids
                 )
                 rows = contents(self.target, self.exposure, given, places)
-                text.passes, text.tested = text.passes + 1, text.tested + ids.numel()
+                text.count_pass(ids.numel())
                 misfits = [
-                    self._misfit(text, place + n, rows[:, n])
-                    for n in range(ids.shape[1])
+                    self._misfit(text, place + number, each)
+                    for number, each in enumerate(rows.unbind(1))
                 ]
                 fits = ~(torch.stack(misfits) > 1).any(0)  # NaN where nothing leaked
                 if bool(fits.any()):
@@ -625,13 +597,9 @@ class Search:
 
     def _other_fits(self, text: Text, place: int) -> list[int]:
         """Return the other tokens that fit at an earlier position, the best first."""
-        vocabulary = torch.arange(self.target.vocabulary, device=text.rows.device)
-        misfits = torch.cat(
-            [
-                self._misfit(text, place, self._rows_of_each(text, place, tokens))
-                for tokens in vocabulary.split(self.branches.at_once(place))
-            ]
-        )
+        parts = self.target.tokens.split(self.branches.at_once(place))
+        rows = [self._rows_of_each(text, place, tokens) for tokens in parts]
+        misfits = torch.cat([self._misfit(text, place, each) for each in rows])
         misfits[text.ids[place]] = torch.inf
         order = misfits.argsort(stable=True)
         return order[misfits[order] <= 1].tolist()
@@ -640,6 +608,7 @@ class Search:
         self, text: Text, nearest: Nearest, learnt: Learnt | None
     ) -> None:
         """Choose the nearest token though it does not fit; learn the error or count a failure."""
+        best = 0
         if learnt is None:
             text.failed += 1
             text.unexplained += 1
@@ -647,63 +616,57 @@ class Search:
         else:
             text.tolerance = learnt.tolerance
             text.learnt = True
-        text.forced = int(nearest.tokens[0 if learnt is None else learnt.best])
-        text.tried = []
-        text.given = []
+            best = learnt.best
+        text.begin_position(int(nearest.tokens[best]))
 
     def _misfit(self, text: Text, position: int, rows: Tensor) -> Tensor:
         """Return the misfit (k,) of rows (k, f) at a position; 1 is the limit."""
         off = rows - text.rows[position]
         return text.tolerance.misfit(position, off, self.orders.spread(position))
 
+    def _nearest(
+        self, text: Text, tokens: Tensor, rows: Tensor, others: Nearest | None = None
+    ) -> Nearest:
+        """Return the nearest of tokens (k,) by their rows (k, f), and of `others`.
+
+        A token counts by its misfit, and by errors that are yet to be learnt.
+        """
+        off = rows - text.rows[text.position]
+        misfits = self._misfit(text, text.position, rows)
+        if others is not None:
+            tokens = torch.cat([others.tokens, tokens])
+            off = torch.cat([others.off, off])
+            misfits = torch.cat([others.misfits, misfits])
+        relative = off / self.orders.spread(text.position)
+        sizes = (misfits, off.square().nanmean(-1), relative.square().nanmean(-1))
+        count = min(_NEAREST, len(tokens))
+        best = [size.topk(count, largest=False).indices for size in sizes]
+        kept = torch.cat(best).unique()
+        kept = kept[misfits[kept].argsort()]
+        return Nearest(tokens[kept], off[kept], misfits[kept])
+
+    def _explained(self, text: Text, nearest: Nearest) -> Tensor:
+        """Return the tokens that arithmetic explains, the best first; none if it is small."""
+        if text.rounded is None:
+            return nearest.tokens[:0]
+        spread = self.orders.spread(text.position)
+        misfits = text.rounded.misfit(text.position, nearest.off, spread)
+        order = misfits.argsort()
+        return nearest.tokens[order[misfits[order] <= 1]]
+
 
 @dataclass(frozen=True, eq=False)
 class Nearest:
-    """The nearest of the tried tokens (k,), the best first, with their differences (k, f).
-
-    They are the nearest by their misfits, and by errors that are yet to be learnt.
-    """
+    """The nearest of the tried tokens (k,), the best first, with their differences (k, f)."""
 
     tokens: Tensor
     off: Tensor
     misfits: Tensor
 
-    @classmethod
-    def of(cls, tokens: Tensor, off: Tensor, text: Text, spread: Tensor) -> Nearest:
-        return cls(
-            tokens, off, text.tolerance.misfit(text.position, off, spread)
-        )._kept(spread)
-
-    def joined(self, other: Nearest, spread: Tensor) -> Nearest:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Nearest(*(torch.cat(pair) for pair in pairs))._kept(spread)
-
-    def explained(self, text: Text, spread: Tensor) -> Tensor:
-        """Return the tokens that arithmetic explains, the best first; none if it is small."""
-        if text.rounded is None:
-            return self.tokens[:0]
-        misfits = text.rounded.misfit(text.position, self.off, spread)
-        order = misfits.argsort()
-        return self.tokens[order[misfits[order] <= 1]]
-
-    def _kept(self, spread: Tensor) -> Nearest:
-        sizes = (
-            self.misfits,
-            *((self.off / u).square().nanmean(-1) for u in (1.0, spread)),
-        )
-        count = min(_NEAREST, len(self.tokens))
-        kept = torch.cat(
-            [size.topk(count, largest=False).indices for size in sizes]
-        ).unique()
-        kept = kept[self.misfits[kept].argsort()]
-        return Nearest(self.tokens[kept], self.off[kept], self.misfits[kept])
-
     @property
     def alone(self) -> bool:
         """Whether the best token is so much nearer than the second that no other need be tried."""
-        if len(self.misfits) > 1:
-            best, second = self.misfits[:2].tolist()
-        else:
-            best = 0.0
-            second = 1.0
+        if len(self.misfits) < 2:
+            return True
+        best, second = self.misfits[:2].tolist()
         return second >= _ALONE * best

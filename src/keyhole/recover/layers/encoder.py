@@ -38,6 +38,7 @@ from torch import Tensor
 
 from keyhole.core.errors import expect_count
 from keyhole.core.lbfgs import LBFGS
+from keyhole.core.tensors import row_numbers
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.inverse_map import InverseMap, TokenTable, inverse_map
@@ -347,7 +348,7 @@ class EncoderBatch:
 
     def check(self) -> list[int]:
         """Run the model on the snapped tokens, and return the texts that fit their leaks."""
-        rows = torch.arange(len(self), device=self.ids.device)
+        rows = row_numbers(self.ids)
         ids = self.ids.clone()
         return self.record(rows, ids, self.run(rows, ids), 1)
 
@@ -540,7 +541,7 @@ def change_worst(texts: EncoderBatch) -> list[int]:
     given = torch.stack([texts.run(rows, trial) for trial in trials])
     off = (given - texts.leaked[rows]) * texts.seen[rows, :, None]
     winner = off.square().sum((2, 3)).argmin(0)
-    each = torch.arange(len(rows), device=rows.device)
+    each = row_numbers(rows)
     return texts.record(rows, trials[winner, each], given[winner, each], len(_WORST))
 
 
@@ -669,7 +670,7 @@ def try_vocabulary(texts: EncoderBatch, most: int) -> list[int]:
         fits = texts.take(row, Tried(ids, 0.0, 0))
         while not fits and left > 0:
             own = ids[texts.free[row, : len(ids)]].unique()
-            every = torch.arange(len(texts.table.vectors), device=ids.device)
+            every = row_numbers(texts.table.vectors)
             tried = try_all(
                 lambda ids, row=row: texts.unexplained(row, ids).square().sum((1, 2)),
                 ids,

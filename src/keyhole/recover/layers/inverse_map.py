@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.numerics import with_ridge
+from keyhole.core.tensors import normalized, seeded
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
@@ -68,20 +69,18 @@ def random_texts(
     target: Target, count: int, length: int, stream: torch.Generator
 ) -> Tensor:
     """Return random token ids (count, length) inside the tokenizer's special tokens."""
-    special = set(getattr(target.tokenizer, "all_special_ids", []))
-    plain = torch.tensor([i for i in range(target.vocabulary) if i not in special])
+    plain = sorted(set(range(target.vocabulary)) - target.special)
     shape = (count, length)
     ranks = torch.rand(shape, generator=stream) * math.log(len(plain))
     frequent = (ranks.exp() - 1).long().clamp(max=len(plain) - 1)
-    any_token = torch.randint(len(plain), shape, generator=stream)
-    ids = plain[
-        torch.where(torch.rand(shape, generator=stream) < 0.5, any_token, frequent)
-    ]
+    uniform = torch.randint(len(plain), shape, generator=stream)
+    is_uniform = torch.rand(shape, generator=stream) < 0.5
+    ids = torch.tensor(plain)[torch.where(is_uniform, uniform, frequent)]
     before, after = target.frame()
     if length > len(before) + len(after):
         ids[:, : len(before)] = torch.tensor(before, dtype=torch.long)
         ids[:, length - len(after) :] = torch.tensor(after, dtype=torch.long)
-    return ids
+    return ids.to(target.device)
 
 
 def _sentences(target: Target) -> Tensor:
@@ -115,7 +114,7 @@ def _fit(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
     parts = target.parts
     device = parts.device
     table = parts.table.float()
-    stream = torch.Generator().manual_seed(seed)
+    stream = seeded(seed)
     width = leak.rows(leak.tensors).shape[-1]
     size = table.shape[1]
     gram = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=device)
@@ -175,7 +174,7 @@ class TokenTable:
         """Return the table; ids in `without` (padding) are never the nearest."""
         vectors = table.float()
         centre = vectors.mean(0)
-        directions = torch.nn.functional.normalize(vectors - centre, dim=-1)
+        directions = normalized(vectors - centre)
         directions[without] = 0.0
         return cls(vectors, centre, directions)
 
@@ -203,7 +202,7 @@ class TokenTable:
         self, estimates: Tensor, count: int, among: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         table = self.directions if among is None else self.directions[among]
-        directions = torch.nn.functional.normalize(estimates - self.centre, dim=-1)
+        directions = normalized(estimates - self.centre)
         parts = directions.split(max(1, _CHUNK // len(table)))
         best = [(part @ table.T).topk(min(count, len(table)), -1) for part in parts]
         return torch.cat([top.values for top in best]), torch.cat(
@@ -213,7 +212,7 @@ class TokenTable:
 
 def most_similar(table: Tensor, text: Tensor) -> Tensor:
     """Return for each token of a text the tokens (k, n) with the most similar embeddings."""
-    directions = torch.nn.functional.normalize(table.float(), dim=-1)
+    directions = normalized(table.float())
     count = min(_SIMILAR, len(table) - 1)
     others: list[Tensor] = []
     for part in text.split(64):

@@ -51,6 +51,7 @@ from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.core.numerics import with_ridge
+from keyhole.core.tensors import row_numbers, seeded
 from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Target
@@ -64,7 +65,7 @@ from keyhole.recover.layers.precision import (
     precision_of,
     rounding_error,
 )
-from keyhole.recover.layers.unordered import assigned
+from keyhole.recover.layers.unordered import assigned, swapped
 from keyhole.recover.leaks import HiddenStates, Leak, Logits
 from keyhole.recover.recovery import LOG_ODDS, Mark, Verdict, verifying_margin
 
@@ -331,7 +332,7 @@ def _over_alternatives(compared: Compared, others: Tensor) -> tuple[Tensor, int]
     text = compared.text
     hidden = compared.hidden
     misfits = compared.misfits
-    places = torch.arange(len(text), device=text.device)
+    places = row_numbers(text)
     before = misfits(compared.given)
 
     def gains(tokens: Tensor, groups: Tensor) -> Tensor:
@@ -472,7 +473,7 @@ class RowMap:
 def _fitted_map(target: Target, exposure: Exposure) -> RowMap:
     table = target.parts.table.float()
     count = min(len(table), _SAMPLES * table.shape[1])
-    stream = torch.Generator().manual_seed(0)
+    stream = seeded(0)
     tokens = torch.randperm(len(table), generator=stream)[:count]
     before, after = target.frame()
     context = torch.randint(len(table), (_CONTEXT,), generator=stream).tolist()
@@ -569,12 +570,10 @@ def _other_orders(length: int) -> Tensor:
     """
     same = torch.arange(length)
     orders = [same.flip(0), torch.cat([same[:1], same[1:-1].flip(0), same[1:][-1:]])]
-    orders.append(torch.randperm(length, generator=torch.Generator().manual_seed(0)))
+    orders.append(torch.randperm(length, generator=seeded(0)))
     for distance in (1, 2) if length <= _SHORT else (1,):
         for place in range(length - distance):
-            swapped = same.clone()
-            swapped[[place, place + distance]] = same[[place + distance, place]]
-            orders.append(swapped)
+            orders.append(swapped(same, place, place + distance))
     return torch.stack(orders)
 
 
@@ -588,7 +587,7 @@ def _set_misfits(given: Tensor, leaked: Tensor, sigma: Tensor) -> Tensor:
 def _least(misfits: Tensor) -> float:
     """Return the total misfit of the best assignment."""
     order = assigned(misfits).to(misfits.device)
-    return float(misfits[order, torch.arange(len(order), device=order.device)].nansum())
+    return float(misfits[order, row_numbers(order)].nansum())
 
 
 def _other_text(compared: Compared, leak: Logits) -> tuple[Tokens | None, int]:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.core.tensors import row_numbers
 from keyhole.models.anatomy import Anatomy, Projection
 from keyhole.recover.leaks import AttentionMaps
 
@@ -164,7 +165,7 @@ class Questions:
         logs = maps.values[:, at]
         weights = maps.weights[:, at]
         others = torch.ones(len(at), logs.shape[-1], device=at.device)
-        others[torch.arange(len(at), device=at.device), at] = 0.0
+        others[row_numbers(at), at] = 0.0
         # The constant of an anchor's row, from all anchors but the position that is
         # measured.
         known = weights[:, :, at]

@@ -78,6 +78,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.tensors import seeded
 from keyhole.models.branches import Branches
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Proposal, Target
@@ -212,9 +213,7 @@ def unmixed(target: Target, leak: Leak) -> MixedCache | None:
     if leak.mask is not None or bool(leak.keys.isnan().any()):
         return None
     length = min(leak.keys.shape[1], parts.max_length)
-    ids = random_texts(target, 1, length, torch.Generator().manual_seed(0)).to(
-        parts.device
-    )
+    ids = random_texts(target, 1, length, seeded(0)).to(parts.device)
     usual = capture(target.model, leak.exposure, ids=ids)["values"].abs().max()
     strange = bool(leak.values.square().mean().sqrt() > usual.cpu())
     number = leak.exposure.block(parts)

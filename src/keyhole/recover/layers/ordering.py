@@ -39,7 +39,7 @@ another precision.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -47,7 +47,8 @@ import torch
 from torch import Tensor
 
 from keyhole.core.numerics import LinAlgError
-from keyhole.models.capture import Exposure, capture
+from keyhole.core.tensors import row_numbers, seeded
+from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Target
 from keyhole.recover.layers.inverse_map import random_texts
 from keyhole.recover.leaks import rows_of
@@ -91,16 +92,13 @@ class Fit:
         """Return the ordering for a leak whose own errors (f,) have this standard deviation."""
         if isinstance(error, Tensor):
             error = error[self.numbers]
-        precision = _precision(self.errors, self.spread[self.numbers], error).to(
-            self.centre
-        )
-        half_norms = torch.cat(
-            [
-                (part.to(precision) @ precision * part).sum(-1) / 2
-                for part in self.predicted.split(_CHUNK)
-            ]
-        )
-        return Ordering(self, precision, half_norms)
+        precision = _precision(self.errors, self.spread[self.numbers], error)
+        precision = precision.to(self.centre)
+        halves = [
+            (part.to(precision) @ precision * part).sum(-1) / 2
+            for part in self.predicted.split(_CHUNK)
+        ]
+        return Ordering(self, precision, torch.cat(halves))
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,12 +112,10 @@ class Ordering:
     def likelihood(self, rows: Tensor) -> Tensor:
         """Return every token's log-likelihood (n, v) for rows (n, f), up to a constant per row."""
         centred = (rows - self.fit.centre)[..., self.fit.numbers]
-        weighed = (
-            centred.nan_to_num(0.0) @ self.precision
-        )  # numbers that did not leak say nothing
-        scores = [
-            weighed @ part.to(weighed).mT for part in self.fit.predicted.split(_CHUNK)
-        ]
+        # numbers that did not leak say nothing
+        weighed = centred.nan_to_num(0.0) @ self.precision
+        parts = self.fit.predicted.split(_CHUNK)
+        scores = [weighed @ part.to(weighed).mT for part in parts]
         return torch.cat(scores, -1) - self.half_norms
 
     def reach(self, count: int) -> float:
@@ -161,42 +157,47 @@ class Orderings:
     ) -> Tensor:
         """Return the `count` tokens (m, count) to try first at `positions` (m,) of some rows."""
         count = min(count, len(self.rest.fit.predicted))
-        return torch.cat(
-            [
-                self._scores(rows, part, context).topk(count).indices
-                for part in positions.split(_RANKED)
-            ]
-        )
+        best = [
+            self._scores(rows, part, context).topk(count).indices
+            for part in positions.split(_RANKED)
+        ]
+        return torch.cat(best)
 
     def _scores(
         self, rows: Tensor, positions: Tensor, context: Tensor | float
     ) -> Tensor:
-        scores = self.rest.likelihood(rows[positions] - context)
+        own = rows[positions] - context
+        scores = self.rest.likelihood(own)
         opening = positions == 0
         if bool(opening.any()):
-            scores[opening] = self.opening.likelihood(
-                rows[positions[opening]] - context
-            )
+            scores[opening] = self.opening.likelihood(own[opening])
         if self.head is None:
             return scores
         predicted = (rows[positions - 1] @ self.head.mT).softmax(-1)
         known = ~opening & predicted.isfinite().all(-1)
-        prior = (1 - _UNPREDICTED) * predicted.nan_to_num(0.0) + _UNPREDICTED / len(
-            self.head
-        )
-        return _TRUST * scores + prior.log().where(
-            known[:, None], torch.zeros_like(prior)
-        )
+        covered = (1 - _UNPREDICTED) * predicted.nan_to_num(0.0)
+        prior = covered + _UNPREDICTED / len(self.head)
+        return _TRUST * scores + prior.log().where(known[:, None], 0.0)
 
 
 def contents(
-    target: Target, exposure: Exposure, tensors: dict[str, Tensor], positions: Tensor
+    target: Target,
+    exposure: Exposure,
+    tensors: Mapping[str, Tensor],
+    positions: Tensor | None = None,
 ) -> Tensor:
-    """Return leaked tensors as rows (b, n, f), with the rotation by `positions` (b, n) undone."""
-    if exposure.kind == "kv":
-        keys = target.parts.unrotated(exposure.layer, tensors["keys"], positions)
-        tensors = {**tensors, "keys": keys}
-    return rows_of(tensors)
+    """Return leaked tensors as rows (b, n, f), with the rotation of keys undone.
+
+    Keys were rotated by their `positions` (b, n), by default those from 0 on.
+    """
+    if exposure.kind != "kv":
+        return rows_of(tensors)
+    keys = tensors["keys"]
+    if positions is None:
+        places = torch.arange(keys.shape[-2], device=keys.device)
+        positions = places.expand(len(keys), -1)
+    unrotated = target.parts.unrotated(exposure.layer, keys, positions)
+    return rows_of({**tensors, "keys": unrotated})
 
 
 @torch.no_grad()
@@ -221,27 +222,27 @@ def _fits(
     target: Target, exposure: Exposure, samples: int, seed: int
 ) -> tuple[Fit, Fit, int]:
     """Return the fits of the first position and of the others, and the tokens run for them."""
-    stream = torch.Generator().manual_seed(seed)
+    stream = seeded(seed)
     alone = exposure.layer == 0  # embeddings or the first cache: no attention yet
     table = _table(target, exposure if alone else Exposure("hidden", 1))
-    if alone or exposure.kind != "kv":
-        below = None
-    else:
-        below = Exposure("hidden", exposure.layer)
-    made: list[Fit] = []
     spent = target.vocabulary
-    for shape, first in (
-        ((samples // 2, 1), 0),
-        ((-(-samples // _LENGTH), _LENGTH), 1),
-    ):
-        tokens = random_texts(target, *shape, stream).to(target.parts.device)
+
+    def fitted(count: int, length: int, first: int) -> Fit:
+        """Fit the rows from position `first` on of some random texts."""
+        nonlocal spent
+        tokens = random_texts(target, count, length, stream)
         rows = _run(target, exposure, tokens)[:, first:].flatten(0, 1)
+        spent += tokens.numel()
         inputs = None
-        if below is not None:
+        if exposure.kind == "kv" and not alone:
+            below = Exposure("hidden", exposure.layer)
             inputs = _run(target, below, tokens)[:, first:].flatten(0, 1)
-        spent += tokens.numel() * (1 if below is None else 2)
-        made.append(_regress(table, tokens[:, first:].flatten(), inputs, rows, alone))
-    return made[0], made[1], spent
+            spent += tokens.numel()
+        return _regress(table, tokens[:, first:].flatten(), inputs, rows, alone)
+
+    opening = fitted(samples // 2, 1, 0)
+    rest = fitted(-(-samples // _LENGTH), _LENGTH, 1)
+    return opening, rest, spent
 
 
 def _head(target: Target, exposure: Exposure) -> Tensor | None:
@@ -251,44 +252,36 @@ def _head(target: Target, exposure: Exposure) -> Tensor | None:
     are.
     """
     parts = target.parts
-    last = Exposure("hidden", target.parts.layers)
+    last = Exposure("hidden", parts.layers)
     if exposure not in (last, replace(last, unit=True)):
         return None
     head = getattr(target.model, "get_output_embeddings", lambda: None)()
-    tied = getattr(parts.base.config, "tie_word_embeddings", False)
-    if head is None and not tied:
+    if head is not None:
+        weight = head.weight.detach().float()
+    elif getattr(parts.base.config, "tie_word_embeddings", False):
+        weight = target.table
+    else:
         return None
-    weight = parts.table.float() if head is None else head.weight.detach().float()
     if not exposure.unit:
         return weight
-    tokens = random_texts(target, 4, _LENGTH, torch.Generator().manual_seed(0))
-    return weight * _run(target, last, tokens.to(parts.device)).norm(dim=-1).median()
+    tokens = random_texts(target, 4, _LENGTH, seeded(0))
+    return weight * _run(target, last, tokens).norm(dim=-1).median()
 
 
 def _table(target: Target, exposure: Exposure) -> Tensor:
     """Return `z_v` (v, e) of each token alone; remembered for the fits of other layers."""
 
     def run() -> Tensor:
-        tokens = torch.arange(target.vocabulary, device=target.parts.device)[:, None]
-        return _run(target, exposure, tokens)[:, 0].to(target.parts.tokens.weight.dtype)
+        rows = _run(target, exposure, target.tokens[:, None])[:, 0]
+        return rows.to(target.parts.tokens.weight.dtype)
 
     return target.remembered("tokens alone", exposure, run)
 
 
 def _run(target: Target, exposure: Exposure, ids: Tensor) -> Tensor:
     """Return the rows (b, n, f) of texts (b, n)."""
-    places = torch.arange(ids.shape[1], device=ids.device)
-    return torch.cat(
-        [
-            contents(
-                target,
-                exposure,
-                capture(target.model, exposure, ids=part),
-                places.expand(part.shape),
-            )
-            for part in ids.split(target.batch_size(ids.shape[1]))
-        ]
-    )
+    batches = target.exposed(exposure, ids)
+    return torch.cat([contents(target, exposure, given) for given in batches])
 
 
 @dataclass(frozen=True, eq=False)
@@ -330,21 +323,19 @@ def _regress(
     kept = (size <= _SINK * size.median()).nonzero().flatten()
     if not len(kept):
         raise LinAlgError("the model's answers to random texts are not finite")
+    count = len(kept)
     width = rows.shape[-1]
     chosen = width if alone or width <= MANY else MANY // 2
     numbers = torch.arange(chosen, device=rows.device) * width // chosen
     whole = _Rows.of(rows, kept)
-    count = len(kept)
     squares = cast("Tensor", sum(part.square().sum(0) for part in whole.chunks()))
     spread = (squares / max(count - 1, 1)).sqrt().clamp(min=1e-9)
-    x = _Rows.of(table, tokens[kept])
-    y = whole
     squares = squares[numbers]
-    if chosen < width:
-        y = _Rows.of(rows[:, numbers], kept)
+    x = _Rows.of(table, tokens[kept])
+    y = _Rows.of(rows[:, numbers], kept) if chosen < width else whole
+    freedom = 0.0
     if alone:
         matrix = torch.eye(len(x.mean), dtype=torch.float64, device=rows.device)
-        freedom = 0.0
     elif inputs is None:
         matrix, freedom = ridge(x.times(x), x.times(y), squares, count)
     else:
@@ -355,15 +346,21 @@ def _regress(
     off = (b - a @ matrix for a, b in zip(x.chunks(), y.chunks(), strict=True))
     errors = cast("Tensor", sum(part.mT @ part for part in off)) / count
     errors = errors / max(1 - freedom / count, 0.1) ** 2
-    every = torch.arange(len(table), device=table.device)
+    every = row_numbers(table)
     predicted = table.new_empty(len(table), chosen)
-    for some, part in zip(
-        every.split(_CHUNK), _Rows(table, every, x.mean).chunks(), strict=True
-    ):
+    chunks = _Rows(table, every, x.mean).chunks()
+    for some, part in zip(every.split(_CHUNK), chunks, strict=True):
         predicted[some] = (part @ matrix).to(table)
-    seen = rows[kept[:_SEEN]]
-    meant = tokens[kept[:_SEEN]]
-    return Fit(whole.mean.to(rows), numbers, predicted, errors, spread, seen, meant)
+    some = kept[:_SEEN]
+    return Fit(
+        whole.mean.to(rows),
+        numbers,
+        predicted,
+        errors,
+        spread,
+        rows[some],
+        tokens[some],
+    )
 
 
 def ridge(xx: Tensor, xy: Tensor, yy: Tensor, count: int) -> tuple[Tensor, float]:
@@ -375,17 +372,15 @@ def ridge(xx: Tensor, xy: Tensor, yy: Tensor, count: int) -> tuple[Tensor, float
     """
     own = xx.diagonal()
     scale = (own / max(count - 1, 1)).sqrt().clamp(min=1e-12)
-    diagonal = torch.zeros_like(yy)
+    square = len(xx) == len(yy)
+    diagonal = xy.diagonal() / own.clamp(min=1e-12) if square else torch.zeros_like(yy)
     # of y − x D: the products with x, and the sums of squares
     rest = xy
     left = yy
-    square = len(xx) == len(yy)
     if square:
-        diagonal = xy.diagonal() / own.clamp(min=1e-12)
         rest = xy - xx * diagonal
-        left = (yy - 2 * diagonal * xy.diagonal() + diagonal.square() * own).clamp(
-            min=0
-        )
+        left = yy - 2 * diagonal * xy.diagonal() + diagonal.square() * own
+        left = left.clamp(min=0)
     values, vectors = torch.linalg.eigh(xx / scale / scale[:, None])
     values = values.clamp(min=0)
     weights = vectors.mT @ (rest / scale[:, None])
@@ -394,17 +389,20 @@ def ridge(xx: Tensor, xy: Tensor, yy: Tensor, count: int) -> tuple[Tensor, float
     total = (left / unit).sum()
     best = (float("inf"), 0.0, 0.0)
     for strength in (_STRENGTHS * count).tolist():
-        freedom = float((values / (values + strength)).sum())
+        shrunk = values + strength
+        freedom = float((values / shrunk).sum())
         # ‖remainder − X V (Λ + s)⁻¹ w‖² with VᵀXᵀX V = Λ and w = VᵀXᵀ remainder,
         # without X.
-        gain = (2 - values / (values + strength)) / (values + strength)
+        gain = (2 - values / shrunk) / shrunk
         loss = float(total - (gain * squares).sum()) / (count * len(yy))
         loss = max(loss, 0.0) / max(1 - freedom / count, 0.05) ** 2
         if loss < best[0]:
             best = (loss, strength, freedom)
     _, strength, freedom = best
-    correction = vectors @ (weights / (values + strength)[:, None]) / scale[:, None]
-    return (correction + diagonal.diag() if square else correction), freedom
+    found = vectors @ (weights / (values + strength)[:, None]) / scale[:, None]
+    if square:
+        found = found + diagonal.diag()
+    return found, freedom
 
 
 def _precision(errors: Tensor, unit: Tensor, error: Tensor | float) -> Tensor:
@@ -413,9 +411,7 @@ def _precision(errors: Tensor, unit: Tensor, error: Tensor | float) -> Tensor:
     Correlations are shrunk, and the leak's own error is added.
     """
     spread = errors.diagonal().sqrt().clamp(min=_LEAST_ERROR * unit)
-    correlation = errors / spread / spread[:, None]
-    correlation = (1 - _SHRINKAGE) * correlation + _SHRINKAGE * torch.eye(len(unit)).to(
-        errors
-    )
-    inverse = torch.linalg.inv(correlation + (error / spread).square().diag())
-    return inverse / spread / spread[:, None]
+    scale = spread * spread[:, None]
+    own = (1 - _SHRINKAGE) * errors / scale
+    inverse = torch.linalg.inv(own + (_SHRINKAGE + (error / spread).square()).diag())
+    return inverse / scale

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from keyhole.core.tensors import seeded
 from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure, capture, hooks
 from keyhole.recover.attack import Target
@@ -138,7 +139,7 @@ def rounding_error(target: Target, exposure: Exposure) -> float:
 @torch.no_grad()
 def _rounding_error(target: Target, exposure: Exposure) -> float:
     length = min(_LENGTH, target.parts.max_length)
-    stream = torch.Generator().manual_seed(0)
+    stream = seeded(0)
     ids = random_texts(target, _TEXTS, length, stream).to(target.parts.device)
     alone = torch.cat(
         [rows_of(capture(target.model, exposure, ids=text[None])) for text in ids]

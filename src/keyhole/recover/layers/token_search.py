@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.numerics import LinAlgError
+from keyhole.core.tensors import normalized
 from keyhole.recover.attack import Proposal, Target
 from keyhole.recover.layers.trials import Comparison, Tried, substitute
 from keyhole.recover.leaks import Leak
@@ -126,7 +127,7 @@ class Vocabulary:
         variance, axes = torch.linalg.eigh((off.T @ off).double())
         variance = variance.clamp(min=_LEAST_VARIANCE * float(variance.max()))
         whiten = (axes / variance.sqrt()).to(table)
-        directions = torch.nn.functional.normalize((table - mean) @ whiten, dim=-1)
+        directions = normalized((table - mean) @ whiten)
         frequency = weight.clamp(min=1e-30).log()
         return cls(
             table,
@@ -139,9 +140,7 @@ class Vocabulary:
 
     def agreement(self, embeddings: Tensor, sharpness: float) -> Tensor:
         """Return log-weights (n, V) of the tokens at each position, for embeddings (n, e)."""
-        directions = torch.nn.functional.normalize(
-            (embeddings - self.mean) @ self.whiten, dim=-1
-        )
+        directions = normalized((embeddings - self.mean) @ self.whiten)
         return sharpness * (directions @ self.directions.T) + self.log_frequency
 
 

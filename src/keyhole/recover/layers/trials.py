@@ -38,6 +38,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from keyhole.core.tensors import row_numbers
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.sums import Effects, Sets
@@ -151,7 +152,7 @@ def _sweep(
 ) -> Tried:
     """Try each candidate (k, n) at each of the `places` (m,) alone, then the winners jointly."""
     texts = best.ids.repeat(len(places), len(candidates), 1)
-    rows = torch.arange(len(places), device=best.ids.device)
+    rows = row_numbers(places)
     texts[rows, :, places] = candidates[:, places].T
     losses = comparison.losses(texts.flatten(0, 1)).view(len(places), len(candidates))
     best = replace(best, forwards=best.forwards + losses.numel())

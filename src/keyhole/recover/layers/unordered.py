@@ -36,7 +36,7 @@ n²/2 tokens through the model if first guesses are right.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -45,9 +45,10 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.numerics import with_ridge
+from keyhole.core.tensors import row_numbers, seeded
 from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure
-from keyhole.recover.attack import Proposal, Target
+from keyhole.recover.attack import Proposal, Proposals, Target, TokenCount
 from keyhole.recover.layers.decoder import Text, texts_of
 from keyhole.recover.layers.encoder import EncoderStates
 from keyhole.recover.layers.inverse_map import random_texts
@@ -81,9 +82,7 @@ class UnorderedStates:
         expect_count("rounds", self.rounds, least=0)
         expect_count("orders", self.orders)
 
-    def __call__(
-        self, target: Target, leaks: Sequence[Leak]
-    ) -> Iterator[tuple[int, Proposal]]:
+    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Proposals:
         rows = [cast("HiddenStates", leak) for leak in leaks]
         samples = self.samples or max(4000, 128 * target.parts.width)
         max_length = max(len(leak.values) for leak in rows)
@@ -92,9 +91,9 @@ class UnorderedStates:
         forward_only = EncoderStates(rounds=0, sweeps=0, most=0)
         for _ in range(self.rounds + 1):
             _try(target, forward_only, texts)
-            yield from (
-                (text.number, text.proposal(positions)) for text in texts if text.fits
-            )
+            for text in texts:
+                if text.fits:
+                    yield text.number, text.proposal(positions)
             texts = [text for text in texts if not text.fits]
             for text in texts:
                 text.choose_orders(positions, self.orders)
@@ -103,7 +102,8 @@ class UnorderedStates:
         for text in texts:
             text.next_orders = [text.order]
         _try(target, EncoderStates(), texts)
-        yield from ((text.number, text.proposal(positions)) for text in texts)
+        for text in texts:
+            yield text.number, text.proposal(positions)
 
 
 class _Text:
@@ -117,9 +117,12 @@ class _Text:
         self.order = positions.order(leak.values.to(positions.means.device))
         self.next_orders = [self.order]
         self.tried: set[tuple[int, ...]] = set()
-        self.best, self.fits, self.loss = Proposal([]), False, float("inf")
+        self.best = Proposal([])
         self.given = leak.values
-        self.passes = self.forwards = 0
+        self.fits = False
+        self.loss = float("inf")
+        self.passes = 0
+        self.forwards = 0
 
     def record(self, order: Tensor, read: Proposal, given: Tensor) -> None:
         """Record what was read in an order, and what the model gives for that text."""
@@ -143,9 +146,7 @@ class _Text:
         corrected, increases = positions.reordered(rows, self.given.to(rows))
         orders = [self.order[corrected]]
         for place in increases.argsort().tolist():
-            swapped = self.order.clone()
-            swapped[[place, place + 1]] = self.order[[place + 1, place]]
-            orders.append(swapped)
+            orders.append(swapped(self.order, place, place + 1))
         untried = [order for order in orders if tuple(order.tolist()) not in self.tried]
         self.next_orders = untried[:most]
 
@@ -164,14 +165,12 @@ def _try(target: Target, states: EncoderStates, texts: Sequence[_Text]) -> None:
     trials = [(text, order) for text in texts for order in text.next_orders]
     if not trials:
         return
-    quiet = Target.of(
-        target.model, target.tokenizer
-    )  # trials do not count in the progress bar
+    quiet = replace(target, count=TokenCount())  # trials are not progress
     leaks = [text.leak.ordered(order) for text, order in trials]
     for number, read in states(quiet, leaks):
         text, order = trials[number]
-        ids = torch.tensor([read.ids], device=target.parts.device)
-        text.record(order, read, target.rows(leaks[number], ids)[0])
+        rows = target.rows(leaks[number], target.tensor([read.ids]))
+        text.record(order, read, rows[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,6 +212,13 @@ def _distances(rows: Tensor, means: Tensor, precision: Tensor) -> Tensor:
     return (weighted * means).sum(-1) - 2 * rows.to(means) @ weighted.T
 
 
+def swapped(order: Tensor, first: int, second: int) -> Tensor:
+    """Return the order (n,) with two places exchanged."""
+    other = order.clone()
+    other[[first, second]] = order[[second, first]]
+    return other
+
+
 def assigned(costs: Tensor) -> Tensor:
     """Return the row (n,) for each position by costs (rows, positions); rows of NaN come last."""
     from scipy.optimize import linear_sum_assignment  # on demand: it loads slowly
@@ -234,78 +240,61 @@ def fit_positions(
 
     Most are in texts of that length; a few shorter texts show what closing tokens add.
     """
-    stream = torch.Generator().manual_seed(seed)
+    stream = seeded(seed)
     opening, closing = (len(side) for side in target.frame())
     least = opening + closing + _SHORTEST
     # Long enough that ordinary tokens occur at every position of a text, also the last
     # ones.
-    max_length = min(max(length, least) + closing, target.parts.max_length)
-    lengths = sorted(
-        {least + (max_length - least) * part // 4 for part in (1, 2, 3)} - {max_length}
-    )
-    short = [random_texts(target, _SHORT_TEXTS, shorter, stream) for shorter in lengths]
-    ids = random_texts(target, max(8, -(-samples // max_length)), max_length, stream)
-    rows = _run(target, leak, ids)
+    length = min(max(length, least) + closing, target.parts.max_length)
+    inside = slice(opening, length - closing)
+    shorter = {least + (length - least) * part // 4 for part in (1, 2, 3)} - {length}
+    short = [
+        random_texts(target, _SHORT_TEXTS, each, stream) for each in sorted(shorter)
+    ]
+    ids = random_texts(target, max(8, -(-samples // length)), length, stream)
+    rows = target.rows(leak, ids).double()
     means = rows.mean(0)
-    around = (rows - means)[:, opening : max_length - closing].flatten(0, 1)
-    ends = _ends(target, leak, short, means, closing)
-    covariance = around.T @ around / len(around)
-    residuals = _residuals(target, leak, ids, rows, means, stream)
-    corrected = residuals.T @ residuals / len(residuals) + _ADDED * covariance
+    ends = means.new_zeros(closing, means.shape[1])
+    for texts in short:
+        last = slice(texts.shape[1] - closing, texts.shape[1])
+        own = target.rows(leak, texts).double()[:, last].mean(0)
+        ends += (own - means[last]) / len(short)
+    # How a token's row changes in the same text with some tokens exchanged.
+    orders = _exchanged(len(ids), opening, length - closing, length, stream)
+    orders = orders.to(ids.device)
+    other = target.rows(leak, ids.gather(1, orders)).double() - means
+    moved = (rows - means).gather(1, orders[..., None].expand_as(rows))
+    covariance = _covariance((rows - means)[:, inside])
+    corrected = _covariance((other - moved)[:, inside]) + _ADDED * covariance
     passes = 2 * len(ids) + _SHORT_TEXTS * len(short)
-    return PositionModel(means, ends, _inverse(covariance), _inverse(corrected), passes)
+    plain = torch.linalg.inv(with_ridge(covariance))
+    return PositionModel(
+        means, ends, plain, torch.linalg.inv(with_ridge(corrected)), passes
+    )
 
 
-def _run(target: Target, leak: Leak, ids: Tensor) -> Tensor:
-    """Return the rows (b, n, d) of random texts."""
-    return target.rows(leak, ids.to(target.parts.device)).double()
-
-
-def _ends(
-    target: Target, leak: Leak, texts: list[Tensor], means: Tensor, closing: int
-) -> Tensor:
-    """Return what (closing, d) the closing tokens add to the mean of other tokens' rows."""
-    added = means.new_zeros(closing, means.shape[1])
-    for ids in texts:
-        last = slice(ids.shape[1] - closing, ids.shape[1])
-        added += (_run(target, leak, ids)[:, last].mean(0) - means[last]) / len(texts)
-    return added
-
-
-def _residuals(
-    target: Target,
-    leak: Leak,
-    ids: Tensor,
-    rows: Tensor,
-    means: Tensor,
-    stream: torch.Generator,
-) -> Tensor:
-    """Return how a token's row changes (m, d) in the same text with some tokens exchanged."""
-    opening, closing = (len(side) for side in target.frame())
-    orders = _exchanged(len(ids), ids.shape[1], opening, closing, stream)
-    other = _run(target, leak, ids.gather(1, orders)) - means
-    places = orders.to(rows.device)[..., None].expand_as(rows)
-    own = (rows - means).gather(1, places)  # of the token that was moved there
-    return (other - own)[:, opening : len(means) - closing].flatten(0, 1)
-
-
-def _inverse(covariance: Tensor) -> Tensor:
-    return torch.linalg.inv(with_ridge(covariance))
+def _covariance(rows: Tensor) -> Tensor:
+    """Return the mean of the outer products of rows (b, n, d)."""
+    flat = rows.flatten(0, 1)
+    return flat.T @ flat / len(flat)
 
 
 def _exchanged(
-    count: int, length: int, opening: int, closing: int, stream: torch.Generator
+    count: int, first: int, last: int, length: int, stream: torch.Generator
 ) -> Tensor:
-    """Return orders (count, length) with some tokens exchanged with one of the next three."""
+    """Return orders (count, length) with some tokens exchanged with one of the next three.
+
+    They are exchanged at the places from `first` to before `last`.
+    """
     orders = torch.arange(length).repeat(count, 1)
-    each = torch.arange(count)
-    for place in range(opening, length - closing - 3):
+    each = row_numbers(orders)
+    for place in range(first, last - 3):
         swap = torch.rand(count, generator=stream) < _EXCHANGED / 2
         other = place + 1 + torch.randint(3, (count,), generator=stream)
-        first = orders[each, place].clone()
-        second = orders[each, other].clone()
-        orders[each, place] = torch.where(swap, second, first)
-        orders[each, other] = torch.where(swap, first, second)
+        other = torch.where(swap, other, place)
+        taken = orders[each, other]
+        orders[each, other] = orders[:, place]
+        orders[:, place] = taken
     return orders
 
 
@@ -326,9 +315,7 @@ class UnorderedPrefixes:
         if not self.fans or min(self.fans) < 1:
             raise InputError(f"fans must be positive: got {self.fans}")
 
-    def __call__(
-        self, target: Target, leaks: Sequence[Leak]
-    ) -> Iterator[tuple[int, Proposal]]:
+    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Proposals:
         texts, orderings = texts_of(target, leaks, self.samples, self.seed)
         fitting = orderings.spent
         for text in texts:
@@ -341,10 +328,7 @@ class UnorderedPrefixes:
         self, target: Target, exposure: Exposure, orderings: Orderings, text: Text
     ) -> None:
         """Extend the text by one token and its row at a time, until no row is left or none fits."""
-        device = text.rows.device
-        branches = Branches(
-            target.model, torch.zeros(1, dtype=torch.long, device=device)
-        )
+        branches = target.branches()
         leaked = text.rows.isfinite().all(-1)
         remaining = leaked.nonzero().flatten()
         # If the search ends early, the rest is proposed in the order in which it
@@ -353,7 +337,8 @@ class UnorderedPrefixes:
         while len(remaining):
             pair = self._pair(branches, exposure, orderings, text, remaining)
             if pair is None:
-                text.given_up, text.unexplained = True, len(text.rows) - text.position
+                text.given_up = True
+                text.unexplained = len(text.rows) - text.position
                 text.excluded = text.position
                 break
             token, row = pair
@@ -361,9 +346,8 @@ class UnorderedPrefixes:
             remaining = remaining[remaining != row]
             target.count.set(text.number, text.position)
         gaps = (~leaked).nonzero().flatten()
-        found = likeliest.new_zeros(
-            text.position
-        )  # placeholders: these tokens are in text.ids
+        # placeholders: these tokens are in text.ids
+        found = likeliest.new_zeros(text.position)
         guesses = torch.cat([found, likeliest[remaining], likeliest[gaps]])
         text.guesses = guesses[: len(text.rows)]
 
@@ -376,38 +360,31 @@ class UnorderedPrefixes:
         remaining: Tensor,
     ) -> tuple[int, int] | None:
         """Return the next token and the row that it reproduces, and extend `branches` by it."""
-        device = text.rows.device
         position = text.position
-        ordering = orderings.at(position)
-        scores = ordering.likelihood(text.rows[remaining])
+        scores = orderings.at(position).likelihood(text.rows[remaining])
         spread = orderings.spread(position)
-        tried = torch.zeros(0, device=device)
-        no_chain = torch.zeros(
-            1, dtype=torch.bool, device=device
-        )  # tokens are alternatives
+        tried = remaining[:0]
+        no_chain = remaining.new_zeros(1, dtype=torch.bool)  # tokens are alternatives
         for count in (*self.fans, scores.shape[1]):
-            wanted = (
-                scores.topk(min(count, scores.shape[1])).indices.T.flatten().unique()
-            )
+            best = scores.topk(min(count, scores.shape[1])).indices
+            wanted = best.unique()
             fresh = wanted[~torch.isin(wanted, tried)]
             tried = torch.cat([tried, fresh])
             for tokens in fresh.split(_MAX_CHUNK) if len(fresh) else ():
-                given = branches.expose(exposure, no_chain, ids=tokens[None])["values"][
-                    0
+                exposed = branches.expose(exposure, no_chain, tokens[None])
+                given = exposed["values"][0]
+                text.count_pass(len(tokens))
+                misfits = [
+                    text.tolerance.misfit(row, given - text.rows[row], spread)
+                    for row in remaining.tolist()
                 ]
-                text.passes, text.tested = text.passes + 1, text.tested + len(tokens)
-                misfits = torch.stack(
-                    [
-                        text.tolerance.misfit(row, given - text.rows[row], spread)
-                        for row in remaining.tolist()
-                    ]
+                whole = torch.stack(misfits)
+                row, token = divmod(int(whole.argmin()), len(tokens))
+                fits = bool(whole[row, token] <= 1)
+                node, accepted, first_text = remaining.new_tensor(
+                    [[token], [fits], [0]]
                 )
-                row, token = divmod(int(misfits.argmin()), len(tokens))
-                fits = bool(misfits[row, token] <= 1)
-                node, accepted, text_row = torch.tensor(
-                    [[token], [fits], [0]], device=device
-                )
-                branches.accept(first=node, counts=accepted, rows=text_row)
+                branches.accept(node, accepted, first_text)
                 if fits:
                     return int(tokens[token]), int(remaining[row])
         return None
