@@ -159,6 +159,24 @@ class Target:
         batches = self.exposed(leak.exposure, ids, mask)
         return torch.cat([each(leak.rows(given)) for given in batches])
 
+    def slopes(
+        self,
+        leak: Leak,
+        words: Tensor,
+        of: Callable[[Tensor], Tensor],
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return numbers (b,) `of` the rows for word embeddings (b, n, e), and their gradients.
+
+        `mask` (b, n) is 1 on text.
+        """
+        with torch.enable_grad():
+            words = words.detach().requires_grad_()
+            given = capture(self.model, leak.exposure, embeddings=words, mask=mask)
+            numbers = of(leak.rows(given))
+            (gradient,) = torch.autograd.grad(numbers.sum(), words)
+        return numbers.detach(), gradient
+
     @property
     def tokens(self) -> Tensor:
         """The ids (V,) of the vocabulary."""

@@ -30,17 +30,17 @@ length, and each leaves its batch when it fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from keyhole.core.errors import expect_count
 from keyhole.core.lbfgs import LBFGS
 from keyhole.core.tensors import row_numbers
-from keyhole.models.capture import capture
-from keyhole.recover.attack import Proposal, Target
+from keyhole.recover.attack import Proposal, Proposals, Target
 from keyhole.recover.layers.inverse_map import InverseMap, TokenTable, inverse_map
 from keyhole.recover.layers.precision import compare, precision_of, rounding_error
 from keyhole.recover.layers.token_search import TokenSearch
@@ -113,30 +113,35 @@ class EncoderStates:
         for name in ("feedback", "rounds"):
             expect_count(name, getattr(self, name), least=0)
 
-    def __call__(
-        self, target: Target, leaks: Sequence[Leak]
-    ) -> Iterator[tuple[int, Proposal]]:
+    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Proposals:
         samples = self.samples or max(4000, 48 * target.parts.width)
         back = inverse_map(target, leaks[0], samples, self.seed)
         table = TokenTable.of(target.parts.table, without=target.pads())
-        for numbers in _batches(leaks, self.batch):
-            batch = {number: leaks[number] for number in numbers}
+        order = sorted(range(len(leaks)), key=lambda number: leaks[number].length or 0)
+        while order:  # texts of similar length, about `batch` tokens of them
+            size = 1
+            for number in order[1:]:
+                if (leaks[number].length or 0) * (size + 1) > self.batch:
+                    break
+                size += 1
+            batch = {number: leaks[number] for number in order[:size]}
+            order = order[size:]
             yield from self._recover(EncoderBatch(target, batch, back, table))
 
-    def _recover(self, texts: EncoderBatch) -> Iterator[tuple[int, Proposal]]:
+    def _recover(self, texts: EncoderBatch) -> Proposals:
+        most = self.most
+        if most is None:
+            most = 2**11 if texts.ids.device.type == "cpu" else 2**18
         for framed in (True, False):
             texts.begin(framed)
             yield from self._by_feedback(texts)
             yield from self._by_search(texts)
             if self.sweeps:
                 yield from texts.leave(try_everywhere(texts, self.sweeps))
-            most = 2**11 if texts.ids.device.type == "cpu" else 2**18
-            yield from texts.leave(
-                try_vocabulary(texts, most if self.most is None else self.most)
-            )
+            yield from texts.leave(try_vocabulary(texts, most))
             yield from texts.leave(texts.frame_fits())
 
-    def _by_feedback(self, texts: EncoderBatch) -> Iterator[tuple[int, Proposal]]:
+    def _by_feedback(self, texts: EncoderBatch) -> Proposals:
         """Run forward passes as long as they help."""
         texts.snap()
         for spent in range(self.feedback):
@@ -145,19 +150,20 @@ class EncoderStates:
             yield from texts.leave(texts.check())
             if spent + 1 == self.feedback or not texts.improving():
                 break
-            texts.push()
+            # Move the estimates by what the snapped tokens leave unexplained.
+            texts.estimates = texts.pushed()
             texts.snap()
         if self.feedback:  # without feedback nothing was tried yet
             texts.return_to_best()
 
-    def _by_search(self, texts: EncoderBatch) -> Iterator[tuple[int, Proposal]]:
+    def _by_search(self, texts: EncoderBatch) -> Proposals:
         """Alternate gradients and trials; tokens that are clear after a stage are fixed."""
         rounds_left = self.rounds
         stage = self.opening
         first_step = _FIRST_STEP
         while rounds_left > 0 and len(texts):
             yield from self._by_gradients(texts, min(stage, rounds_left), first_step)
-            rounds_left = rounds_left - stage
+            rounds_left -= stage
             stage = _STAGE
             first_step = _LATER_STEP
             yield from texts.leave(try_worst(texts))
@@ -165,7 +171,7 @@ class EncoderStates:
 
     def _by_gradients(
         self, texts: EncoderBatch, rounds: int, first_step: float
-    ) -> Iterator[tuple[int, Proposal]]:
+    ) -> Proposals:
         """Run L-BFGS, with a snap and a few flips of the worst tokens after every few steps."""
         start = texts.anchored()
         root = texts.back.root
@@ -174,7 +180,7 @@ class EncoderStates:
         for _ in range(rounds):
             for _ in range(self.steps):
                 search = search.step(texts.objective(start))
-            texts.estimates = start + (search.x.view_as(start) @ root)
+            texts.estimates = start + search.x.view_as(start) @ root
             texts.snap()
             done = texts.check()
             for flips in range(_FLIPS + 1):
@@ -188,20 +194,6 @@ class EncoderStates:
                 if flips == _FLIPS or not texts.improving(1):
                     break
                 done = change_worst(texts)
-
-
-def _batches(leaks: Sequence[Leak], tokens: int) -> Iterator[list[int]]:
-    """Yield the numbers of the leaks in batches of similar length, of about `tokens` positions."""
-    order = sorted(range(len(leaks)), key=lambda number: leaks[number].length or 0)
-    batch: list[int] = []
-    for number in order:
-        length = leaks[number].length or 0
-        if batch and length * (len(batch) + 1) > tokens:
-            yield batch
-            batch = []
-        batch.append(number)
-    if batch:
-        yield batch
 
 
 @dataclass(frozen=True)
@@ -221,20 +213,17 @@ class SubLayerOutput:
     search: TokenSearch = field(default_factory=TokenSearch)
     states: EncoderStates = field(default_factory=EncoderStates)
 
-    def __call__(
-        self, target: Target, leaks: Sequence[Leak]
-    ) -> Iterator[tuple[int, Proposal]]:
+    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Proposals:
         left: list[int] = []
         for number, proposal in self.states(target, leaks):
             comparison = Comparison.of(target, leaks[number])
-            ids = torch.tensor([proposal.ids], device=target.parts.device)
-            if float(comparison.losses(ids)[0]) <= comparison.tolerance:
+            losses = comparison.losses(target.tensor([proposal.ids]))
+            if float(losses[0]) <= comparison.tolerance:
                 yield number, proposal
             else:
                 left.append(number)
-        for place, proposal in self.search.each(
-            target, [leaks[number] for number in left]
-        ):
+        others = [leaks[number] for number in left]
+        for place, proposal in self.search.each(target, others):
             yield left[place], proposal
 
 
@@ -257,33 +246,26 @@ class EncoderBatch:
         self.target = target
         self.back = back
         self.table = table
-        self.numbers, self.leaks = list(leaks), list(leaks.values())
-        device = target.parts.device
-        rows = [leak.rows(leak.tensors).to(device) for leak in self.leaks]
-        leaked = torch.nn.utils.rnn.pad_sequence(
-            rows, batch_first=True, padding_value=torch.nan
-        )
-        shape = leaked.shape[:2]
-        lengths = torch.tensor([len(row) for row in rows], device=device)
-        self.mask = (
-            torch.arange(shape[1], device=device) < lengths[:, None]
-        )  # true on text
-        for row, leak in enumerate(self.leaks):
-            if leak.mask is not None:
-                self.mask[row, : len(leak.mask)] &= leak.mask.to(device).bool()
+        self.numbers = list(leaks)
+        self.leaks = list(leaks.values())
+        rows = [leak.rows(leak.tensors).to(target.device) for leak in self.leaks]
+        leaked = pad_sequence(rows, batch_first=True, padding_value=torch.nan)
+        marks = [
+            torch.ones(len(row)).long() if leak.mask is None else leak.mask
+            for leak, row in zip(self.leaks, rows, strict=True)
+        ]
+        mask = pad_sequence(marks, batch_first=True)
+        self.mask = mask.to(target.device).bool()  # true on text
         rounding = rounding_error(target, self.leaks[0].exposure)
         self.precisions = [precision_of(leak, rounding) for leak in self.leaks]
         self.seen = leaked.isfinite().all(-1) & self.mask  # true if a row leaked
-        self.leaked = leaked.nan_to_num().where(
-            self.seen[..., None], torch.zeros_like(leaked)
-        )
-        self.missing = torch.zeros_like(
-            leaked
-        )  # leak minus what the model gave for `ids`
-        self.ids = torch.full(shape, target.pads()[0], device=device)
+        self.leaked = leaked.where(self.seen[..., None], 0.0)
+        # leak minus what the model gave for `ids`
+        self.missing = torch.zeros_like(leaked)
+        self.ids = torch.full_like(self.mask, target.pads()[0], dtype=torch.long)
         self.best_ids = self.ids.clone()
-        self.best_estimates = table.centre.expand(*shape, -1).clone()
-        self.passes = torch.zeros(shape[0], dtype=torch.long, device=device)
+        self.best_estimates = table.centre.expand(*self.ids.shape, -1).clone()
+        self.passes = torch.zeros_like(self.ids[:, 0])
         self.forwards = torch.zeros_like(self.passes)
         self.begin(framed=False)
 
@@ -300,6 +282,12 @@ class EncoderBatch:
         return float(self.open.sum()) / max(1, len(self))
 
     @property
+    def scales(self) -> Tensor:
+        """The variance (b,) of each leak's numbers."""
+        scales = [precision.scale for precision in self.precisions]
+        return self.target.tensor(scales).square()
+
+    @property
     def open(self) -> Tensor:
         """The positions (b, n) whose tokens the search may change."""
         return self.free & ~self.sure
@@ -311,33 +299,39 @@ class EncoderBatch:
         self.free = self.mask.clone()
         self.sure = ~self.mask
         self.good = ~self.mask
-        self.best = torch.full(
-            self.passes.shape, torch.inf, device=self.ids.device
-        )  # least loss
+        self.best = self.leaked.new_full(self.passes.shape, torch.inf)  # least loss
         self.stale = torch.zeros_like(self.passes)  # passes since the last progress
         guess = self.back.estimate(self.leaked)
         self.estimates = torch.where(self.seen[..., None], guess, self.table.centre)
         if not self.framed:
             return
-        for row in range(len(self)):
-            places = self.mask[row].nonzero().flatten().tolist()
-            if len(places) < len(before) + len(after):
-                continue
-            fixed = [*places[: len(before)], *places[len(places) - len(after) :]]
-            self.ids[row, fixed] = torch.tensor(
-                [*before, *after], device=self.ids.device
-            )
-            self.free[row, fixed] = False
+        frame = self.ids.new_tensor([*before, *after])
+        for row, mask in enumerate(self.mask):
+            places = mask.nonzero().flatten()
+            if len(places) >= len(frame):
+                last = len(places) - len(after)
+                fixed = torch.cat([places[: len(before)], places[last:]])
+                self.ids[row, fixed] = frame
+                self.free[row, fixed] = False
 
     def frame_fits(self) -> list[int]:
         """Return the texts whose fixed special tokens fit no worse than their other tokens."""
         if not self.framed:
             return list(range(len(self)))
         fixed = self.seen & ~self.free
-        sizes = self.missing.square().sum(-1)
-        typical = sizes.where(self.seen, torch.nan).nanmedian(-1).values
-        misfit = (fixed & (sizes > typical[:, None])).any(-1)
+        misfit = (fixed & (self.sizes > self.typical)).any(-1)
         return (~misfit).nonzero().flatten().tolist()
+
+    @property
+    def sizes(self) -> Tensor:
+        """The squared residual (b, n) of each row."""
+        return self.missing.square().sum(-1)
+
+    @property
+    def typical(self) -> Tensor:
+        """The median (b, 1) of each text's squared residuals."""
+        leaked = self.sizes.where(self.seen, torch.nan)
+        return leaked.nanmedian(-1, keepdim=True).values
 
     def snap(self) -> None:
         """Take the token nearest to each estimate, except where the present one is good."""
@@ -349,8 +343,7 @@ class EncoderBatch:
     def check(self) -> list[int]:
         """Run the model on the snapped tokens, and return the texts that fit their leaks."""
         rows = row_numbers(self.ids)
-        ids = self.ids.clone()
-        return self.record(rows, ids, self.run(rows, ids), 1)
+        return self.record(rows, self.ids.clone(), self.run(rows, self.ids), 1)
 
     def run(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Return what the model gives for `ids` (…, n or fewer) as the texts of these rows."""
@@ -364,9 +357,8 @@ class EncoderBatch:
         self.forwards[rows] += forwards
         missing = (self.leaked[rows] - given) * self.seen[rows, :, None]
         loss = missing.square().sum((1, 2))
-        self.stale[rows] = torch.where(
-            loss < _WORTH * self.best[rows], 0, self.stale[rows] + 1
-        )
+        progress = loss < _WORTH * self.best[rows]
+        self.stale[rows] = (self.stale[rows] + 1).where(~progress, 0)
         better = loss < self.best[rows]
         won = rows[better]
         self.best[won] = loss[better]
@@ -377,9 +369,10 @@ class EncoderBatch:
         done: list[int] = []
         for row, numbers in zip(rows.tolist(), given, strict=True):
             n = self.length(row)
-            leaked = self.leaked[row, :n].where(self.seen[row, :n, None], torch.nan)
+            seen = self.seen[row, :n]
+            leaked = self.leaked[row, :n].where(seen[:, None], torch.nan)
             fit = compare(self.precisions[row], leaked, numbers[:n])
-            self.good[row, :n] = fit.good & self.seen[row, :n]
+            self.good[row, :n] = fit.good & seen
             self.target.count.set(self.numbers[row], int(self.good[row, :n].sum()))
             if fit.settled:
                 done.append(row)
@@ -388,28 +381,26 @@ class EncoderBatch:
     def unexplained(self, row: int, ids: Tensor) -> Tensor:
         """Return what texts (b, n) that are tried for a row leave unexplained (b, n, d)."""
         n = ids.shape[1]
-        rows = torch.full(ids.shape[:1], row, device=ids.device)
+        rows = torch.full_like(ids[:, 0], row)
         return (self.leaked[row, :n] - self.run(rows, ids)) * self.seen[row, :n, None]
 
     def pull(self, row: int, ids: Tensor) -> Tensor:
         """Return how steeply (n,) a row's loss changes with the embedding at each position."""
         n = len(ids)
-        with torch.enable_grad():
-            words = self.table.vectors[ids][None].requires_grad_()
-            mask = self.mask[row, None, :n].long()
-            given = capture(
-                self.target.model, self.leaks[row].exposure, embeddings=words, mask=mask
-            )
-            off = (self.leaks[row].rows(given)[0] - self.leaked[row, :n]) * self.seen[
-                row, :n, None
-            ]
-            (gradient,) = torch.autograd.grad(off.square().sum(), words)
-        return gradient[0].norm(dim=-1)
+        words = self.table.vectors[ids][None]
+        some = slice(row, row + 1)
+
+        def loss(given: Tensor) -> Tensor:
+            off = (given - self.leaked[some, :n]) * self.seen[some, :n, None]
+            return off.square().sum((1, 2))
+
+        mask = self.mask[some, :n].long()
+        return self.target.slopes(self.leaks[row], words, loss, mask)[1][0].norm(dim=-1)
 
     def take(self, row: int, tried: Tried) -> list[int]:
         """Run and record the text that trials gave a row; return [row] if it fits, or []."""
-        rows = torch.tensor([row], device=self.ids.device)
-        ids = self.ids[rows].clone()
+        rows = self.ids.new_tensor([row])
+        ids = self.ids[rows]
         ids[0, : len(tried.ids)] = tried.ids
         return self.record(rows, ids, self.run(rows, ids), tried.forwards + 1)
 
@@ -417,19 +408,15 @@ class EncoderBatch:
         """Return whether any text made progress in its last `patience` passes."""
         return len(self) > 0 and bool((self.stale < patience).any())
 
-    def push(self) -> None:
-        """Move the estimates by what the snapped tokens leave unexplained (error feedback)."""
-        self.estimates = self.estimates + self.missing @ self.back.M
+    def pushed(self) -> Tensor:
+        """Return the estimates moved by their rows' residuals (error feedback)."""
+        return self.estimates + self.missing @ self.back.M
 
     def return_to_best(self) -> None:
         """Return to the ids and estimates with the least loss."""
-        self.estimates, self.ids = self.best_estimates.clone(), self.best_ids.clone()
+        self.estimates = self.best_estimates.clone()
+        self.ids = self.best_ids.clone()
         self.good = ~self.mask
-
-    def clear(self, row: int) -> Tensor:
-        """Return where (n,) a text's estimates are much nearer to its tokens than to others."""
-        meant, doubt = self.table.meant(self.estimates[row])
-        return (meant == self.ids[row]) & (doubt <= _DOUBT)
 
     def fix_clear(self) -> None:
         """Fix the tokens that are clear, so that the next stage has less to search.
@@ -438,8 +425,8 @@ class EncoderBatch:
         better than most. A token that was fixed wrongly is among the rows that fit
         worst, and is open again.
         """
-        sizes = self.missing.square().sum(-1)
-        typical = sizes.where(self.seen, torch.nan).nanmedian(-1, keepdim=True).values
+        sizes = self.sizes
+        typical = self.typical
         least = torch.maximum(_MISFIT * typical, _PART * sizes.amax(-1, keepdim=True))
         meant, doubt = self.table.meant(self.estimates.flatten(0, 1))
         tried = meant.view_as(self.ids) != self.ids
@@ -449,9 +436,8 @@ class EncoderBatch:
         # An estimate that points clearly at a wrong token would not move, so it is
         # reset.
         stuck = (self.open & self.seen & clear)[..., None]
-        self.estimates = torch.where(
-            stuck, self.back.estimate(self.leaked), self.estimates
-        )
+        fresh = self.back.estimate(self.leaked)
+        self.estimates = torch.where(stuck, fresh, self.estimates)
 
     def anchored(self) -> Tensor:
         """Return the estimates, with the token's own embedding where the token is known."""
@@ -461,32 +447,24 @@ class EncoderBatch:
     def objective(self, start: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """Return the loss at embeddings start + z·root, and its gradient in z, as a function."""
         moves = self.open[..., None]
-        leak = self.leaks[0]
-        sizes = torch.tensor(
-            [p.scale for p in self.precisions], device=start.device
-        ).square()
+        scales = self.scales
+        root = self.back.root
+
+        def loss(given: Tensor) -> Tensor:
+            off = (given - self.leaked) * self.seen[..., None]
+            return off.square().sum((1, 2)) / scales
 
         def at(z: Tensor) -> tuple[Tensor, Tensor]:
-            self.passes = self.passes + 1
-            with torch.enable_grad():
-                z = z.detach().requires_grad_()
-                words = start + torch.where(
-                    moves, z.view_as(start) @ self.back.root, 0.0
-                )
-                given = capture(
-                    self.target.model,
-                    leak.exposure,
-                    embeddings=words,
-                    mask=self.mask.long(),
-                )
-                off = (leak.rows(given) - self.leaked) * self.seen[..., None]
-                losses = off.square().sum((1, 2)) / sizes
-                (gradient,) = torch.autograd.grad(losses.sum(), z)
-            return losses.detach(), gradient
+            self.passes += 1
+            words = start + torch.where(moves, z.view_as(start) @ root, 0.0)
+            losses, slopes = self.target.slopes(
+                self.leaks[0], words, loss, self.mask.long()
+            )
+            return losses, (torch.where(moves, slopes, 0.0) @ root.T).flatten(1)
 
         return at
 
-    def leave(self, rows: list[int]) -> Iterator[tuple[int, Proposal]]:
+    def leave(self, rows: list[int]) -> Proposals:
         """Yield the best texts of these rows, and drop the rows from the batch."""
         for row in rows:
             ids = self.best_ids[row, : self.length(row)].tolist()
@@ -497,17 +475,14 @@ class EncoderBatch:
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value[kept])
-        self.numbers = [self.numbers[row] for row in kept]
-        self.leaks = [self.leaks[row] for row in kept]
-        self.precisions = [self.precisions[row] for row in kept]
+            elif isinstance(value, list):
+                setattr(self, name, [value[row] for row in kept])
 
     def explained_to(self, share: float) -> list[int]:
         """Return the texts that leave less than a share of their leak's variance unexplained."""
-        sizes = torch.tensor(
-            [p.scale for p in self.precisions], device=self.best.device
-        ).square()
         numbers = self.seen.sum(-1) * self.leaked.shape[-1]
-        return (self.best < share * sizes * numbers).nonzero().flatten().tolist()
+        explained = self.best < share * self.scales * numbers
+        return explained.nonzero().flatten().tolist()
 
 
 def change_worst(texts: EncoderBatch) -> list[int]:
@@ -521,20 +496,18 @@ def change_worst(texts: EncoderBatch) -> list[int]:
     if not len(rows):
         return []
     ids = texts.ids[rows]
-    missing = texts.missing[rows]
     free = texts.free[rows]
-    moved = texts.estimates[rows] + missing @ texts.back.M
-    size = missing.square().sum(-1).where(free, 0.0)
-    worst = free & (size >= min(_WORST) * size.amax(-1, keepdim=True)) & (size > 0)
+    moved = texts.pushed()[rows]
+    size = texts.sizes[rows].where(free, 0.0)
+    largest = size.amax(-1, keepdim=True)
+    worst = free & (size >= min(_WORST) * largest) & (size > 0)
     nearest = texts.table.nearest(moved[worst], 2)
     changed = ids.clone()
     same = nearest[:, 0] == ids[worst]
     changed[worst] = torch.where(same, nearest[:, 1], nearest[:, 0])
     trials = torch.stack(
         [
-            torch.where(
-                worst & (size >= share * size.amax(-1, keepdim=True)), changed, ids
-            )
+            torch.where(worst & (size >= share * largest), changed, ids)
             for share in _WORST
         ]
     )
@@ -559,7 +532,7 @@ def try_worst(texts: EncoderBatch) -> list[int]:
         alone = False
         for _ in range(_SWEEPS):
             places = _worst_places(texts, row, alone)
-            if fits or (alone and len(places) == 0):
+            if alone and not len(places):
                 break
             count, batch_size = (2 * _TRIED, 1) if alone else (_TRIED, _IN_A_PASS)
             proposed = _proposed(texts, row, places, count)
@@ -578,6 +551,8 @@ def try_worst(texts: EncoderBatch) -> list[int]:
                 fits = texts.take(row, tried)
                 if not helped:
                     break
+            if fits:
+                break
             ids = tried.ids
             alone = alone or not helped
         done += fits
@@ -598,10 +573,13 @@ def _by_sums(texts: EncoderBatch, row: int, ids: Tensor) -> Tried:
 def _worst_places(texts: EncoderBatch, row: int, alone: bool) -> Tensor:
     """Return the positions that fit worst; if tried in groups, only those that are not clear."""
     bad = texts.free[row] & texts.seen[row] & ~texts.good[row]
+    most = _ALONE
     if not alone:
-        bad &= ~texts.clear(row)
-    size = texts.missing[row].square().sum(-1).where(bad, 0.0)
-    return size.topk(min(_ALONE if alone else _PLACES, int(bad.sum()))).indices
+        meant, doubt = texts.table.meant(texts.estimates[row])
+        bad &= (meant != texts.ids[row]) | (doubt > _DOUBT)
+        most = _PLACES
+    size = texts.sizes[row].where(bad, 0.0)
+    return size.topk(min(most, int(bad.sum()))).indices
 
 
 def _proposed(texts: EncoderBatch, row: int, places: Tensor, count: int) -> Tensor:
@@ -615,26 +593,22 @@ def _proposed(texts: EncoderBatch, row: int, places: Tensor, count: int) -> Tens
     estimates = texts.estimates[row, places]
     nearest = texts.table.nearest
     push = texts.missing[row, places] @ texts.back.M
-    present = texts.table.vectors[texts.ids[row, places]] + push
+    present = texts.ids[row, places]
     own = texts.ids[row][texts.mask[row]].unique()
     lists = [
         nearest(estimates + push, count),
         nearest(estimates + push, count, own),
-        nearest(present, count),
+        nearest(texts.table.vectors[present] + push, count),
         nearest(estimates, count),
         nearest(estimates, count, own),
     ]
     width = min(part.shape[1] for part in lists)
     mixed = torch.stack([part[:, :width] for part in lists], -1).flatten(1)
-    return _distinct(mixed, texts.ids[row, places], count)
-
-
-def _distinct(lists: Tensor, present: Tensor, count: int) -> Tensor:
-    """Return the first `count` tokens of lists (m, k), with repeats and the present token last."""
-    same = lists[:, :, None] == lists[:, None, :]
-    repeated = same.tril(-1).any(-1) | (lists == present[:, None])
+    # Repeats, and the present token, come last.
+    same = mixed[:, :, None] == mixed[:, None, :]
+    repeated = same.tril(-1).any(-1) | (mixed == present[:, None])
     order = repeated.long().argsort(dim=1, stable=True)
-    return lists.gather(1, order)[:, :count]
+    return mixed.gather(1, order)[:, :count]
 
 
 def try_everywhere(texts: EncoderBatch, sweeps: int) -> list[int]:
@@ -670,7 +644,7 @@ def try_vocabulary(texts: EncoderBatch, most: int) -> list[int]:
         fits = texts.take(row, Tried(ids, 0.0, 0))
         while not fits and left > 0:
             own = ids[texts.free[row, : len(ids)]].unique()
-            every = row_numbers(texts.table.vectors)
+            every = texts.target.tokens
             tried = try_all(
                 lambda ids, row=row: texts.unexplained(row, ids).square().sum((1, 2)),
                 ids,
@@ -681,7 +655,7 @@ def try_vocabulary(texts: EncoderBatch, most: int) -> list[int]:
             if not tried.loss < _WORTH * float(texts.best[row]):
                 break
             ids = tried.ids
-            left = left - tried.forwards
+            left -= tried.forwards
             fits = texts.take(row, tried)
         done += fits
     return done
@@ -690,11 +664,7 @@ def try_vocabulary(texts: EncoderBatch, most: int) -> list[int]:
 def _causes(texts: EncoderBatch, row: int, ids: Tensor) -> Tensor:
     """Return the positions that fit worst, alternating with those of the steepest loss."""
     worst = _worst_places(texts, row, alone=True)
-    steep = (
-        texts.pull(row, ids)
-        .where(texts.free[row, : len(ids)], 0.0)
-        .topk(len(worst))
-        .indices
-    )
+    pull = texts.pull(row, ids).where(texts.free[row, : len(ids)], 0.0)
+    steep = pull.topk(len(worst)).indices
     both = torch.stack([worst, steep], 1).flatten().tolist()
-    return torch.tensor(list(dict.fromkeys(both))[:_ALONE], device=ids.device)
+    return ids.new_tensor(list(dict.fromkeys(both))[:_ALONE])

@@ -427,15 +427,13 @@ def _by_gradient(compared: Compared) -> Tensor:
     target = compared.target
     leak = compared.leak
     text = compared.text
-    table = target.parts.table.float()
-    with torch.enable_grad():
-        words = table[text][None].requires_grad_()
-        mask = None if leak.mask is None else leak.mask.to(words.device)[None]
-        given = leak.rows(
-            capture(target.model, leak.exposure, embeddings=words, mask=mask)
-        )
-        (gradient,) = torch.autograd.grad(compared.misfits(given[0]).sum(), words)
-    change = gradient[0] @ table.T
+    mask = None if leak.mask is None else leak.mask.to(text)[None]
+    words = target.table[text][None]
+
+    def misfit(given: Tensor) -> Tensor:
+        return compared.misfits(given[0]).sum(-1, keepdim=True)
+
+    change = target.slopes(leak, words, misfit, mask)[1][0] @ target.table.T
     change[:, target.pads()] = torch.inf
     change = change.scatter(1, text[:, None], torch.inf)
     return change.topk(min(_BY_GRADIENT, change.shape[1]), largest=False).indices.T
