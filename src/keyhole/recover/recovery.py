@@ -10,7 +10,7 @@ for a cache behind a secret mix (layers/mixed.py), for the vector of a whole tex
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -45,6 +45,19 @@ class Mark(StrEnum):
     VERIFIED = "verified"
     LIKELY = "likely"
     UNKNOWN = "unknown"
+
+
+def marks_of(verified: Sequence[bool], likely: Sequence[bool]) -> tuple[Mark, ...]:
+    """Return the mark of each token: verified, or at least likely, or unknown."""
+    marks = [Mark.LIKELY if each else Mark.UNKNOWN for each in likely]
+    pairs = zip(verified, marks, strict=True)
+    return tuple(Mark.VERIFIED if each else mark for each, mark in pairs)
+
+
+def counts_of(marks: Sequence[Mark]) -> str:
+    """Return how many tokens have each mark of certainty, in words."""
+    counts = [f"{marks.count(mark)} {mark}" for mark in (Mark.VERIFIED, Mark.LIKELY)]
+    return f"of {len(marks)} tokens {', '.join(counts)}"
 
 
 @dataclass(frozen=True)

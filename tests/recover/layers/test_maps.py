@@ -56,7 +56,7 @@ def test_measured_scores_are_the_naive_loops(bert):
     maps = maps_of(bert, ids)[0]
     assert np.allclose(reference.softmax_rows(expected), maps.numpy(), atol=1e-6)
 
-    anchors = Anchors.of(anatomy(bert), 1, states, [0, 3, 6])
+    anchors = Anchors.of(anatomy(bert), 1, states, torch.tensor([0, 3, 6]))
     as_key, as_query = anchors.measure(states)  # (n, h, a)
     assert np.allclose(
         as_key.numpy(), expected[:, [0, 3, 6]].transpose(2, 0, 1), atol=1e-5

@@ -33,7 +33,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from keyhole.core.tensors import normalized, seeded
+from keyhole.core.tensors import normalized, row_numbers, seeded
 from keyhole.recover.layers.precision import precision_of
 from keyhole.recover.leaks import MixedCache
 
@@ -69,6 +69,17 @@ def accepted(free: Tensor | float, level: float = 1.0) -> Tensor | float:
     return max(1.0, level) * (1 + DEVIATIONS * (2 / free) ** 0.5)
 
 
+def noise_of(block: Tensor) -> float:
+    """Return the largest direction that rounding makes in a block (b, d) of unit deviation."""
+    return sum(size**0.5 for size in block.shape)
+
+
+def outside(block: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lengths and directions of what orthonormal columns (d, r) leave of a block."""
+    rest = block - block @ base @ base.mT
+    return torch.linalg.svd(rest, full_matrices=False)[1:]
+
+
 def planes(rows: Tensor) -> Tensor:
     """Return rows (…, d) as complex numbers (…, d/2), one for each plane that M rotates."""
     return torch.complex(*rows.unflatten(-1, (2, -1)).unbind(-2))
@@ -97,12 +108,9 @@ class Side:
 
     def spreads(self, number: int, rows: Tensor) -> Tensor:
         """Return the deviation (b, d) of a block's numbers, with the rounding of tokens' rows."""
-        before = self.fine * planes(rows.double()).abs().square().mean(0).sqrt().repeat(
-            2
-        )
-        return (
-            self.spread[number].square() + (before / self.rows[number]).square()
-        ).sqrt()
+        sizes = planes(rows.double()).abs().square().mean(0).sqrt().repeat(2)
+        before = self.fine * sizes / self.rows[number]
+        return (self.spread[number].square() + before.square()).sqrt()
 
     @cached_property
     def parts(self) -> list[tuple[Tensor, Tensor]]:
@@ -112,7 +120,7 @@ class Side:
     @cached_property
     def bases(self) -> list[Tensor]:
         """Orthonormal rows (r, d) that span each block, without directions that rounding makes."""
-        noise = sum(size**0.5 for size in self.blocks[0].shape)
+        noise = noise_of(self.blocks[0])
         return [v[sizes > noise] for sizes, v in self.parts]
 
     @cached_property
@@ -126,10 +134,13 @@ class Side:
         return made
 
     @cached_property
-    def forms(self) -> list[Tensor]:
+    def forms(self) -> tuple[Tensor, Tensor]:
         """W and C, each (blocks, d, d)."""
-        sides = zip(*self.roots, strict=True)
-        return [torch.stack([each @ each.mT for each in roots]) for roots in sides]
+        outer, inner = zip(*self.roots, strict=True)
+        squares = [
+            torch.stack([root @ root.mT for root in each]) for each in (outer, inner)
+        ]
+        return squares[0], squares[1]
 
     @cached_property
     def free(self) -> Tensor:
@@ -158,10 +169,9 @@ class Map:
     @property
     def start(self) -> tuple[int, Tensor]:
         """The place and M as complex numbers (d/2,), from which it can be solved for again."""
-        half = len(self.matrix) // 2
-        return self.hidden, torch.complex(
-            self.matrix.diagonal()[:half], self.matrix.diagonal(half)
-        )
+        real = self.matrix.diagonal().chunk(2)[0]
+        imaginary = self.matrix.diagonal(len(real))
+        return self.hidden, torch.complex(real, imaginary)
 
     def free(self, count: int, fill: int, added: bool) -> int:
         """Return how many directions of a block with `count` tokens and `fill` rows are no token's.
@@ -182,21 +192,19 @@ class Map:
         what is outside is then estimated from products with a few random vectors.
         """
         matrix = self.matrix
-        (root, errors) = side.roots[number]
+        outer, inner = side.roots[number]
         if turn is not None:
-            stream = seeded(number)
-            vectors = torch.randn(
-                len(root), _VECTORS, generator=stream, dtype=root.dtype
-            )
+            shape = (len(outer), _VECTORS)
+            vectors = torch.randn(shape, generator=seeded(number), dtype=outer.dtype)
             matrix = turn @ matrix
-            root = root @ vectors / _VECTORS**0.5
-        outside, error = (
-            (rows @ (matrix @ each).to(rows)).square().sum(-1)
-            for each in (root, errors)
+            outer = outer @ vectors / _VECTORS**0.5
+        lengths, error = (
+            (rows @ (matrix @ root).to(rows)).square().sum(-1)
+            for root in (outer, inner)
         )
         # S may stretch rows, but not much: a token of large ‖c‖ is in no block.
         error = error.clamp(max=(_STRETCH * side.sigma[number]) ** 2)
-        return outside / error / float(side.free[number])
+        return lengths / error / float(side.free[number])
 
 
 def products(rows: Tensor) -> Tensor:
@@ -221,46 +229,48 @@ def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
     numbers = places // block
     size = rows.shape[1]
     classes = places % block
-    if 2 * sum(len(side.bases[n]) for n in numbers.unique().tolist()) < len(
-        places.unique()
-    ):
+    ranks = {number: len(side.bases[number]) for number in numbers.unique().tolist()}
+    if 2 * sum(ranks.values()) < len(places.unique()):
         return None
     jacobians = products(rows)
-    outside, errors = (jacobians @ form[numbers] @ jacobians.mT for form in side.forms)
+    lengths, errors = (jacobians @ form[numbers] @ jacobians.mT for form in side.forms)
     equations = side.free[numbers]
 
     def fit(hidden: int, rounds: int = 2) -> Turn | None:
-        seen = (classes != hidden).double()
-        given = float(equations @ seen)
+        shown = (classes != hidden).double()
+        given = float(equations @ shown)
         if given < _ENOUGH * size:
             return None
         error = errors.diagonal(dim1=1, dim2=2).mean(-1)
-        theta = outside.new_zeros(size)
+        theta = lengths.new_zeros(size)
         for _ in range(rounds):
-            sums = torch.einsum("n,nij->ij", seen / error, outside)
+            sums = torch.einsum("n,nij->ij", shown / error, lengths)
             theta = torch.linalg.eigh(sums)[1][:, 0]
             error = theta @ errors @ theta
-        return float((seen / error) @ (theta @ outside @ theta)) / given, hidden, theta
+        return float((shown / error) @ (theta @ lengths @ theta)) / given, hidden, theta
 
     whole = fit(NOWHERE)
     if whole is None:
         return None
     theta = whole[2]
-    misfits = (theta @ outside @ theta) / (theta @ errors @ theta)
+    misfits = (theta @ lengths @ theta) / (theta @ errors @ theta)
     means = {
-        int(each): -float(misfits[classes == each].mean()) for each in classes.unique()
+        each: float(misfits[classes == each].mean())
+        for each in classes.unique().tolist()
     }
-    worst = sorted(means, key=means.__getitem__)
+    worst = sorted(means, key=means.__getitem__, reverse=True)
     best = whole
     for tried in (worst[:2], worst[2:]):
         without = [found for each in tried if (found := fit(each)) is not None]
         best = min([best, *without], key=lambda found: found[0])
         if best[0] <= _COARSE:
             break
-    level, hidden, theta = best if best[0] < _HIDES * whole[0] else whole
+    if best[0] >= _HIDES * whole[0]:
+        best = whole
+    level, hidden, theta = best
     found = Map(products((theta * (size / 2) ** 0.5)[None])[0], hidden, level)
-    ranks = [len(side.bases[n]) for n in whole_blocks(places, block)]
-    if level > _COARSE and min(ranks, default=block) < _SEEN * block:
+    known = [ranks[number] for number in whole_blocks(places, block)]
+    if level > _COARSE and min(known, default=block) < _SEEN * block:
         tried = [fit(each, 1) for each in (NOWHERE, *range(block))]
         starts = [(each[1], planes(each[2])) for each in tried if each is not None]
         return by_squares(side, rows, places, block, starts) or found
@@ -282,22 +292,23 @@ def by_squares(
 ) -> Map | None:
     """Return the map by the squares of all whole blocks, from places that A may hide with an M."""
     numbers = whole_blocks(places, block)
-    inside = places % block
-    given = {n: rows[places // block == n].double() for n in numbers}
-    spreads = {n: side.spreads(n, each) for n, each in given.items()}
-
-    def turn(hidden: int, start: Tensor, rounds: int, where: list[int]) -> Turn:
-        kept = inside != hidden
-        shown = [given[n][kept[places // block == n]].unique(dim=0) for n in where]
-        # A may hide a repeated token, whose place the values do not show.
-        free = int(hidden != NOWHERE or len(starts) == 1)
-        blocks = [side.blocks[n] for n in where]
-        each = [spreads[n] for n in where]
-        found, left = turned(blocks, each, shown, free, start, rounds)
-        return left, hidden, found
-
     if not numbers or not starts:
         return None
+    spreads = {n: side.spreads(n, rows[places // block == n]) for n in numbers}
+
+    def shown(number: int, hidden: int) -> Tensor:
+        """Return the rows of a block's tokens that are not at the hidden place."""
+        return rows[(places // block == number) & (places % block != hidden)].double()
+
+    def turn(hidden: int, start: Tensor, rounds: int, where: list[int]) -> Turn:
+        # A may hide a repeated token, whose place the values do not show.
+        free = int(hidden != NOWHERE or len(starts) == 1)
+        blocks = [
+            (side.blocks[n], spreads[n], shown(n, hidden).unique(dim=0)) for n in where
+        ]
+        found, left = turned(blocks, free, start, rounds)
+        return left, hidden, found
+
     hidden, start = starts[0]
     if len(starts) > 1:
         tried = [turn(*each, _TURNS[0], numbers[:1]) for each in starts]
@@ -306,14 +317,8 @@ def by_squares(
     if not left < _COARSE:
         return None
     made = Map(products(_real(found)[None])[0], hidden, 1.0, True)
-    kept = inside != hidden
-    misfits = torch.cat(
-        [
-            made.misfits(side, rows[kept & (places // block == n)].double(), n)
-            for n in numbers
-        ]
-    )
-    return replace(made, level=float(misfits.mean()))
+    misfits = [made.misfits(side, shown(n, hidden), n) for n in numbers]
+    return replace(made, level=float(torch.cat(misfits).mean()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,9 +338,8 @@ class TokenFit:
     def fits(self, level: float) -> Tensor:
         """Return which tokens (p, c) a chi-square accepts, with known tokens at q = `level`."""
         keys = self.keys <= accepted(self.keys_free, level)
-        return (self.whole <= accepted(self.free, level)) & (
-            keys | (self.keys_free == 0)
-        )
+        keys = keys | (self.keys_free == 0)
+        return keys & (self.whole <= accepted(self.free, level))
 
 
 @dataclass(frozen=True, eq=False)
@@ -350,16 +354,17 @@ class Blocks:
     @classmethod
     def cut(cls, leak: MixedCache, sizes: Sequence[int]) -> list[Blocks]:
         """Return the leak in blocks of each of these sizes."""
-        # Keys and values by themselves: either may be a thousand times as large as the
-        # other.
-        sigmas = [
-            precision_of(replace(leak, keys=tensor, values=tensor))
-            .sigma.view(tensor.shape[1], len(tensor), 2, -1)[:, :, 0]
-            .transpose(0, 1)
-            .double()
-            for tensor in leak.tensors.values()
+        heads: list[tuple[bool, int, Tensor, Tensor]] = []
+        for name, tensor in leak.tensors.items():
+            # Keys and values by themselves: either may be a thousand times as large as
+            # the other.
+            precision = precision_of(replace(leak, keys=tensor, values=tensor))
+            sigmas = precision.sigma.unflatten(-1, (len(tensor), 2, -1))[:, :, 0]
+            for head, rows in enumerate(tensor.double()):
+                heads.append((name == "keys", head, rows, sigmas[:, head].double()))
+        return [
+            cls(leak, size, [_side(*head, size) for head in heads]) for size in sizes
         ]
-        return [cls(leak, size, _sides(leak, size, sigmas)) for size in sizes]
 
     @property
     def length(self) -> int:
@@ -395,13 +400,11 @@ class Blocks:
         """Return the blocks without the sides that are coarse."""
         pairs = zip(self.sides, self.maps, strict=True)
         kept = [(side, each) for side, each in pairs if each is None or not each.coarse]
-        return replace(
-            self, sides=[side for side, _ in kept], maps=[each for _, each in kept]
-        )
+        sides, maps = zip(*kept, strict=True)
+        return replace(self, sides=sides, maps=maps)
 
     def solved(self, rows: Sequence[Tensor], places: Tensor) -> Blocks:
         """Return the blocks with maps from each side's rows (n, d) at `places` (n,)."""
-        before = self.maps or [None] * len(self.sides)
 
         def again(
             side: Side, given: Tensor, found: Map | None, coarse: bool
@@ -411,18 +414,15 @@ class Blocks:
             made = by_squares(side, given, places, self.size, [found.start])
             return None if made is None else replace(made, coarse=coarse)
 
+        before = self.maps or [None] * len(self.sides)
         maps = [
-            again(side, each, found, coarse=True)
-            or solved(side, each, places, self.size)
-            for side, each, found in zip(self.sides, rows, before, strict=True)
+            again(side, given, found, True) or solved(side, given, places, self.size)
+            for side, given, found in zip(self.sides, rows, before, strict=True)
         ]
-        if any(
-            found is not None and found.coarse for found in maps
-        ):  # then all by squares
-            maps = [
-                again(side, each, found, coarse=False) or found
-                for side, each, found in zip(self.sides, rows, maps, strict=True)
-            ]
+        # then all by squares
+        if any(found is not None and found.coarse for found in maps):
+            each = zip(self.sides, rows, maps, strict=True)
+            maps = [again(*one, False) or one[2] for one in each]
         return replace(self, maps=maps)
 
     def fit(self, rows: Sequence[Tensor], places: Sequence[int]) -> TokenFit:
@@ -433,20 +433,20 @@ class Blocks:
         known, one side of keys may hide a place, and any of values.
         """
         number = places[0] // self.size
-        inside = torch.tensor([p % self.size for p in places])
+        inside = torch.tensor([place % self.size for place in places])
+        level = max(1.0, self.level)
         each: list[Tensor] = []
+        dimensions: list[Tensor] = []
         for side, found, given in zip(self.sides, self.maps, rows, strict=True):
+            if found is None:
+                continue
             # coarse rounding of one side says nothing about the others
-            if found is not None:
-                q = found.misfits(side, given, number)
-                q = q * max(1.0, self.level) / max(1.0, found.level)
-                each.append(q.expand(len(places), -1))
+            q = found.misfits(side, given, number) * level / max(1.0, found.level)
+            each.append(q.expand(len(places), -1))
+            shown = (inside != found.hidden) * float(side.free[number])
+            dimensions.append(shown[:, None])
         misfits = torch.stack(each)  # (s, p, c)
-        free = [
-            (inside != found.hidden) * float(side.free[number])
-            for side, found in self.pairs
-        ]
-        free = torch.stack(free)[..., None].expand_as(misfits)
+        free = torch.stack(dimensions).expand_as(misfits)
         keys = torch.tensor([side.keys for side, _ in self.pairs])[:, None, None]
         sure = torch.tensor([found.hides for _, found in self.pairs])[:, None, None]
         score = ((1 + keys.to(free)) * free * misfits.clamp(max=CAP)).sum(0)
@@ -469,29 +469,19 @@ class Blocks:
 
     def spans(self, rows: Sequence[Tensor], number: int) -> list[Spans | None]:
         """Return what each side's tokens (n, d), the first of a block, explain of it."""
-        start = number * self.size
         added = any(found.hides for _, found in self.pairs)
-        inside = torch.arange(start, start + len(rows[0])) % self.size
         return [
-            None
-            if found is None
-            else Spans.of(side.blocks[number], found, given, inside, added)
+            found and Spans.of(side.blocks[number], found, given, added)
             for side, found, given in zip(self.sides, self.maps, rows, strict=True)
         ]
 
 
-def _sides(leak: MixedCache, block: int, sigmas: Sequence[Tensor]) -> list[Side]:
-    """Return the sides of all heads in blocks; `sigmas` (heads, n, d) are their errors."""
-    made: list[Side] = []
-    for (name, tensor), each in zip(leak.tensors.items(), sigmas, strict=True):
-        for head, (rows, error) in enumerate(zip(tensor.double(), each, strict=True)):
-            sigma = error.square().mean(-1, keepdim=True).sqrt()
-            fine = float((error / rows.abs().clamp(min=1e-30)).median())
-            blocks, spread = ((part / sigma).split(block) for part in (rows, error))
-            made.append(
-                Side(name == "keys", head, blocks, sigma.split(block), spread, fine)
-            )
-    return made
+def _side(keys: bool, head: int, rows: Tensor, error: Tensor, size: int) -> Side:
+    """Return a head's rows (n, d) with their errors (n, d) in blocks of one size."""
+    sigma = error.square().mean(-1, keepdim=True).sqrt()
+    fine = float((error / rows.abs().clamp(min=1e-30)).median())
+    blocks, spread = ((part / sigma).split(size) for part in (rows, error))
+    return Side(keys, head, blocks, sigma.split(size), spread, fine)
 
 
 def _spanned(rows: Tensor) -> Tensor:
@@ -518,19 +508,13 @@ class Spans:
     left: float
 
     @classmethod
-    def of(
-        cls, block: Tensor, found: Map, rows: Tensor, inside: Tensor, added: bool
-    ) -> Spans:
+    def of(cls, block: Tensor, found: Map, rows: Tensor, added: bool) -> Spans:
         made = rows.double() @ found.matrix
-        shown = inside != found.hidden
-        base = _spanned(made[shown])
-        _, sizes, v = torch.linalg.svd(
-            block - block @ base @ base.mT, full_matrices=False
-        )
+        shown = row_numbers(rows) != found.hidden
+        sizes, directions = outside(block, _spanned(made[shown]))
         free = found.free(len(rows), len(block) - len(rows), added)
-        noise = sum(size**0.5 for size in block.shape)
-        left = float(sizes[free]) / noise if len(sizes) > free else 0.0
-        return cls(block, made, shown, v[:free], found.matrix, left)
+        left = float(sizes[free]) / noise_of(block) if len(sizes) > free else 0.0
+        return cls(block, made, shown, directions[:free], found.matrix, left)
 
     def losses(self, place: int, others: Tensor) -> Tensor:
         """Return the loss of likelihood (c,) of the block with other rows (c, d) at a place."""
@@ -538,18 +522,16 @@ class Spans:
             return torch.zeros(len(others), dtype=self.block.dtype)
         kept = self.shown.clone()
         kept[place] = False
-        base = _spanned(
-            torch.cat([self.rows[kept], self.more * self.rows.norm(dim=-1).mean()])
-        )
+        more = self.more * self.rows.norm(dim=-1).mean()
+        base = _spanned(torch.cat([self.rows[kept], more]))
         left = self.block - self.block @ base @ base.mT
 
         def explained(rows: Tensor) -> Tensor:
-            apart = rows - rows @ base @ base.mT
-            return (normalized(apart) @ left.mT).square().sum(-1)
+            apart = normalized(rows - rows @ base @ base.mT)
+            return (apart @ left.mT).square().sum(-1)
 
-        return explained(self.rows[place][None]) - explained(
-            others.double() @ self.matrix
-        )
+        own = explained(self.rows[place][None])
+        return own - explained(others.double() @ self.matrix)
 
 
 def lost_with(
@@ -579,10 +561,7 @@ def _coefficients(block: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
 
 def directions(block: Tensor, rows: Tensor, count: int) -> Tensor:
     """Return the largest directions (k, d) of a block that rows (n, d) do not span."""
-    base = torch.linalg.qr(rows.mT)[0]
-    return torch.linalg.svd(block - block @ base @ base.mT, full_matrices=False)[2][
-        :count
-    ]
+    return outside(block, torch.linalg.qr(rows.mT)[0])[1][:count]
 
 
 def fitted(
@@ -596,32 +575,30 @@ def fitted(
     """
     weights = spread.square().reciprocal()
     free = free.expand(len(rows), -1, -1)
-    cost = torch.inf
-    for _ in range(rounds if free.shape[1] else 0):
+    sizes = [rows.shape[1], free.shape[1]]
+    before = torch.inf
+    while True:
         every = torch.cat([rows, free], 1)
         found = _coefficients(block, weights, every)
-        before = cost
-        cost = float(((block - found @ every).square() * weights).sum())
-        if before - cost < _STILL * len(rows):
+        own, other = found.split(sizes, -1)
+        cost = ((block - found @ every).square() * weights).sum((1, 2))
+        total = float(cost.sum())
+        if not sizes[1] or not rounds or before - total < _STILL * len(rows):
             break
-        own, other = found.split([rows.shape[1], free.shape[1]], -1)
+        before = total
+        rounds -= 1
         left = (block - own @ rows) * weights
         gram = (other.mT[:, :, None] * other.mT[:, None]) @ weights  # (h, k, k, d)
-        free = torch.linalg.solve(gram.movedim(-1, 1), (other.mT @ left).mT[..., None])[
-            ..., 0
-        ].mT
-    every = torch.cat([rows, free], 1)
-    found = _coefficients(block, weights, every)
-    own, other = found.split([rows.shape[1], free.shape[1]], -1)
-    along = torch.linalg.lstsq(other, own).solution if free.shape[1] else other.mT @ own
-    cost = ((block - found @ every).square() * weights).sum((1, 2))
+        aim = (other.mT @ left).mT[..., None]
+        free = torch.linalg.solve(gram.movedim(-1, 1), aim)[..., 0].mT
+    along = torch.linalg.lstsq(other, own).solution if sizes[1] else other.mT @ own
     return cost, found, free + along @ rows
 
 
 def squares(block: Tensor, spread: Tensor, rows: Tensor, free: Tensor) -> Tensor:
     """Return the sums of squares (h,) for rows (h, n, d) of arrangements near the one of z."""
-    each = [fitted(block, spread, part, free, 1)[0] for part in rows.split(_CHUNK)]
-    return torch.cat(each)
+    parts = rows.split(_CHUNK)
+    return torch.cat([fitted(block, spread, part, free, 1)[0] for part in parts])
 
 
 def exchanged(
@@ -635,37 +612,33 @@ def exchanged(
     every = normalized(every)
     weighted = every * weights[:, None]  # (b, n + k, d)
     gram = weighted @ every.mT
-    made = list[Tensor]()
+    costs: list[Tensor] = []
     for place, given in enumerate(others):
-        kept = torch.arange(len(every)) != place
-        aim = (
-            left + found[:, place, None] * rows[place]
-        )  # what the other rows do not explain
+        kept = row_numbers(every) != place
+        # what the other rows do not explain
+        aim = left + found[:, place, None] * rows[place]
         right = weighted[:, kept] @ aim[..., None]
         inside = weighted[:, kept] @ given.mT
-        solution = torch.linalg.solve(
-            gram[:, kept][:, :, kept], torch.cat([right, inside], -1)
-        )
+        both = torch.cat([right, inside], -1)
+        solution = torch.linalg.solve(gram[:, kept][:, :, kept], both)
         mine, theirs = solution.split([1, len(given)], -1)  # (b, n + k - 1, c)
         least = (aim.square() * weights).sum() - (mine * right).sum()
         length = weights @ given.square().mT - (inside * theirs).sum(1)
         along = (weights * aim) @ given.mT - (inside * mine).sum(1)
-        made.append(least - (along.square() / length.clamp(min=1e-9)).sum(0))
-    return torch.stack(made)
+        costs.append(least - (along.square() / length.clamp(min=1e-9)).sum(0))
+    return torch.stack(costs)
 
 
 def turned(
-    blocks: Sequence[Tensor],
-    spreads: Sequence[Tensor],
-    rows: Sequence[Tensor],
+    blocks: Sequence[tuple[Tensor, Tensor, Tensor]],
     free: int,
     start: Tensor,
     rounds: int,
 ) -> tuple[Tensor, float]:
     """Return M as complex numbers (d/2,) of length 1, from `start`, and the mean square it leaves.
 
-    Each block (b, d) has the rows (n, d) of all tokens that show, and `free` other
-    directions.
+    Each block (b, d) comes with its deviations and the rows (n, d) of all tokens that
+    show. It has `free` other directions.
     """
     found = torch.sgn(start)
     left = 0.0
@@ -675,29 +648,27 @@ def turned(
         under = torch.zeros(len(start))
         left = 0.0
         count = 0
-        for block, spread, given in zip(blocks, spreads, rows, strict=True):
+        for block, spread, given in blocks:
             made = _real(planes(given) * found)
-            cost, mix, _ = fitted(
-                block, spread, made[None], directions(block, made, free), 1
-            )
+            other = directions(block, made, free)
+            cost, mix, _ = fitted(block, spread, made[None], other, 1)
             left += float(cost)
             count += (len(block) - free) * (made.shape[1] - mix.shape[2])
             own, other = mix[0].to(found.dtype).split([len(given), free], -1)
-            weights = (
-                planes(spread).abs().square().reciprocal()
-            )  # of both numbers of a plane
-            base = other[None] * weights.sqrt().mT[..., None]  # (d/2, b, k)
-            base = torch.linalg.qr(base)[0] if free else base
-
-            def apart(
-                numbers: Tensor, base: Tensor = base, weights: Tensor = weights
-            ) -> Tensor:
-                weighted = (numbers * weights.sqrt()).mT[..., None]
-                return (weighted - base @ (base.mH @ weighted))[..., 0]
-
-            tokens = apart(own @ planes(given))
-            whole = apart(planes(block))
-            over = over + (tokens.conj() * whole).sum(-1)
-            under = under + tokens.abs().square().sum(-1)
+            deviation = planes(spread).abs()  # of both numbers of a plane
+            base = (other / deviation.mT[..., None]) if free else None
+            tokens = own @ planes(given) / deviation
+            whole = planes(block) / deviation
+            if base is not None:
+                base = torch.linalg.qr(base)[0]  # (d/2, b, k)
+                tokens, whole = (_apart(each, base) for each in (tokens, whole))
+            over = over + (tokens.conj() * whole).sum(0)
+            under = under + tokens.abs().square().sum(0)
         found = torch.sgn(over / under)
     return found, left / count
+
+
+def _apart(numbers: Tensor, base: Tensor) -> Tensor:
+    """Return numbers (b, d/2) without their part along bases (d/2, b, k)."""
+    columns = numbers.mT[..., None]
+    return (columns - base @ (base.mH @ columns))[..., 0].mT

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -85,13 +86,10 @@ def random_texts(
 
 def _sentences(target: Target) -> Tensor:
     """Return the tokens of the corpus that ships, without special and unknown tokens."""
-    special = set(getattr(target.tokenizer, "all_special_ids", []))
-    lines = target.tokenizer(corpus_texts(SHIPPED), add_special_tokens=False)[
-        "input_ids"
-    ]
-    return torch.tensor(
-        [token for line in lines for token in line if token not in special]
-    )
+    texts = corpus_texts(SHIPPED)
+    lines = target.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    special = target.special
+    return torch.tensor([id_ for line in lines for id_ in line if id_ not in special])
 
 
 def _texts(target: Target, count: int, length: int, stream: torch.Generator) -> Tensor:
@@ -101,26 +99,24 @@ def _texts(target: Target, count: int, length: int, stream: torch.Generator) -> 
     before, after = (len(side) for side in target.frame())
     inside = length - before - after
     if inside > 0 and len(tokens) >= _KNOWN:
-        starts = torch.randint(
-            len(tokens) - inside + 1, (count // 2, 1), generator=stream
-        )
-        ids[: count // 2, before : length - after] = tokens[
-            starts + torch.arange(inside)
-        ]
+        shape = (count // 2, 1)
+        starts = torch.randint(len(tokens) - inside + 1, shape, generator=stream)
+        sentences = tokens[starts + torch.arange(inside)].to(ids.device)
+        ids[: count // 2, before : length - after] = sentences
     return ids
 
 
+@torch.no_grad()
 def _fit(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
     parts = target.parts
-    device = parts.device
-    table = parts.table.float()
+    table = target.table
     stream = seeded(seed)
     width = leak.rows(leak.tensors).shape[-1]
-    size = table.shape[1]
-    gram = torch.zeros(width + 1, width + 1, dtype=torch.float64, device=device)
-    cross = torch.zeros(width + 1, size, dtype=torch.float64, device=device)
-    energy = torch.zeros(size, size, dtype=torch.float64, device=device)
-    passes = samples = 0
+    # The sums of the products of (h, 1, e) with each other.
+    size = width + 1 + table.shape[1]
+    products = table.new_zeros(size, size, dtype=torch.float64)
+    passes = 0
+    samples = 0
     lengths = sorted({min(length, parts.max_length) for length in _LENGTHS})
     before, after = (len(side) for side in target.frame())
     at_once = tokens // (2 * len(lengths))  # so that every length is run twice
@@ -128,27 +124,20 @@ def _fit(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
     for length in itertools.cycle(lengths):
         if samples >= tokens:
             break
-        ids = _texts(target, max(1, at_once // length), length, stream).to(device)
-        with torch.no_grad():
-            states = leak.rows(capture(target.model, leak.exposure, ids=ids)).float()
+        ids = _texts(target, max(1, at_once // length), length, stream)
+        states = leak.rows(capture(target.model, leak.exposure, ids=ids)).float()
+        inside = slice(None)
         if length > before + after:
             inside = slice(before, length - after)
-        else:
-            inside = slice(None)
         h = states[:, inside].flatten(0, 1)
         e = table[ids[:, inside].flatten()]
-        h = torch.cat([h, torch.ones_like(h[:, :1])], -1)
-        gram += (h.T @ h).double()
-        cross += (h.T @ e).double()
-        energy += (e.T @ e).double()
-        samples = samples + len(e)
-        passes = passes + len(ids)
-    return _solve(gram, cross, energy, samples, passes)
-
-
-def _solve(
-    gram: Tensor, cross: Tensor, energy: Tensor, samples: int, passes: int
-) -> InverseMap:
+        rows = torch.cat([h, torch.ones_like(h[:, :1]), e], -1)
+        products += (rows.T @ rows).double()
+        samples += len(e)
+        passes += len(ids)
+    gram = products[: width + 1, : width + 1]
+    cross = products[: width + 1, width + 1 :]
+    energy = products[width + 1 :, width + 1 :]
     weights = torch.linalg.solve(with_ridge(gram), cross)
     left = energy - weights.T @ cross - cross.T @ weights + weights.T @ gram @ weights
     sizes, axes = torch.linalg.eigh(left / samples)
@@ -185,7 +174,7 @@ class TokenTable:
 
         If `among` is given, only its ids count.
         """
-        indices = self._best(estimates, count, among)[1]
+        _, indices = self._best(estimates, count, among)
         return indices if among is None else among[indices]
 
     def meant(self, estimates: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,20 +183,19 @@ class TokenTable:
         The doubt is the ratio of squared distances on the unit sphere to the nearest
         and to the second token: 1 if both are equally near.
         """
-        cosines, ids = self._best(estimates, 2, None)
+        cosines, ids = self._best(estimates, 2)
         away = (1 - cosines).clamp(min=_ROUNDING)
         return ids[:, 0], away[:, 0] / away[:, -1]
 
     def _best(
-        self, estimates: Tensor, count: int, among: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        self, estimates: Tensor, count: int, among: Tensor | None = None
+    ) -> Iterator[Tensor]:
+        """Return the largest cosines (m, count) and their rows in the table."""
         table = self.directions if among is None else self.directions[among]
         directions = normalized(estimates - self.centre)
         parts = directions.split(max(1, _CHUNK // len(table)))
         best = [(part @ table.T).topk(min(count, len(table)), -1) for part in parts]
-        return torch.cat([top.values for top in best]), torch.cat(
-            [top.indices for top in best]
-        )
+        return map(torch.cat, zip(*best, strict=True))
 
 
 def most_similar(table: Tensor, text: Tensor) -> Tensor:

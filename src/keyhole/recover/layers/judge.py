@@ -42,7 +42,7 @@ A. Then tokens are tried that the gradient of E asks for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -52,8 +52,7 @@ from torch import Tensor
 from keyhole.core import Status
 from keyhole.core.numerics import with_ridge
 from keyhole.core.tensors import row_numbers, seeded
-from keyhole.models.branches import Branches
-from keyhole.models.capture import Exposure, capture
+from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import Tokens, Vectors, alternatives_to
 from keyhole.recover.layers.inverse_map import most_similar
@@ -67,7 +66,14 @@ from keyhole.recover.layers.precision import (
 )
 from keyhole.recover.layers.unordered import assigned, swapped
 from keyhole.recover.leaks import HiddenStates, Leak, Logits
-from keyhole.recover.recovery import LOG_ODDS, Mark, Verdict, verifying_margin
+from keyhole.recover.recovery import (
+    LOG_ODDS,
+    Mark,
+    Verdict,
+    counts_of,
+    marks_of,
+    verifying_margin,
+)
 
 _MIDDLE_HALF = 1.35  # standard deviations between the quartiles of normal numbers
 _NOISY = 0.05  # an error above this share of the leak's spread needs more alternatives
@@ -122,13 +128,12 @@ class Compared:
 
 def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     """Decide what `ids` are worth as an explanation of a leak."""
-    device = target.parts.device
-    text = torch.tensor(ids, device=device)
-    leaked = leak.rows(leak.tensors).to(device)
+    text = target.tensor(ids)
+    leaked = leak.rows(leak.tensors).to(target.device)
     own = len(leaked) == len(ids)  # each token has a row
     padding = torch.zeros_like(text, dtype=torch.bool)
     if own and leak.mask is not None:
-        padding = leak.mask.to(device) == 0
+        padding = leak.mask.to(target.device) == 0
         leaked = leaked.masked_fill(padding[:, None], torch.nan)
     numbers = leaked[leaked.isfinite()]
     if bool((numbers == numbers[:1]).all()):
@@ -137,9 +142,9 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     given = target.rows(leak, text[None], leak.mask)[0]
     unordered = leak.in_no_order
     if isinstance(leak, HiddenStates) and unordered:
-        misfits = _set_misfits(given, leak.values.to(given), torch.ones(()).to(given))
-        leak = leak.ordered(assigned(misfits))
-        leaked = leak.values.to(device)
+        values = leak.values.to(given)
+        leak = leak.ordered(assigned(_set_misfits(given, values, given.new_ones(()))))
+        leaked = leak.values.to(target.device)
     fit = compare(precision_of(leak), leaked, given)
     # another machine, or a batch of texts, may have rounded differently
     if not fit.whole:
@@ -150,9 +155,8 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
         reason = "the leak's numbers are too large to compare"
         return Verdict.without_fit(Status.NOT_APPLICABLE, reason, len(ids))
     hidden = leaked.isnan().any(-1) & ~padding if own else torch.ones_like(padding)
-    compared = Compared(
-        target, leak, text, leaked, given, hidden, _misfits(fit, leaked, given)
-    )
+    misfits = _misfits(fit, leaked, given)
+    compared = Compared(target, leak, text, leaked, given, hidden, misfits)
     fine = _is_fine(fit, own, compared)
     margin, forwards, doubt = _margin(compared, fit, fine, padding, unordered)
     # a causal model is read token by token
@@ -161,7 +165,12 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
         # the right token was not tried
         if rows is not None and rows.explained < _EXPLAINED:
             margin = torch.zeros_like(margin)
-    marks = _marks(fit, fine, margin, hidden, compared.verifying)
+    shown = ~hidden | (fit.whole and fine)
+    certain = (margin > compared.verifying) & shown & fit.whole
+    if not fine and float((~certain).float().mean()) > _OPEN:
+        certain = torch.zeros_like(certain)
+    likely = shown & (margin > 2 * LOG_ODDS) & (fit.residual <= NOISE)
+    marks = marks_of(certain.tolist(), likely.tolist())
     # The tokenizer's own special tokens, and padding, are no part of the text.
     status, words = _status(fit, marks, (target.framed(len(text)) == text) | padding)
     reason = f"residual {fit.residual:.1e} of the leak's spread, its precision {fit.level:.1e}"
@@ -205,7 +214,7 @@ def _margin(
     target = compared.target
     leak = compared.leak
     text = compared.text
-    margin = torch.full(text.shape, torch.inf, device=text.device)
+    margin = torch.full_like(text, torch.inf, dtype=torch.float32)
     forwards = 1
     doubt = ""
     coarse = not fit.whole or not fine or bool(compared.hidden.any())
@@ -219,18 +228,15 @@ def _margin(
             others = torch.cat([others, _fitting_as_well(compared, fit, others[0])])
         margin, more = _over_alternatives(compared, others)
         margin = margin.masked_fill(padding, torch.inf)
-        forwards = forwards + more
+        forwards += more
     if unordered:
         unsettled, more = _unsettled_places(compared, fit.sigma)
         margin = margin.masked_fill(unsettled, 0.0)
-        forwards = forwards + more
-        count = int(unsettled.sum())
-        doubt = f"; the order of {count} tokens is unknown" if count else ""
-    if (
-        isinstance(leak, Logits)
-        and fit.whole
-        and bool((margin > compared.verifying).all())
-    ):
+        forwards += more
+        if bool(unsettled.any()):
+            doubt = f"; the order of {int(unsettled.sum())} tokens is unknown"
+    verified = fit.whole and bool((margin > compared.verifying).all())
+    if isinstance(leak, Logits) and verified:
         other, more = _other_text(compared, leak)
         forwards += more
         if other is not None:
@@ -239,51 +245,31 @@ def _margin(
     return margin, forwards, doubt
 
 
-def _marks(
-    fit: Fit, fine: bool, margin: Tensor, hidden: Tensor, verifying: float
-) -> tuple[Mark, ...]:
-    """Return the mark of each token, as defined at the top of this file and in Mark."""
-    shown = ~hidden | (fit.whole and fine)
-    certain = (margin > verifying) & shown & fit.whole
-    if not fine and float((~certain).float().mean()) > _OPEN:
-        certain = torch.zeros_like(certain)
-    likely = shown & (margin > 2 * LOG_ODDS) & (fit.residual <= NOISE)
-    return tuple(
-        Mark.VERIFIED if sure else Mark.LIKELY if nearly else Mark.UNKNOWN
-        for sure, nearly in zip(certain.tolist(), likely.tolist(), strict=True)
-    )
-
-
 def _status(fit: Fit, marks: tuple[Mark, ...], special: Tensor) -> tuple[Status, str]:
     """Return the status by the marks, and a reason; `special` (n,) are no part of the text."""
-    certain = sum(mark is Mark.VERIFIED for mark in marks)
+    certain = marks.count(Mark.VERIFIED)
     if certain == len(marks):
         return Status.RECOVERED, ""
-    likely = sum(mark is Mark.LIKELY for mark in marks)
-    known = any(
-        mark is not Mark.UNKNOWN and not outside
-        for mark, outside in zip(marks, special.tolist(), strict=True)
-    )
+    inside = [
+        mark for mark, out in zip(marks, special.tolist(), strict=True) if not out
+    ]
+    known = any(mark is not Mark.UNKNOWN for mark in inside)
     partly = Status.INEXACT if known else Status.UNSOLVED
-    words = f"; of {len(marks)} tokens {certain} verified, {likely} likely"
+    words = f"; {counts_of(marks)}"
     if fit.whole:
         words += f": {len(marks) - certain} of {len(marks)} tokens could be others"
         return (Status.INEXACT if known else Status.NOT_IDENTIFIABLE), words
     if fit.settled:
-        return (
-            partly,
-            f"{words}: as noise would leave it, but noise that strong was not stated",
-        )
+        noise = "as noise would leave it, but noise that strong was not stated"
+        return partly, f"{words}: {noise}"
     if fit.residual > 1:
         return Status.UNSOLVED, ": no better than nothing"
-    misfits = sum(not good for good in fit.good.tolist())
-    return partly, f"{words}; {misfits} positions do not fit"
+    return partly, f"{words}; {int((~fit.good).sum())} positions do not fit"
 
 
 def duplicated(target: Target) -> Tensor:
     """Return which tokens (v,) of a model nearly share their embedding with another."""
-    table = target.parts.table
-    return target.remembered("duplicates", None, lambda: _duplicates(table.float()))
+    return target.remembered("duplicates", None, lambda: _duplicates(target.table))
 
 
 def _duplicates(table: Tensor) -> Tensor:
@@ -295,11 +281,11 @@ def _duplicates(table: Tensor) -> Tensor:
     probe = torch.linspace(-1, 1, table.shape[1], device=table.device).sin()
     order = (table @ probe).argsort()
     following = table[order].diff(dim=0).norm(dim=-1)
-    near = following <= _ALIKE * table[order[1:]].norm(dim=-1)
-    alike = torch.zeros(len(table), dtype=torch.bool, device=table.device)
+    lengths = table.norm(dim=-1)
+    near = following <= _ALIKE * lengths[order[1:]]
+    alike = torch.zeros_like(lengths, dtype=torch.bool)
     alike[order[1:][near]] = True
     alike[order[:-1][near]] = True
-    lengths = table.norm(dim=-1)
     small = lengths <= _SMALL * lengths.median()
     return alike | small if int(small.sum()) > 1 else alike
 
@@ -310,12 +296,11 @@ def _misfits(fit: Fit, leaked: Tensor, given: Tensor) -> Misfits:
     Numbers that did not leak add 0. If the text does not fit as a whole, what it leaves
     unexplained counts as an error too.
     """
-    seen = leaked.isfinite()
     sigma = fit.sigma
     if not fit.whole:
         left = (given - leaked)[~leaked.isnan().any(-1)].square().mean().sqrt()
         sigma = sigma.clamp(min=float(left))
-    weights = torch.where(seen, 1 / sigma, 0.0)
+    weights = torch.where(leaked.isfinite(), 1 / sigma, 0.0)
     known = leaked.nan_to_num()
     return lambda rows: ((rows - known) * weights).square().sum(-1)
 
@@ -347,7 +332,7 @@ def _over_alternatives(compared: Compared, others: Tensor) -> tuple[Tensor, int]
         alone = (places == places[:, None]).repeat(len(others), 1)
         each = others.repeat_interleave(len(text), 0)
         return gains(each, alone).sum(-1).view_as(others).amin(0), 2 + len(alone)
-    least = torch.full(text.shape, torch.inf, device=text.device)
+    margins: list[Tensor] = []
     spent = 2
     for tokens in others:
         groups = (places % _ALONE == places[:_ALONE, None]) & ~hidden
@@ -358,13 +343,13 @@ def _over_alternatives(compared: Compared, others: Tensor) -> tuple[Tensor, int]
             if len(tried):
                 margin[tried] = gains(tokens, places == tried[:, None]).sum(-1)
                 spent += len(tried)
-        least = torch.minimum(least, margin)
-    return least, spent
+        margins.append(margin)
+    return torch.stack(margins).amin(0), spent
 
 
 def alternatives(compared: Compared, noisy: bool) -> Tensor:
     """Return the tokens (k, n) to be tried at each position."""
-    table = compared.target.parts.table.float()
+    table = compared.target.table
     text = compared.text
     tokens = [most_similar(table, text)]
     rows = _row_map(compared)
@@ -396,25 +381,16 @@ def _fitting_as_well(compared: Compared, fit: Fit, none: Tensor) -> Tensor:
     text = compared.text
     exposure = compared.leak.exposure
     start = 0 if compared.leak.mask is None else int(compared.leak.mask.nonzero().min())
-    branches = Branches(target.model, torch.tensor([start], device=text.device))
+    branches = target.branches(start)
     branches.go_on(exposure, text[None, start:])
     found = none.repeat(_AS_GOOD, 1)
-    vocabulary = torch.arange(target.vocabulary, device=text.device)
     for place in range(start, len(text)):
-        misfits = torch.cat(
-            [
-                (
-                    (
-                        branches.each(exposure, 0, place - start, part)[0]["values"][0]
-                        - compared.leaked[place]
-                    )
-                    / fit.sigma[place]
-                )
-                .square()
-                .mean(-1)
-                for part in vocabulary.split(branches.at_once(place))
-            ]
-        )
+        parts: list[Tensor] = []
+        for tokens in target.tokens.split(branches.at_once(place)):
+            given, _ = branches.each(exposure, 0, place - start, tokens)
+            off = (given["values"][0] - compared.leaked[place]) / fit.sigma[place]
+            parts.append(off.square().mean(-1))
+        misfits = torch.cat(parts)
         misfits[text[place]] = torch.inf
         least, tokens = misfits.topk(min(_AS_GOOD, len(misfits)), largest=False)
         tokens = tokens[least <= limit(compared.leaked.shape[-1])]
@@ -468,63 +444,50 @@ class RowMap:
         return far.topk(min(count, len(table) - 1), largest=False).indices.T
 
 
+@torch.no_grad()
 def _fitted_map(target: Target, exposure: Exposure) -> RowMap:
-    table = target.parts.table.float()
+    table = target.table
     count = min(len(table), _SAMPLES * table.shape[1])
     stream = seeded(0)
-    tokens = torch.randperm(len(table), generator=stream)[:count]
+    tokens = torch.randperm(len(table), generator=stream)[:count].to(target.device)
     before, after = target.frame()
     context = torch.randint(len(table), (_CONTEXT,), generator=stream).tolist()
-    opening = torch.tensor([*before, *context])
-    ending = torch.tensor(after, dtype=torch.long)
-    tokens, opening, ending = (
-        ids.to(target.parts.device) for ids in (tokens, opening, ending)
-    )
-    with torch.no_grad():
-        answers = torch.cat(
-            [
-                rows.double()
-                for rows in _answers(target, exposure, tokens, opening, ending)
-            ]
-        )
-    words = table[tokens.to(table.device)].double()
-    words = words - words.mean(0)
-    square = with_ridge(words.T @ words)
+    answers = _answers(target, exposure, [*before, *context], tokens, after).double()
     answers = answers - answers.mean(0)
-    linear = torch.linalg.solve(square, words.T @ answers)
-    left = (answers - words @ linear).square().sum() / answers.square().sum().clamp(
-        min=1e-30
-    )
-    explained = 1 - float(left) * count / max(
-        1, count - table.shape[1]
-    )  # of tokens not fitted
+    words = table[tokens].double()
+    words = words - words.mean(0)
+    linear = torch.linalg.solve(with_ridge(words.T @ words), words.T @ answers)
+    left = (answers - words @ linear).square().sum()
+    share = float(left / answers.square().sum().clamp(min=1e-30))
+    # of tokens not fitted
+    explained = 1 - share * count / max(1, count - table.shape[1])
     linear = linear.to(table)
     heads = target.parts.key_heads if exposure.kind == "kv" else 1
     return RowMap(linear, (table @ linear).square().sum(-1), heads, explained)
 
 
 def _answers(
-    target: Target, exposure: Exposure, tokens: Tensor, opening: Tensor, ending: Tensor
-) -> Iterator[Tensor]:
-    """Yield the rows (t, f) of tokens in the same context; a causal model runs that once."""
-    parts = tokens.split(_SHORT_TEXTS)
-    if not target.parts.causal:
-        for part in parts:
-            frame = [
-                opening.expand(len(part), -1),
-                part[:, None],
-                ending.expand(len(part), -1),
-            ]
-            given = capture(target.model, exposure, ids=torch.cat(frame, 1))["values"]
-            yield given[..., len(opening), :].flatten(1)
-        return
-    branches = Branches(
-        target.model, torch.zeros(1, dtype=torch.long, device=tokens.device)
-    )
-    branches.go_on(exposure, opening[None])
-    for part in parts:
-        given = branches.each(exposure, 0, len(opening), part)[0]["values"][0]
-        yield given.movedim(-2, 0).flatten(1)
+    target: Target,
+    exposure: Exposure,
+    before: list[int],
+    tokens: Tensor,
+    after: list[int],
+) -> Tensor:
+    """Return the rows (t, f) of tokens (t,) in the same context; a causal model runs that once."""
+    if target.parts.causal:
+        branches = target.branches()
+        branches.go_on(exposure, target.tensor([before]))
+        given = [
+            branches.each(exposure, 0, len(before), part)[0]["values"][0]
+            for part in tokens.split(_SHORT_TEXTS)
+        ]
+        return torch.cat([rows.movedim(-2, 0).flatten(1) for rows in given])
+    ids = target.tensor([*before, -1, *after]).repeat(len(tokens), 1)
+    ids[:, len(before)] = tokens
+    given = [
+        each["values"][..., len(before), :] for each in target.exposed(exposure, ids)
+    ]
+    return torch.cat(given).flatten(1)
 
 
 # Rows in no order.
@@ -539,24 +502,25 @@ def _unsettled_places(compared: Compared, sigma: Tensor) -> tuple[Tensor, int]:
     the same.
     """
     text = compared.text
-    leaked = compared.leaked
     orders = _other_orders(len(text)).to(text.device)
     orders = orders[(text[orders] != text).any(-1)]
     unsettled = torch.zeros_like(text, dtype=torch.bool)
     if not len(orders):  # the text is a single token, or the same token repeated
         return unsettled, 0
-    own = _least(_set_misfits(compared.given, leaked, sigma))
 
     def least(rows: Tensor) -> Tensor:
-        return torch.tensor(
-            [_least(_set_misfits(given, leaked, sigma)) for given in rows]
-        )
+        """Return the total misfit (b,) of the best assignment of rows (b, n, f)."""
+        totals: list[Tensor] = []
+        for given in rows:
+            misfits = _set_misfits(given, compared.leaked, sigma)
+            order = assigned(misfits).to(misfits.device)
+            totals.append(misfits[order, row_numbers(order)].nansum())
+        return torch.stack(totals)
 
-    for order, misfit in zip(
-        orders, compared.rows(text[orders], least).tolist(), strict=True
-    ):
-        if not misfit - own > compared.verifying:
-            unsettled |= text[order] != text
+    own = least(compared.given[None])
+    excluded = compared.rows(text[orders], least) - own > compared.verifying
+    for order in orders[~excluded]:
+        unsettled |= text[order] != text
     return unsettled, len(orders)
 
 
@@ -582,12 +546,6 @@ def _set_misfits(given: Tensor, leaked: Tensor, sigma: Tensor) -> Tensor:
     return far - 2 * (weights * leaked) @ given.T + weights @ given.square().T
 
 
-def _least(misfits: Tensor) -> float:
-    """Return the total misfit of the best assignment."""
-    order = assigned(misfits).to(misfits.device)
-    return float(misfits[order, row_numbers(order)].nansum())
-
-
 def _other_text(compared: Compared, leak: Logits) -> tuple[Tokens | None, int]:
     """Return the best text one edit away, if the odds do not exclude it, and the passes.
 
@@ -596,25 +554,25 @@ def _other_text(compared: Compared, leak: Logits) -> tuple[Tokens | None, int]:
     the same for a token alone and for that token repeated, because attention over equal
     values is that value.
     """
-    exposure = Exposure("pooled", pooling="last")
     target = compared.target
     ids = compared.text.tolist()
-    vectors = Vectors(target, exposure, ids)
+    vectors = Vectors(target, Exposure("pooled", pooling="last"), ids)
     text = vectors.inside(ids)
-    others = alternatives_to(
-        vectors, text, vectors([text])[0], leak.length is not None
-    ).texts
+    wanted = vectors([text])[0]
+    others = alternatives_to(vectors, text, wanted, leak.length is not None).texts
 
     def misfit(texts: Sequence[Tokens]) -> Tensor:
         framed = [[*vectors.before, *each, *vectors.after] for each in texts]
-        rows = torch.tensor(framed, device=target.parts.device)
+        rows = target.tensor(framed)
         return compared.rows(rows, lambda given: compared.misfits(given).sum(-1))
 
     own = float(misfit([text]))
-    best: tuple[float, Tokens | None] = (compared.verifying, None)
+    least = compared.verifying
+    best: Tokens | None = None
     for _, alike in groupby(sorted(others, key=len), key=len):
         texts = list(alike)
         worse, place = (misfit(texts) - own).min(0)
-        if float(worse) <= best[0]:
-            best = (float(worse), texts[int(place)])
-    return best[1], vectors.passes + len(others) + 1
+        if float(worse) <= least:
+            least = float(worse)
+            best = texts[int(place)]
+    return best, vectors.passes + len(others) + 1

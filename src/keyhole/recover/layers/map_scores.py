@@ -19,7 +19,6 @@ anchor, or a σ that is too small, costs every candidate about the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,15 +66,15 @@ def resolution(leak: AttentionMaps, maps: Tensor) -> Tensor:
     their logarithms are what is read.
     """
     kind = leak.precision or "float32"
-    relative = maps * _RELATIVE.get(kind, _RELATIVE["float32"])
-    absolute = torch.full_like(maps, (leak.noise or 0.0) + _SUBNORMAL.get(kind, 0.0))
+    error = maps * _RELATIVE.get(kind, _RELATIVE["float32"])
+    error = error + (leak.noise or 0.0) + _SUBNORMAL.get(kind, 0.0)
     if kind in _LEVELS:
         largest = maps.amax(dim=(0, 2), keepdim=True)
-        absolute = absolute + largest / _LEVELS[kind] / 12**0.5
+        error = error + largest / _LEVELS[kind] / 12**0.5
     decimals = _decimals(leak.values)
     if decimals is not None:
-        absolute = absolute + 10.0**-decimals / 12**0.5
-    return relative + absolute
+        error = error + 10.0**-decimals / 12**0.5
+    return error
 
 
 def _decimals(values: Tensor) -> int | None:
@@ -105,20 +104,18 @@ class Anchors:
     scores: Tensor
 
     @classmethod
-    def of(
-        cls, parts: Anatomy, layer: int, states: Tensor, places: Sequence[int]
-    ) -> Anchors:
+    def of(cls, parts: Anatomy, layer: int, states: Tensor, places: Tensor) -> Anchors:
         """Return the anchors at `places`, from the hidden states (n, d) below block `layer`."""
-        (query, key, _) = parts.attention(layer).apart
+        query, key, _ = parts.attention(layer).apart
         size = parts.head_dim
-        where = torch.tensor(list(places), device=states.device)
         scale = size**-0.5
         to_query, q_bias = _by_head(query, size, states)
         to_key, k_bias = _by_head(key, size, states)
-        q = (torch.einsum("ad,hkd->ahk", states[where], to_query) + q_bias) * scale
-        k = torch.einsum("ad,hkd->ahk", states[where], to_key) + k_bias
+        known = states[places]
+        q = (torch.einsum("ad,hkd->ahk", known, to_query) + q_bias) * scale
+        k = torch.einsum("ad,hkd->ahk", known, to_key) + k_bias
         return cls(
-            places=where,
+            places=places,
             as_key=torch.einsum("ahk,hkd->dha", q, to_key),
             as_query=torch.einsum("ahk,hkd->dha", k * scale, to_query),
             key_offset=torch.einsum("ahk,hk->ha", q, k_bias),
@@ -138,11 +135,10 @@ def _by_head(
     projection: Projection, size: int, states: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return a projection's weights (h, k, d) and bias (h, k), in the dtype of the states."""
-    weight = projection.weight
+    weight = projection.weight.to(states)
     bias = projection.bias
-    offset = torch.zeros_like(weight[:, 0]) if bias is None else bias
-    by_head = weight.unflatten(0, (-1, size)), offset.unflatten(0, (-1, size))
-    return by_head[0].to(states), by_head[1].to(states)
+    offset = torch.zeros_like(weight[:, 0]) if bias is None else bias.to(states)
+    return weight.unflatten(0, (-1, size)), offset.unflatten(0, (-1, size))
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,15 +160,15 @@ class Questions:
         # (h, a, n)
         logs = maps.values[:, at]
         weights = maps.weights[:, at]
-        others = torch.ones(len(at), logs.shape[-1], device=at.device)
+        others = torch.ones_like(logs[0])
         others[row_numbers(at), at] = 0.0
         # The constant of an anchor's row, from all anchors but the position that is
         # measured.
         known = weights[:, :, at]
         off = known * (anchors.scores - logs[:, :, at])
-        total = torch.einsum("hab,bj->haj", known, others)
-        constant = torch.einsum("hab,bj->haj", off, others) / total.clamp(min=_TINY)
-        variance = 1.0 / total.clamp(min=_TINY) + 1.0 / weights.clamp(min=_TINY)
+        total = torch.einsum("hab,bj->haj", known, others).clamp(min=_TINY)
+        constant = torch.einsum("hab,bj->haj", off, others) / total
+        variance = 1.0 / total + 1.0 / weights.clamp(min=_TINY)
         return cls(
             key_scores=(logs + constant).permute(2, 0, 1),
             key_weights=(others[None] / variance).permute(2, 0, 1),
@@ -191,7 +187,5 @@ class Questions:
 
     def numbers(self) -> Tensor:
         """Return how many numbers measure each position, (n,)."""
-        asked = (self.key_weights > 0).sum((-2, -1)) + (self.query_weights > 0).sum(
-            (-2, -1)
-        )
-        return asked.clamp(min=1)
+        both = torch.cat([self.key_weights, self.query_weights], -1)
+        return (both > 0).sum((-2, -1)).clamp(min=1)

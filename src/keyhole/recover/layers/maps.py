@@ -23,7 +23,7 @@ first maps of models that add relative positions to their scores.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.models.capture import Exposure, capture
-from keyhole.recover.attack import Proposal, Target
+from keyhole.recover.attack import Proposal, Proposals, Target
 from keyhole.recover.layers.map_scores import Anchors, LogMaps, Questions
 from keyhole.recover.layers.token_search import TokenSearch
 from keyhole.recover.leaks import AttentionMaps, Leak
@@ -55,26 +55,22 @@ class EncoderMaps:
     rounds: int = 4
     deeper: TokenSearch = field(default_factory=TokenSearch)
 
-    def __call__(
-        self, target: Target, leaks: Sequence[Leak]
-    ) -> Iterator[tuple[int, Proposal]]:
+    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Proposals:
         maps = [cast("AttentionMaps", leak) for leak in leaks]
         if maps[0].layer > 1 or not _is_plain(target):
             yield from self.deeper.each(target, leaks)
             return
         if not any(target.frame()):
-            raise Unsuccessful(
-                Status.NOT_APPLICABLE,
-                "no special tokens are known: the maps have no anchor",
-            )
-        by_length: dict[int, list[int]] = defaultdict(list)
+            reason = "no special tokens are known: the maps have no anchor"
+            raise Unsuccessful(Status.NOT_APPLICABLE, reason)
+        by_length: dict[int, dict[int, LogMaps]] = defaultdict(dict)
         for number, leak in enumerate(maps):
-            by_length[leak.values.shape[-1]].append(number)
-        for length, numbers in by_length.items():
+            length = leak.values.shape[-1]
+            by_length[length][number] = LogMaps.of(leak, target.device)
+        for length, logs in by_length.items():
             frame = target.framed(length)
-            logs = [LogMaps.of(maps[number], target.parts.device) for number in numbers]
-            shortlists = self._look_up(target, logs, frame)
-            for number, log, short in zip(numbers, logs, shortlists, strict=True):
+            shortlists = self._look_up(target, list(logs.values()), frame)
+            for (number, log), short in zip(logs.items(), shortlists, strict=True):
                 yield number, self._settle(target, log, frame, short)
 
     @torch.no_grad()
@@ -82,18 +78,17 @@ class EncoderMaps:
         self, target: Target, logs: list[LogMaps], frame: Tensor
     ) -> list[Tensor]:
         """Return the best tokens of the vocabulary (shortlist, n) at each position of each text."""
-        parts = target.parts
         n = len(frame)
-        known = (frame >= 0).nonzero().flatten().tolist()
+        known = (frame >= 0).nonzero().flatten()
         states = _embedded(target, frame.clamp(min=0)[None])[0]
-        anchors = Anchors.of(parts, 1, states, known)
-        asked = [Questions.of(log, anchors) for log in logs]
+        anchors = Anchors.of(target.parts, 1, states, known)
+        questions = [Questions.of(log, anchors) for log in logs]
 
         def misfit(tokens: Tensor) -> Tensor:
             measured = anchors.measure(_embedded(target, tokens[:, None].expand(-1, n)))
-            return torch.stack([questions.misfit(*measured).T for questions in asked])
+            return torch.stack([each.misfit(*measured).T for each in questions])
 
-        batch_size = max(1, _NUMBERS // (n * parts.width))
+        batch_size = max(1, _NUMBERS // (n * target.parts.width))
         best = target.nearest_tokens(misfit, _SHORTLIST, batch_size)
         return [torch.where(frame >= 0, frame, short.T) for short in best]
 
@@ -104,28 +99,27 @@ class EncoderMaps:
         """Measure again with the tokens found so far as anchors, until nothing changes."""
         ids = shortlist[0]
         candidates = _embedded(target, shortlist)
-        trusted = torch.ones_like(ids, dtype=torch.bool)
+        fixed = frame >= 0
+        trusted = torch.ones_like(fixed)
         for _ in range(self.rounds):
+            # The special tokens, and trusted ones evenly chosen.
+            places = fixed.nonzero().flatten()
+            others = (trusted & ~fixed).nonzero().flatten()
+            step = max(1, -(-len(others) // max(1, _ANCHORS - len(places))))
+            places = torch.cat([places, others[::step]]).sort().values
             states = _embedded(target, ids[None])[0]
-            anchors = Anchors.of(
-                target.parts, 1, states, _anchor_places(trusted, frame)
-            )
+            anchors = Anchors.of(target.parts, 1, states, places)
             questions = Questions.of(log, anchors)
-            numbers = (
-                2 * anchors.key_offset.numel() * len(ids)
-            )  # that measure one candidate text
-            misfit = torch.cat(
-                [
-                    questions.misfit(*anchors.measure(chunk))
-                    for chunk in candidates.split(max(1, _NUMBERS // numbers))
-                ]
-            )
-            best = misfit.min(0)
+            # that measure one candidate text
+            numbers = 2 * anchors.key_offset.numel() * len(ids)
+            chunks = candidates.split(max(1, _NUMBERS // numbers))
+            misfits = [questions.misfit(*anchors.measure(chunk)) for chunk in chunks]
+            best = torch.cat(misfits).min(0)
             nearest = shortlist.gather(0, best.indices[None])[0]
             each = best.values / questions.numbers()
             # A token that fits far worse than most is wrong, and would mislead as an
             # anchor.
-            trusted = (each <= each.median() + 1.0) | (frame >= 0)
+            trusted = (each <= each.median() + 1.0) | fixed
             if torch.equal(nearest, ids):
                 break
             ids = nearest
@@ -135,24 +129,22 @@ class EncoderMaps:
 @torch.no_grad()
 def _is_plain(target: Target) -> bool:
     """Return whether the first maps are softmax(QKᵀ/√k) of the embeddings and nothing else."""
-    projections = target.parts.attention(1).projections
-    size = target.parts.head_dim
-    if projections is None or target.parts.key_heads != target.parts.heads:
+    parts = target.parts
+    projections = parts.attention(1).projections
+    size = parts.head_dim
+    if projections is None or parts.key_heads != parts.heads:
         return False
-    ids = torch.arange(target.vocabulary, device=target.parts.device)[None, -8:]
+    ids = target.tokens[None, -8:]
     states = _embedded(target, ids)
     q, k = (
         projection(states).unflatten(-1, (-1, size)).transpose(1, 2)
         for projection in projections[:2]
     )
     expected = (q @ k.mT / size**0.5).softmax(-1)
-    given = capture(
-        target.model, Exposure("maps", 1), embeddings=target.parts.tokens(ids)
-    )
-    rounding = torch.finfo(target.parts.tokens.weight.dtype).eps
-    return bool(
-        torch.allclose(given["values"], expected, atol=max(_AGREES, 2 * rounding))
-    )
+    words = parts.tokens(ids)
+    given = capture(target.model, Exposure("maps", 1), embeddings=words)["values"]
+    rounding = torch.finfo(parts.tokens.weight.dtype).eps
+    return bool(torch.allclose(given, expected, atol=max(_AGREES, 2 * rounding)))
 
 
 def _embedded(target: Target, ids: Tensor) -> Tensor:
@@ -160,11 +152,3 @@ def _embedded(target: Target, ids: Tensor) -> Tensor:
     # By embeddings, because RoBERTa derives positions from the ids.
     words = target.parts.tokens(ids)
     return capture(target.model, _EMBEDDINGS, embeddings=words)["values"]
-
-
-def _anchor_places(trusted: Tensor, frame: Tensor) -> list[int]:
-    """Return the special tokens' positions, and trusted ones evenly chosen up to _ANCHORS."""
-    fixed = (frame >= 0).nonzero().flatten().tolist()
-    others = (trusted & (frame < 0)).nonzero().flatten().tolist()
-    step = -(-len(others) // max(1, _ANCHORS - len(fixed))) if others else 1
-    return sorted(fixed + others[::step])

@@ -113,17 +113,18 @@ def precision_of(leak: Leak, arithmetic: float = 0.0) -> Precision:
     seen = rows[rows.isfinite()]
     scale = float((seen - seen.mean()).square().mean().sqrt().clamp(min=_TINY))
     least = FLOAT32 * float(seen.square().mean().sqrt())
+    arithmetics = own.square() + least**2
     name, step = rounding_of(rows, leak.precision)
     # a head or other group may have a scale
     if name == "float32" and "keys" in leak.tensors:
-        step = leak.rows(
-            {part: _grouped(tensor) for part, tensor in leak.tensors.items()}
-        )
-    rounding = (step.square() / 12 + own.square() + least**2).sqrt()
-    others = (own.square() + least**2 + (leak.noise or 0.0) ** 2).sqrt()
+        steps = {part: _grouped(tensor) for part, tensor in leak.tensors.items()}
+        step = leak.rows(steps)
+    rounding = (step.square() / 12 + arithmetics).sqrt()
+    others = (arithmetics + (leak.noise or 0.0) ** 2).sqrt()
     return Precision(rounding, scale, leak.noise, step / 2 + _DEVIATIONS * others)
 
 
+@torch.no_grad()
 def rounding_error(target: Target, exposure: Exposure) -> float:
     """Return how far the model's arithmetic moves a row, relative to the row's length.
 
@@ -131,38 +132,31 @@ def rounding_error(target: Target, exposure: Exposure) -> float:
     exposure.
     """
     known = target.remembered("rounding", None, dict[Exposure, float])
-    if exposure not in known:
-        known[exposure] = _rounding_error(target, exposure)
-    return known[exposure]
-
-
-@torch.no_grad()
-def _rounding_error(target: Target, exposure: Exposure) -> float:
+    if exposure in known:
+        return known[exposure]
     length = min(_LENGTH, target.parts.max_length)
     stream = seeded(0)
-    ids = random_texts(target, _TEXTS, length, stream).to(target.parts.device)
-    alone = torch.cat(
-        [rows_of(capture(target.model, exposure, ids=text[None])) for text in ids]
-    )
+    ids = random_texts(target, _TEXTS, length, stream)
+    texts = [rows_of(capture(target.model, exposure, ids=text[None])) for text in ids]
+    alone = torch.cat(texts)
 
     def change_last_bit(_m: nn.Module, _i: Any, states: Tensor) -> Tensor:
-        off = torch.finfo(states.dtype).eps * (
-            2 * torch.rand(states.shape, generator=stream) - 1
-        )
-        return (states * (1 + off.to(states.device))).to(states)
+        change = 2 * torch.rand(states.shape, generator=stream) - 1
+        change = torch.finfo(states.dtype).eps * change.to(states.device)
+        return (states * (1 + change)).to(states)
 
     with hooks((target.parts.tokens.register_forward_hook, change_last_bit)):
         if target.parts.causal and exposure.kind in ("hidden", "kv", "attention"):
             # As a search runs them: a few tokens after a cached prefix.
             branches = Branches(target.model, torch.zeros_like(ids[:, 0]))
             halves = ids.split(-(-length // 2), 1)
-            batch = torch.cat(
-                [rows_of(branches.go_on(exposure, half)) for half in halves], 1
-            )
+            rows = [rows_of(branches.go_on(exposure, half)) for half in halves]
+            batch = torch.cat(rows, 1)
         else:
             batch = rows_of(capture(target.model, exposure, ids=ids))
     error = (batch - alone).norm(dim=-1) / alone.norm(dim=-1)
-    return _MARGIN * float(error.nan_to_num(0.0).max())
+    known[exposure] = _MARGIN * float(error.nan_to_num(0.0).max())
+    return known[exposure]
 
 
 # The grids that numbers lie on.
@@ -174,29 +168,22 @@ def rounding_of(rows: Tensor, stated: str | None) -> tuple[str, Tensor]:
     for name, dtype, bits in _FLOATS:
         if stated == name or torch.equal(numbers.to(dtype).float(), numbers):
             exponent = torch.frexp(numbers.abs().clamp(min=_TINY)).exponent
-            least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-            return name, torch.ldexp(torch.ones_like(numbers), exponent - bits).clamp(
-                min=least
-            )
+            step = torch.ldexp(torch.ones_like(numbers), exponent - bits)
+            info = torch.finfo(dtype)
+            return name, step.clamp(min=info.smallest_normal * info.eps)
     name, floats = _scaled_floats(rows.reshape(1, -1))
     if name:
         return name, floats.view_as(rows)
     steps = _steps(rows)
-    if bool((steps > 0).any()):
-        return _integers(rows, steps), steps.unsqueeze(-1).expand_as(rows)
-    return "float32", torch.zeros_like(rows)
-
-
-def _integers(rows: Tensor, steps: Tensor) -> str:
-    """Return the name of a grid with these steps (n,) in rows (n, f), by its number of levels."""
-    numbers = rows.nan_to_num()
+    on_grid = steps > 0
+    if not bool(on_grid.any()):
+        return "float32", torch.zeros_like(rows)
     levels = (numbers.amax(-1) - numbers.amin(-1)) / steps.clamp(min=_TINY)
-    most = float(torch.where(steps > 0, levels, 0.0).max())
-    if most <= 15.5:
-        return "int4"
-    if most <= 255.5:
-        return "int8"
-    return "rounded"
+    most = float(levels.where(on_grid, 0.0).max())
+    name = "int4" if most <= 15.5 else "int8"
+    if most > 255.5:
+        name = "rounded"
+    return name, steps.unsqueeze(-1).expand_as(rows)
 
 
 def _grouped(part: Tensor) -> Tensor:
@@ -216,14 +203,13 @@ def _grouped(part: Tensor) -> Tensor:
         sample = groups[:: -(-len(groups) // _SAMPLED)]
         if not float((_steps(numbers[sample]) > 0).float().mean()) > best:
             continue
-        steps = _steps(numbers[groups])
+        own = numbers[groups]
+        steps = _steps(own)
         share = float((steps > 0).float().mean()) * groups.numel() / numbers.numel()
         if share > best:
             best = share
-            spread = numbers[groups].amax(-1) - numbers[groups].amin(-1)
-            steps = torch.where(
-                steps > 0, steps, spread
-            )  # two levels are one step or several
+            # two levels are one step or several
+            steps = steps.where(steps > 0, own.amax(-1) - own.amin(-1))
             found = torch.zeros_like(numbers)
             found[groups] = steps[:, None].expand(groups.shape)
         if best >= _ALL:
@@ -239,8 +225,9 @@ def _groupings(part: Tensor) -> Iterator[Tensor]:
     """
     heads, length, size = part.shape
     places = torch.arange(part.numel(), device=part.device)
+    by_row = places.view(heads, length, size)
     yield places.view(-1, size)
-    yield places.view(heads, length, size).mT.reshape(-1, length)
+    yield by_row.mT.reshape(-1, length)
     for count in _GROUPS:
         if len(places) % count == 0:
             yield places.view(-1, count)
@@ -248,8 +235,8 @@ def _groupings(part: Tensor) -> Iterator[Tensor]:
         if heads * length % count == 0:
             yield places.view(-1, count, size).mT.reshape(-1, count)
         elif whole := length // count * count:  # the last tokens are not quantised yet
-            rows = places.view(heads, length, size)[:, :whole]
-            yield rows.reshape(-1, count, size).mT.reshape(-1, count)
+            rows = by_row[:, :whole].reshape(-1, count, size)
+            yield rows.mT.reshape(-1, count)
 
 
 def _scaled_floats(rows: Tensor) -> tuple[str, Tensor]:
@@ -263,9 +250,9 @@ def _scaled_floats(rows: Tensor) -> tuple[str, Tensor]:
     sizes = rows.double().nan_to_num().abs()
     top = sizes.amax(-1, keepdim=True).clamp(min=1e-300)
     normal = sizes >= _NORMAL * top
-    different = (sizes.sort(-1).values.diff(dim=-1) > 1e-6 * top).sum(-1).min()
     if int(normal.sum(-1).min()) < _ENOUGH:
         return "", sizes
+    different = (sizes.sort(-1).values.diff(dim=-1) > 1e-6 * top).sum(-1).min()
     # Subnormal numbers, and those rounded to 0, have the step of the smallest number.
     least = sizes.where(sizes > 0, torch.inf).amin(-1, keepdim=True)
     least = least.where((sizes == 0).any(-1, keepdim=True), 0.0)
@@ -273,9 +260,8 @@ def _scaled_floats(rows: Tensor) -> tuple[str, Tensor]:
         found = torch.zeros_like(sizes)
         for leading in range(2 ** (bits - 1), 2**bits) if different > 2**bits else ():
             unit = top / leading
-            exponent = torch.frexp(
-                (sizes / unit).clamp(min=_TINY) * (1 + 1e-4)
-            ).exponent
+            relative = (sizes / unit).clamp(min=_TINY) * (1 + 1e-4)
+            exponent = torch.frexp(relative).exponent
             step = torch.ldexp(unit.expand_as(sizes), exponent - bits)
             off = (_distance_to_whole(sizes / step) > _NEAR) & normal
             fits = ~off.any(-1, keepdim=True)
@@ -287,12 +273,12 @@ def _scaled_floats(rows: Tensor) -> tuple[str, Tensor]:
 
 def _steps(rows: Tensor) -> Tensor:
     """Return the step (n,) of the grid that each row (n, f) lies on; 0 if it lies on none."""
-    finite = rows.isfinite().all(-1)
-    steps = torch.zeros(len(rows), device=rows.device)
-    steps[finite] = _steps_of_finite(rows[finite])
-    for place in (rows.isfinite().any(-1) & ~finite).nonzero().flatten().tolist():
-        row = rows[place]
-        steps[place] = _steps_of_finite(row[row.isfinite()][None])[0]
+    finite = rows.isfinite()
+    whole = finite.all(-1)
+    steps = torch.zeros_like(rows[:, 0])
+    steps[whole] = _steps_of_finite(rows[whole])
+    for place in (finite.any(-1) & ~whole).nonzero().flatten().tolist():
+        steps[place] = _steps_of_finite(rows[None, place, finite[place]])[0]
     return steps
 
 
@@ -303,7 +289,7 @@ def _steps_of_finite(rows: Tensor) -> Tensor:
     Then any other: with few levels many numbers are equal, and the gaps between the
     rest are multiples of a step.
     """
-    step = torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+    step = torch.zeros_like(rows[:, 0], dtype=torch.float64)
     if not len(rows) or rows.shape[1] < 8:
         return step.float()
     levels = rows.double().sort(-1).values
@@ -313,21 +299,18 @@ def _steps_of_finite(rows: Tensor) -> Tensor:
     count = apart.sum(-1)
     for most in (127, 7):  # the coarser grid last: its numbers lie on the finer one too
         scaled = levels / (largest / most)[:, None]
-        different = (
-            scaled.round().diff(dim=-1).count_nonzero(-1)
-        )  # numbers near 0 are one level
+        # numbers near 0 are one level
+        different = scaled.round().diff(dim=-1).count_nonzero(-1)
         whole = _distance_to_whole(scaled).amax(-1) < _GRID
         step = torch.where(whole & (different >= _LEVELS), largest / most, step)
     least = gaps.where(apart, torch.inf).amin(-1, keepdim=True)
     each = (gaps / (gaps / least).round()).where(apart, 0.0)
     common = each.sum(-1) / count.clamp(min=1)
-    fits = (
-        _distance_to_whole((gaps / common[:, None]).where(apart, 0.0)).amax(-1) < _GRID
-    )
+    multiples = (gaps / common[:, None]).where(apart, 0.0)
+    fits = _distance_to_whole(multiples).amax(-1) < _GRID
     fits &= (count >= 2) & (count <= 0.9 * levels.shape[1])
-    step = torch.where(
-        fits, common.maximum(step), step
-    )  # the finer grid may fit by chance
+    # the finer grid may fit by chance
+    step = torch.where(fits, common.maximum(step), step)
     return step.where(rows.abs().amax(-1) > 0, 0.0).float()
 
 
@@ -372,25 +355,26 @@ def compare(precision: Precision, leaked: Tensor, given: Tensor) -> Fit:
     A number that leaked, and that the text makes NaN or infinite, is as far off as can
     be.
     """
+    scale = precision.scale
     overflows = ~given.isfinite() & ~leaked.isnan()
-    off = torch.where(overflows, _FAR_OFF * precision.scale, given - leaked)
+    off = torch.where(overflows, _FAR_OFF * scale, given - leaked)
     seen = ~off.isnan().any(-1)
-    residual = float(off[seen].square().mean().sqrt()) / precision.scale
+    residual = float(off[seen].square().mean().sqrt()) / scale
     sigma = precision.sigma.to(off.device)
     largest = limit(off.shape[-1])
     strength = (off / sigma).square().mean(-1)
-    typical = float(strength[seen].median())
     # Errors of few levels are not spread evenly over a step: there the bound decides.
     within = (off.abs() <= precision.most.to(off.device)).all(-1)
-    if typical <= largest or bool(within[seen].all()) or precision.noise is not None:
+    explained = float(strength[seen].median()) <= largest or bool(within[seen].all())
+    if explained or precision.noise is not None:
         good = (strength <= largest) | within | ~seen
         return Fit(good, True, residual, sigma, precision.relative)
     # Larger than rounding explains: this is noise of unknown strength, or a wrong text.
     strength = off.square().mean(-1)
     level = float(strength[seen].median().sqrt())
-    good = (strength <= largest * level**2) & (level <= NOISE * precision.scale) | ~seen
-    proven = _is_only_noise(off[seen], given[seen], level, precision.scale)
-    return Fit(good, proven, residual, sigma.clamp(min=level), level / precision.scale)
+    good = (strength <= largest * level**2) & (level <= NOISE * scale) | ~seen
+    proven = _is_only_noise(off[seen], given[seen], level, scale)
+    return Fit(good, proven, residual, sigma.clamp(min=level), level / scale)
 
 
 def limit(count: int, deviations: float = _DEVIATIONS) -> float:
@@ -408,11 +392,8 @@ def _is_only_noise(off: Tensor, given: Tensor, level: float, scale: float) -> bo
     others at every position.
     """
     rows, count = off.shape
-    if (
-        rows * count < _MIN_NUMBERS
-        or rows < _MIN_POSITIONS
-        or not level <= _CLAIMED * scale
-    ):
+    enough = rows * count >= _MIN_NUMBERS and rows >= _MIN_POSITIONS
+    if not enough or not level <= _CLAIMED * scale:
         return False
     off = off / level
     along = float((off * given).sum() / given.norm())

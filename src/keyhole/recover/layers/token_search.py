@@ -19,7 +19,7 @@ It takes at most `rounds` times `passes` passes and `sweeps` sweeps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from keyhole.core.numerics import LinAlgError
 from keyhole.core.tensors import normalized
-from keyhole.recover.attack import Proposal, Target
+from keyhole.recover.attack import Proposal, Proposals, Target
 from keyhole.recover.layers.trials import Comparison, Tried, substitute
 from keyhole.recover.leaks import Leak
 
@@ -53,9 +53,7 @@ class TokenSearch:
     candidates: int = 24
     sweeps: int = 4
 
-    def each(
-        self, target: Target, leaks: Sequence[Leak]
-    ) -> Iterator[tuple[int, Proposal]]:
+    def each(self, target: Target, leaks: Sequence[Leak]) -> Proposals:
         """Search each leak alone, with the special tokens where the tokenizer puts them."""
         vocabulary = Vocabulary.of(target)
         for number, leak in enumerate(leaks):
@@ -66,27 +64,27 @@ class TokenSearch:
         self, comparison: Comparison, vocabulary: Vocabulary, known: Tensor
     ) -> Proposal:
         """Return the text that explains the leak best; `known` (n,) has its known ids, or -1."""
-        prior = Prior.whole(vocabulary, len(known))
+        prior = Prior(vocabulary.mean.expand(len(known), -1), vocabulary.factor)
         best = Tried(known.clamp(min=0), float("inf"), 0)
         before = best.ids
-        passes = forwards = 0
+        passes = 0
+        forwards = 0
         for number in range(self.rounds):
             relaxed, spent = relax(comparison, prior, known, self.passes)
             agreement = vocabulary.agreement(relaxed, _SHARPNESS * _GROWTH**number)
-            wide = agreement.topk(min(_NARROWED, agreement.shape[-1]), -1).indices.T
-            ids = torch.where(known >= 0, known, wide[0])
+            candidates = agreement.topk(min(_NARROWED, agreement.shape[-1])).indices.T
+            ids = torch.where(known >= 0, known, candidates[0])
+            start = ids
             # Once the relaxation gives nothing new, the best text is tried with all
             # candidates.
             stuck = torch.equal(ids, before)
             if stuck:
                 start = best.ids
-                candidates = wide
             else:
-                start = ids
-                candidates = wide[: self.candidates]
+                candidates = candidates[: self.candidates]
             tried = substitute(comparison, start, candidates, known, self.sweeps)
-            passes = passes + spent
-            forwards = forwards + tried.forwards
+            passes += spent
+            forwards += tried.forwards
             before = ids
             best = min(best, tried, key=lambda text: text.loss)
             if stuck or best.loss <= comparison.tolerance:
@@ -116,26 +114,22 @@ class Vocabulary:
 
     @classmethod
     def of(cls, target: Target) -> Vocabulary:
-        table = target.parts.table.float()
-        count = len(table)
-        order = torch.arange(count, device=table.device, dtype=table.dtype)
-        weight = 1.0 / (order + count / _FLAT)
-        weight[_never(target, table.device)] = 0.0
+        table = target.table
+        weight = 1.0 / (target.tokens + len(table) / _FLAT)
+        weight[_never(target)] = 0.0
         weight = weight / weight.sum()
         mean = weight @ table
         off = (table - mean) * weight.sqrt()[:, None]
         variance, axes = torch.linalg.eigh((off.T @ off).double())
-        variance = variance.clamp(min=_LEAST_VARIANCE * float(variance.max()))
-        whiten = (axes / variance.sqrt()).to(table)
-        directions = normalized((table - mean) @ whiten)
-        frequency = weight.clamp(min=1e-30).log()
+        spread = variance.clamp(min=_LEAST_VARIANCE * float(variance.max())).sqrt()
+        whiten = (axes / spread).to(table)
         return cls(
             table,
-            frequency,
+            weight.clamp(min=1e-30).log(),
             mean,
-            (axes * variance.sqrt()).T.to(table),
+            (axes * spread).T.to(table),
             whiten,
-            directions,
+            normalized((table - mean) @ whiten),
         )
 
     def agreement(self, embeddings: Tensor, sharpness: float) -> Tensor:
@@ -144,16 +138,15 @@ class Vocabulary:
         return sharpness * (directions @ self.directions.T) + self.log_frequency
 
 
-def _never(target: Target, device: torch.device) -> Tensor:
+def _never(target: Target) -> list[int]:
     """Return ids that no text holds: special tokens, and the unused entries of BERT's table."""
     words = target.tokenizer.convert_ids_to_tokens(range(target.vocabulary))
-    unused = [
-        number for number, word in enumerate(words) if str(word).startswith("[unused")
+    special = target.special
+    return [
+        number
+        for number, word in enumerate(words)
+        if number in special or str(word).startswith("[unused")
     ]
-    special = [
-        number for number in target.tokenizer.all_special_ids if number < len(words)
-    ]
-    return torch.tensor([*unused, *special], dtype=torch.long, device=device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,10 +155,6 @@ class Prior:
 
     means: Tensor
     factors: Tensor
-
-    @classmethod
-    def whole(cls, vocabulary: Vocabulary, length: int) -> Prior:
-        return cls(vocabulary.mean.expand(length, -1), vocabulary.factor)
 
     @classmethod
     def among(cls, vocabulary: Vocabulary, agreement: Tensor) -> Prior:
@@ -193,11 +182,9 @@ def relax(
 
     `known` (n,) holds the ids that are certain, and -1 at other positions.
     """
-    table = comparison.target.parts.table.float()
-    fixed = table[known.clamp(min=0)]
+    fixed = comparison.target.table[known.clamp(min=0)]
     free = (known < 0)[:, None]
-    shape = (len(known), prior.factors.shape[-2])
-    at = torch.zeros(shape, dtype=table.dtype, device=table.device, requires_grad=True)
+    at = fixed.new_zeros(len(known), prior.factors.shape[-2], requires_grad=True)
     search = torch.optim.LBFGS(
         [at],
         max_iter=passes,
@@ -216,9 +203,8 @@ def relax(
         nonlocal spent
         spent += 1
         search.zero_grad()
-        loss = (
-            comparison.loss(embed()[None]).sum() + _PULL * (at * free).square().mean()
-        )
+        loss = comparison.loss(embed()[None]).sum()
+        loss = loss + _PULL * (at * free).square().mean()
         if spent == 1 and not bool(loss.isfinite()):
             raise LinAlgError(
                 "what the model gives of its own embeddings is not finite"

@@ -75,44 +75,38 @@ class Comparison:
 
     @classmethod
     def of(cls, target: Target, leak: Leak) -> Comparison:
-        device = target.parts.device
         if isinstance(leak, AttentionMaps):
-            logs = LogMaps.of(leak, device)
+            logs = LogMaps.of(leak, target.device)
             error = 1.0 / logs.weights.clamp(min=_SMALLEST)
-            weights = torch.where(
-                logs.weights > 0, 1.0 / (1.0 + error / _BLURRED**2), 0.0
-            )
+            weights = 1.0 / (1.0 + error / _BLURRED**2)
+            weights = weights.where(logs.weights > 0, 0.0)
             explained = float((weights * error.clamp(max=1.0)).sum() / weights.sum())
             expected = _centred(logs.values, weights)
-            return cls(target, leak, expected, weights, 4.0 * explained + _ARITHMETIC)
-        values = leak.rows(leak.tensors).to(device)
-        known = values.isfinite()
-        precision = precision_of(leak)
-        scaled = torch.where(known, values, 0.0) / precision.scale
-        explained = precision.relative**2
-        return cls(
-            target, leak, scaled, known / precision.scale, 4.0 * explained + _ARITHMETIC
-        )
+        else:
+            values = leak.rows(leak.tensors).to(target.device)
+            precision = precision_of(leak)
+            explained = precision.relative**2
+            weights = values.isfinite() / precision.scale
+            expected = values.nan_to_num(0.0) / precision.scale
+        return cls(target, leak, expected, weights, 4.0 * explained + _ARITHMETIC)
 
     def loss(self, embeddings: Tensor) -> Tensor:
         """Return the mean square difference (b,) of the exposures of texts from the leak."""
         exposed = capture(self.target.model, self.leak.exposure, embeddings=embeddings)
         if isinstance(self.leak, AttentionMaps):
-            scores = _centred(
-                exposed["values"].clamp(min=_SMALLEST).log(), self.weights
-            )
-            off = (scores - self.expected).square() * self.weights
-            return off.flatten(1).sum(1) / self.weights.sum()
-        off = (self.leak.rows(exposed) * self.weights - self.expected).square()
-        return off.flatten(1).sum(1) / (self.weights > 0).sum()
+            logs = exposed["values"].clamp(min=_SMALLEST).log()
+            off = _centred(logs, self.weights) - self.expected
+            losses = off.square() * self.weights / self.weights.sum()
+        else:
+            off = self.leak.rows(exposed) * self.weights - self.expected
+            losses = off.square() / (self.weights > 0).sum()
+        return losses.flatten(1).sum(1)
 
+    @torch.no_grad()
     def losses(self, ids: Tensor) -> Tensor:
         """Return the loss (b,) of texts (b, n), without gradients."""
-        size = self.target.batch_size(ids.shape[1])
-        with torch.no_grad():
-            return torch.cat(
-                [self.loss(self.target.parts.tokens(b)) for b in ids.split(size)]
-            )
+        parts = ids.split(self.target.batch_size(ids.shape[1]))
+        return torch.cat([self.loss(self.target.parts.tokens(part)) for part in parts])
 
 
 def _centred(scores: Tensor, weights: Tensor) -> Tensor:
@@ -152,8 +146,7 @@ def _sweep(
 ) -> Tried:
     """Try each candidate (k, n) at each of the `places` (m,) alone, then the winners jointly."""
     texts = best.ids.repeat(len(places), len(candidates), 1)
-    rows = row_numbers(places)
-    texts[rows, :, places] = candidates[:, places].T
+    texts[row_numbers(places), :, places] = candidates[:, places].T
     losses = comparison.losses(texts.flatten(0, 1)).view(len(places), len(candidates))
     best = replace(best, forwards=best.forwards + losses.numel())
     least, winners = losses.min(1)
@@ -186,10 +179,10 @@ def try_rows(
     order = places.argsort()
     places = places[order]
     candidates = candidates[order]
-    own = torch.full(candidates.shape, torch.inf, dtype=before.dtype, device=ids.device)
+    own = torch.full_like(candidates, torch.inf, dtype=before.dtype)
     groups = -(-len(places) // batch_size)
     for group in range(groups):
-        chosen = torch.arange(group, len(places), groups, device=ids.device)
+        chosen = row_numbers(places)[group::groups]
         texts = ids.repeat(candidates.shape[1], 1)
         texts[:, places[chosen]] = candidates[chosen].T
         own[chosen] = misfits(texts)[:, places[chosen]].T
@@ -216,35 +209,27 @@ def try_sums(
     """
     m, k = candidates.shape
     off = missing(ids[None])[0]
-    changed = ids.repeat(m * k, 1)
-    slots = torch.arange(m, device=ids.device).repeat_interleave(k)
-    changed[torch.arange(m * k, device=ids.device), places[slots]] = (
-        candidates.flatten()
-    )
-    left = missing(changed)
+    before = float(off.square().sum())
+    tokens = candidates.flatten()
+    texts = ids.repeat(len(tokens), 1)
+    slots = row_numbers(places).repeat_interleave(k)
+    texts[row_numbers(texts), places[slots]] = tokens
+    left = missing(texts)
     moves = off - left
-    effects = Effects(moves[None], moves.square().sum(-1)[None], slots, m)
+    losses = left.square().sum(-1)
     size = min(_MAX_SET, m)
     if size > 1:
+        effects = Effects(moves[None], moves.square().sum(-1)[None], slots, m)
         sets = effects.grown(Sets.none(off[None]), _BEAM, size, _SETS_RUN)[0]
-    else:
-        sets = None
-    texts = changed
-    losses = left.square().sum(-1)
-    spent = 1 + m * k
-    if sets is not None:
         sets = sets[(sets >= 0).any(-1)]
         several = ids.repeat(len(sets), 1)
         for changes in sets.unbind(1):
             rows = (changes >= 0).nonzero().flatten()
-            several[rows, places[slots[changes[rows]]]] = candidates.flatten()[
-                changes[rows]
-            ]
+            several[rows, places[slots[changes[rows]]]] = tokens[changes[rows]]
         texts = torch.cat([texts, several])
         losses = torch.cat([losses, missing(several).square().sum(-1)])
-        spent += len(several)
+    spent = 1 + len(texts)
     best = int(losses.argmin())
-    before = float(off.square().sum())
     if float(losses[best]) >= before:
         return Tried(ids, before, spent)
     return Tried(texts[best], float(losses[best]), spent)
@@ -259,19 +244,17 @@ def try_all(
     search.
     """
     start = float(misfits(ids[None])[0])
-    forwards = 1
-    best = ids
-    loss = start
+    best = Tried(ids, start, 1)
     for part in tokens.tensor_split([_COMMON]):
         for place in places.tolist() if len(part) else ():
-            for some in part[: most - forwards].split(_CHUNK):
+            for some in part[: most - best.forwards].split(_CHUNK):
                 texts = ids.repeat(len(some), 1)
                 texts[:, place] = some
                 losses = misfits(texts)
-                forwards = forwards + len(some)
-                if losses.min() < loss:
-                    best = texts[losses.argmin()]
+                best = replace(best, forwards=best.forwards + len(some))
+                if losses.min() < best.loss:
                     loss = float(losses.min())
-                if loss <= _WON * start or forwards >= most:
-                    return Tried(best, loss, forwards)
-    return Tried(best, loss, forwards)
+                    best = Tried(texts[losses.argmin()], loss, best.forwards)
+                if best.loss <= _WON * start or best.forwards >= most:
+                    return best
+    return best
