@@ -18,14 +18,15 @@ exchanges pairs of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
 import torch
 from torch import Tensor
 
-from keyhole.models.capture import Exposure, capture
+from keyhole.core.tensors import row_numbers
+from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Target
 from keyhole.recover.layers.block_spans import (
     CAP,
@@ -75,38 +76,30 @@ class Table:
     @classmethod
     @torch.no_grad()
     def _made(cls, target: Target) -> Table:
-        parts = target.parts
-        made = list[tuple[Tensor, Tensor]]()
-        for tokens in torch.arange(target.vocabulary, device=parts.device).split(4096):
-            given = capture(target.model, Exposure("kv", 0), ids=tokens[:, None])
-            keys = parts.unrotated(0, given["keys"], torch.zeros_like(tokens)[:, None])
-            made.append(
-                (keys[:, :, 0].float().cpu(), given["values"][:, :, 0].float().cpu())
-            )
+        parts: list[list[Tensor]] = []
+        for given in target.exposed(Exposure("kv", 0), target.tokens[:, None]):
+            keys = given["keys"]
+            start = torch.zeros_like(keys[:, 0, :, 0]).long()
+            both = (target.parts.unrotated(0, keys, start), given["values"])
+            parts.append([each[:, :, 0].float().cpu() for each in both])
         keys, values = (
-            torch.cat(each).transpose(0, 1).contiguous()
-            for each in zip(*made, strict=True)
+            torch.cat(each).transpose(0, 1) for each in zip(*parts, strict=True)
         )
-        return cls(target, keys, values)
+        return cls(target, keys.contiguous(), values.contiguous())
 
-    def turn(self, position: int) -> Tensor:
-        """Return the rotation (d, d) of keys at a position."""
-        parts = self.target.parts
-        size = self.keys.shape[-1]
-        whole = torch.eye(size, device=parts.device)[None, None]
-        at = torch.full((1, size), position, device=parts.device)
-        return parts.rotated(0, whole, at)[0, 0].double().cpu()
+    def rotated(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Return keys (n, d) as they are at positions (n,)."""
+        device = self.target.device
+        batch = keys[None, None].to(device)
+        return self.target.parts.rotated(0, batch, positions[None].to(device))[
+            0, 0
+        ].cpu()
 
     def rows(self, side: Side, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the rows (n, d) of tokens (n,) at positions (n,)."""
-        if not side.keys:
-            return self.values[side.head, tokens]
-        keys = self.keys[side.head, tokens]
-        device = self.target.parts.device
-        turned = self.target.parts.rotated(
-            0, keys[None, None].to(device), positions[None].to(device)
-        )
-        return turned[0, 0].cpu()
+        if side.keys:
+            return self.rotated(self.keys[side.head, tokens], positions)
+        return self.values[side.head, tokens]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +109,7 @@ class Reader:
     table: Table
     blocks: Blocks
 
-    def solved(self, tokens: dict[int, int]) -> Reader:
+    def solved(self, tokens: Mapping[int, int]) -> Reader:
         """Return the reader with maps from tokens that are known, by their positions."""
         ids = torch.tensor(list(tokens.values()))
         places = torch.tensor(list(tokens))
@@ -128,18 +121,15 @@ class Reader:
 
     def shortlist(self, number: int) -> Tensor:
         """Return the tokens (c,) that block `number` may hold, by their values, in any place."""
-
-        def nearest(values: Tensor, count: int, turn: Tensor | None) -> Tensor:
-            total = self.by_values(values, number, turn)
-            return total.topk(min(count, len(total)), largest=False).indices
-
         values = self.table.values
         count = SHORTLIST * self.blocks.size
-        no_turn = torch.eye(
-            values.shape[2], dtype=torch.float64
-        )  # with it, `misfits` estimates
-        tokens = nearest(values, max(count, _COMPARED), no_turn)
-        return tokens[nearest(values[:, tokens], count, None)]
+        # with a turn, `misfits` estimates
+        no_turn = torch.eye(values.shape[2], dtype=torch.float64)
+        rough = self.by_values(values, number, no_turn)
+        tokens = rough.argsort(stable=True)[: max(count, _COMPARED)]
+        return tokens[
+            self.by_values(values[:, tokens], number).argsort(stable=True)[:count]
+        ]
 
     def by_values(
         self, values: Tensor, number: int, turn: Tensor | None = None
@@ -148,35 +138,35 @@ class Reader:
 
         A head may hide a token, so the head where it fits worst does not count.
         """
-        misfits = torch.stack(
-            [
-                found.misfits(side, values[side.head], number, turn)
-                for side, found in self.blocks.pairs
-                if not side.keys
-            ]
-        )
+        heads = [
+            found.misfits(side, values[side.head], number, turn)
+            for side, found in self.blocks.pairs
+            if not side.keys
+        ]
+        misfits = torch.stack(heads)
         return misfits.sum(0) - (misfits.amax(0) if len(misfits) > 1 else 0.0)
 
     def fit(self, tokens: Tensor, places: Sequence[int]) -> TokenFit:
         """Return how well each of tokens (c,) fits at each of places (p,) of one block."""
-        each = tokens.repeat(len(places))
-        at = torch.tensor(places).repeat_interleave(len(tokens))
-        rows = [
-            self.table.rows(side, each, at).unflatten(0, (len(places), -1))
-            if side.keys
-            else self.table.rows(side, tokens, at)
-            for side in self.blocks.sides
-        ]
+        rows: list[Tensor] = []
+        for side in self.blocks.sides:
+            given = [
+                self.table.rows(side, tokens, torch.full_like(tokens, place))
+                for place in (places if side.keys else places[:1])
+            ]
+            rows.append(torch.stack(given))
         return self.blocks.fit(rows, places)
 
-    def read(self, known: dict[int, int]) -> tuple[Reader, dict[int, int]]:
+    def read(self, known: Mapping[int, int]) -> tuple[Reader, dict[int, int]]:
         """Return all tokens that fit, by their positions, starting from some that are known."""
         reader = self if self.blocks.maps else self.solved(known)
-        tokens = dict[int, int]()
+        tokens: dict[int, int] = {}
         for _ in range(_ROUNDS):
             found = reader.fitting()
-            again = reader.solved(found) if found and found != tokens else reader
-            if again is reader or None in again.blocks.maps:
+            if not found or found == tokens:
+                break
+            again = reader.solved(found)
+            if None in again.blocks.maps:
                 break
             reader = again
             tokens = found
@@ -187,35 +177,32 @@ class Reader:
     def fitting(self) -> dict[int, int]:
         """Return the tokens that fit at a position where no other token does."""
         tokens: dict[int, int] = {}
-        if all(side.keys for side, _ in self.blocks.pairs):
+        blocks = self.blocks
+        if all(side.keys for side, _ in blocks.pairs):
             return tokens
-        size = self.blocks.size
         margin = verifying_margin(self.table.values.shape[1])
-        for number, start in enumerate(range(0, self.blocks.length, size)):
-            places = list(range(start, min(start + size, self.blocks.length)))
+        for number, start in enumerate(range(0, blocks.length, blocks.size)):
+            places = list(range(start, min(start + blocks.size, blocks.length)))
             near = self.shortlist(number)
             fit = self.fit(near, places)
+            fits = fit.fits(blocks.level)
             scores, at = fit.score.topk(2, largest=False)
-            right = fit.fits(self.blocks.level).gather(1, at)[:, 0]
-            right &= scores[:, 1] - scores[:, 0] > margin
-            right &= fit.keys_free.gather(1, at)[:, 0] > 0
-            each = zip(places, at[:, 0].tolist(), right.tolist(), strict=True)
-            tokens |= {place: int(near[k]) for place, k, sure in each if sure}
-            self._add_hidden(tokens, near, fit, places)
+            sure = fits.gather(1, at)[:, 0] & (scores[:, 1] - scores[:, 0] > margin)
+            sure &= fit.keys_free.gather(1, at)[:, 0] > 0
+            for row in sure.nonzero().flatten().tolist():
+                tokens[places[row]] = int(near[at[row, 0]])
+            # The token of a place whose keys all heads hide is known if only one of the
+            # block is left.
+            inside = {tokens.get(place) for place in places}
+            for row, place in enumerate(places):
+                left = [
+                    token for token in near[fits[row]].tolist() if token not in inside
+                ]
+                if float(fit.keys_free[row].max()) == 0 and len(left) == 1:
+                    tokens[place] = left[0]
         return tokens
 
-    def _add_hidden(
-        self, tokens: dict[int, int], near: Tensor, fit: TokenFit, places: Sequence[int]
-    ) -> None:
-        """Add the token of a place whose keys all heads hide, if only one of the block is left."""
-        inside = {tokens.get(place) for place in places}
-        fits = fit.fits(self.blocks.level)
-        for row, place in enumerate(places):
-            left = [token for token in near[fits[row]].tolist() if token not in inside]
-            if float(fit.keys_free[row].max()) == 0 and len(left) == 1:
-                tokens[place] = left[0]
-
-    def whole(self, tokens: dict[int, int]) -> list[int]:
+    def whole(self, tokens: Mapping[int, int]) -> list[int]:
         """Return the text up to the last of `tokens`, with the nearest ones at open positions."""
         places = range(max(tokens, default=-1) + 1)
         filled = dict(tokens)
@@ -223,8 +210,10 @@ class Reader:
             if place not in tokens:
                 near = self.likely(place)
                 filled[place] = int(near[self.fit(near, [place]).score[0].argmin()])
-        again = self.solved(filled) if len(filled) > len(tokens) else self
-        reader = self if None in again.blocks.maps else again
+        reader = self
+        if len(filled) > len(tokens):
+            again = self.solved(filled)
+            reader = self if None in again.blocks.maps else again
         ids = reader.spanning([filled[place] for place in places])
         while len(ids) % self.blocks.size > 1 and reader.explained(ids[:-1]):
             if reader.stands_out(ids[-1], len(ids) - 1):
@@ -236,8 +225,8 @@ class Reader:
         """Return whether the tokens of the last block span it."""
         number = max(0, len(ids) - 1) // self.blocks.size
         places = torch.arange(number * self.blocks.size, len(ids))
-        tokens = torch.tensor(ids, dtype=torch.long)[places]
-        return self.blocks.explained(self.rows(tokens, places), number)
+        rows = self.rows(torch.tensor(ids)[places], places)
+        return self.blocks.explained(rows, number)
 
     def spanning(self, ids: list[int]) -> list[int]:
         """Return the text with tokens replaced by others that span their blocks better.
@@ -247,18 +236,18 @@ class Reader:
         """
         size = self.blocks.size
         for start in range(0, len(ids), size):
-            number = start // size
-            places = torch.arange(start, min(start + size, len(ids)))
             if self.explained(ids[: start + size]):
                 continue
+            number = start // size
             near = self.shortlist(number)
-            for place in places.tolist():
+            places = torch.arange(start, min(start + size, len(ids)))
+            for inside, place in enumerate(places.tolist()):
                 tokens = torch.tensor(ids[start : start + size])
                 spans = self.blocks.spans(self.rows(tokens, places), number)
                 if all(each is None or each.left <= LEFT for each in spans):
                     break
                 given = self.rows(near, torch.full_like(near, place))
-                lost = lost_with(spans, place - start, given)
+                lost = lost_with(spans, inside, given)
                 if float(lost.min()) < 0:
                     ids[place] = int(near[lost.argmin()])
         return ids
@@ -266,12 +255,14 @@ class Reader:
     def likely(self, place: int) -> Tensor:
         """Return the tokens (c,) that may be at a position, by their values or by their keys."""
         number, inside = divmod(place, self.blocks.size)
-        turn = self.table.turn(place)
-        total = torch.zeros(self.table.keys.shape[1])
+        keys = self.table.keys
+        every = torch.eye(keys.shape[-1])
+        turn = self.table.rotated(every, torch.full((len(every),), place)).double()
+        total = torch.zeros(keys.shape[1])
         for side, found in self.blocks.pairs:
             if side.keys and found.hidden != inside:
-                rows = self.table.keys[side.head]
-                total = total + found.misfits(side, rows, number, turn).clamp(max=CAP)
+                misfits = found.misfits(side, keys[side.head], number, turn)
+                total = total + misfits.clamp(max=CAP)
         count = min(SHORTLIST * self.blocks.size, len(total))
         by_keys = total.topk(count, largest=False).indices
         return torch.cat([self.shortlist(number), by_keys]).unique()
@@ -280,13 +271,10 @@ class Reader:
         """Return whether a token's keys fit at a position far better than those of all others."""
         near = self.shortlist(place // self.blocks.size)
         near = torch.cat([torch.tensor([token]), near[near != token]])
-        fit = self.fit(near, [place])
-        own = fit.keys[0, 0].log()
-        others = fit.keys[0, 1:].log()
-        others = others[others.isfinite()]
-        return len(others) > 1 and bool(
-            others.mean() - own > _STANDS_OUT * others.std()
-        )
+        logs = self.fit(near, [place]).keys[0].log()
+        others = logs[1:][logs[1:].isfinite()]
+        apart = others.mean() - logs[0]
+        return len(others) > 1 and bool(apart > _STANDS_OUT * others.std())
 
 
 # The order of a block's tokens if rounding hides the directions of its keys.
@@ -350,25 +338,21 @@ class BlockOrders:
 
     def rows(self, side: Side, tokens: Tensor, places: Tensor) -> Tensor:
         """Return the rows (…, d) of tokens (…) at places (…) of the block."""
-        at = (
-            (places + self.number * self.reader.blocks.size).expand_as(tokens).flatten()
-        )
-        return (
-            self.reader.table.rows(side, tokens.flatten(), at)
-            .double()
-            .view(*tokens.shape, -1)
-        )
+        at = places + self.number * self.reader.blocks.size
+        at = at.expand_as(tokens).flatten()
+        rows = self.reader.table.rows(side, tokens.flatten(), at)
+        return rows.double().view(*tokens.shape, -1)
 
     def order(self, tokens: Tensor, near: Tensor | None = None) -> Order:
         """Return the arrangement of tokens (n,), with candidates `near` (c,) for each place."""
         near = tokens[:0] if near is None else near
         blocks = self.reader.blocks
         count = len(tokens)
-        places = torch.arange(len(tokens))
+        places = row_numbers(tokens)
         added = any(found.hides for _, found in blocks.pairs)  # a row A, in every block
         total = 0.0
         expected = 0.0
-        sides = list[SideSquares]()
+        sides: list[SideSquares] = []
         others = torch.zeros(count, len(near), dtype=torch.float64)
         for side, found in blocks.pairs:
             seen = places != found.hidden
@@ -380,47 +364,39 @@ class BlockOrders:
             free = found.free(count, blocks.size - count, added)
             if added and not found.hides:  # A hides a place, but it is not known which
                 free = 1 + (count < blocks.size)
-            cost, _, more = fitted(
-                block, spread, own[None], directions(block, own, free)
-            )
+            rest = directions(block, own, free)
+            cost, _, more = fitted(block, spread, own[None], rest)
             sides.append(SideSquares(side, found, seen, spread, float(cost), more[0]))
             total += float(cost)
             expected += (len(block) - free) * (block.shape[1] - len(own) - free)
             if side.keys and len(near) and len(own):
-                rows = (
-                    self.rows(side, near.expand(count, -1), places[:, None])
-                    @ found.matrix
-                )
-                others[seen] += exchanged(
-                    block, spread, own, more[0], rows[seen]
-                ) - float(cost)
+                rows = self.rows(side, near.expand(count, -1), places[:, None])
+                rows = (rows @ found.matrix)[seen]
+                changed = exchanged(block, spread, own, more[0], rows)
+                others[seen] += changed - float(cost)
         return Order(tokens, total, expected, others, sides)
 
     def increases(self, order: Order, others: Tensor) -> Tensor:
         """Return by how much the squares of other arrangements (h, n) exceed those of `order`."""
-        tokens = order.tokens
         rises = torch.zeros(len(others), dtype=torch.float64)
-        places = torch.arange(len(tokens))
+        places = row_numbers(order.tokens)
         for each in order.sides:
             shown = others[:, each.seen]
-            own = tokens[each.seen]
+            own = order.tokens[each.seen]
             if each.side.keys:
                 changed = (shown != own).any(-1)
             else:
                 # values have no order: they change only with the set of tokens that is
                 # shown
-                changed = ~(shown[..., None] == own).any(1).all(-1)
-                changed |= ~(shown[..., None] == own).any(2).all(-1)
+                same = shown[..., None] == own
+                changed = ~(same.any(1).all(-1) & same.any(2).all(-1))
             if bool(changed.any()):
-                given = (
-                    self.rows(each.side, others[changed], places) @ each.found.matrix
-                )
+                given = self.rows(each.side, others[changed], places)
                 counts = first_occurrences(shown[changed]) | each.side.keys
-                given = given[:, each.seen] * counts[..., None]
+                given = (given @ each.found.matrix)[:, each.seen] * counts[..., None]
                 block = each.side.blocks[self.number]
-                rises[changed] += (
-                    squares(block, each.spread, given, each.free) - each.cost
-                )
+                costs = squares(block, each.spread, given, each.free)
+                rises[changed] += costs - each.cost
         return rises
 
     def settled(self, tokens: Tensor, near: Tensor, fixed: int) -> Order:
@@ -449,7 +425,7 @@ class BlockOrders:
         """Return the arrangement after all exchanges that lower the squares, or after the best."""
         others, where = _exchanges(order, near, fixed)
         rises = self.increases(order, others)
-        used = set[int]()
+        used: set[int] = set()
         changed = order.tokens.clone()
         for each in rises.argsort().tolist():
             if float(rises[each]) < 0 and used.isdisjoint(where[each]):
@@ -467,10 +443,9 @@ class BlockOrders:
         near = tokens.unique()
         order = self.order(tokens, near)
         others, where = _exchanges(order, near, 0)
-        least = torch.full((len(tokens),), torch.inf, dtype=torch.float64)
-        for rise, places in zip(
-            self.increases(order, others).tolist(), where, strict=True
-        ):
+        rises = self.increases(order, others).tolist()
+        least = torch.full(tokens.shape, torch.inf, dtype=torch.float64)
+        for rise, places in zip(rises, where, strict=True):
             least[places] = least[places].clamp(max=rise)
         return least
 
@@ -480,19 +455,19 @@ class BlockOrders:
         Then repeated tokens that the block lacks are added: values do not show them.
         """
         own = self.order(tokens)
-        while len(tokens) > 1 and not own.follows(shorter := self.order(tokens[:-1])):
-            tokens = tokens[:-1]
+        while len(own.tokens) > 1:
+            shorter = self.order(own.tokens[:-1])
+            if own.follows(shorter):
+                break
             own = shorter
-        while len(tokens) < self.reader.blocks.size:
-            longer = [
-                self.order(torch.cat([tokens, each[None]])) for each in tokens.unique()
-            ]
+        while len(own.tokens) < self.reader.blocks.size:
+            repeated = own.tokens.unique()[:, None]
+            longer = [self.order(torch.cat([own.tokens, each])) for each in repeated]
             best = min(longer, key=lambda order: order.cost)
             if not best.follows(own):
                 break
-            tokens = best.tokens
             own = best
-        return tokens
+        return own.tokens
 
     def ends(self, tokens: Tensor) -> bool:
         """Return whether these (n,) are known to be all tokens of a last block.
@@ -507,15 +482,11 @@ class BlockOrders:
         """Return the tokens (c,) that the block holds, by their values."""
         blocks = self.reader.blocks
         near = self.reader.shortlist(self.number)
-        free = [
-            float(side.free[self.number]) for side, _ in blocks.pairs if not side.keys
-        ]
-        count = max(1, len(free) - 1)  # heads that are compared: all but the worst
-        misfits = (
-            self.reader.by_values(self.reader.table.values[:, near], self.number)
-            / count
-        )
-        return near[misfits <= accepted(count * min(free), blocks.level)]
+        values = [side for side, _ in blocks.pairs if not side.keys]
+        count = max(1, len(values) - 1)  # heads that are compared: all but the worst
+        misfits = self.reader.by_values(self.reader.table.values[:, near], self.number)
+        free = min(float(side.free[self.number]) for side in values)
+        return near[misfits / count <= accepted(count * free, blocks.level)]
 
     def found(self, known: Tensor, last: bool) -> Order | None:
         """Return the block's tokens in their order; some first ones may be known.
@@ -527,14 +498,13 @@ class BlockOrders:
         near = torch.cat([self.inside(), known]).unique()
         if not len(near):
             return None
-        places = list(range(self.number * size, (self.number + 1) * size))
+        places = range(self.number * size, (self.number + 1) * size)
         scores = self.reader.fit(near, places).score
-        best: Order | None = None
         least = max(len(known), min(size, len(near))) if last else size
+        best: Order | None = None
         for count in range(least, min(size, least + _REPEATED) + 1):
-            order = self.settled(
-                _assigned(scores[:count], near, known), near, len(known)
-            )
+            first = _assigned(scores[:count], near, known)
+            order = self.settled(first, near, len(known))
             if best is not None and not order.follows(best):
                 break
             best = order
@@ -551,8 +521,7 @@ def _assigned(costs: Tensor, near: Tensor, known: Tensor) -> Tensor:
     from scipy.optimize import linear_sum_assignment  # on demand: it loads slowly
 
     costs = costs.double().clone()
-    for place, token in enumerate(known.tolist()):
-        costs[place] = torch.where(near == token, -_REPEAT_COST, costs[place])
+    costs[: len(known)].masked_fill_(near == known[:, None], -_REPEAT_COST)
     repeats = -(-len(costs) // len(near)) + 2
     whole = torch.cat([costs + n * _REPEAT_COST for n in range(repeats)], 1)
     tokens = near[torch.as_tensor(linear_sum_assignment(whole.numpy())[1]) % len(near)]
@@ -569,7 +538,7 @@ def _exchanges(
     sorted. `order.others` predicts which of these arrangements are worth comparing.
     """
     tokens = order.tokens
-    at = torch.searchsorted(near, order.tokens)
+    at = torch.searchsorted(near, tokens)
     predicted: list[tuple[float, list[int], Tensor]] = []
     for a, b in combinations(range(fixed, len(tokens)), 2):
         if tokens[a] != tokens[b]:
@@ -579,47 +548,41 @@ def _exchanges(
             predicted.append((rise, [a, b], tokens[[b, a]]))
     for place in range(fixed, len(tokens)):
         if int((tokens == tokens[place]).sum()) > 1:
-            for column, other in enumerate(near):
-                if other != tokens[place]:
-                    predicted.append(
-                        (float(order.others[place, column]), [place], other[None])
-                    )
+            for column in (near != tokens[place]).nonzero().flatten():
+                rise = float(order.others[place, column])
+                predicted.append((rise, [place], near[column, None]))
     predicted.sort(key=lambda each: each[0])
-    others = tokens.repeat(min(_PAIRS, len(predicted)), 1)
-    where = list[list[int]]()
-    for row, (_, places, given) in zip(others, predicted, strict=False):
+    chosen = predicted[:_PAIRS]
+    others = tokens.repeat(len(chosen), 1)
+    for row, (_, places, given) in zip(others, chosen, strict=True):
         row[places] = given
-        where.append(places)
-    return others, where
+    return others, [places for _, places, _ in chosen]
 
 
 def ordered(reader: Reader, known: Sequence[int]) -> list[int]:
     """Return the text by a map from its first tokens, and then by the maps from the text itself."""
     size = reader.blocks.size
-    count = len(reader.blocks.sides[0].blocks)
+    last = len(reader.blocks.sides[0].blocks) - 1
     first = torch.tensor(known)
-    ids = list[int]()
-    for number in range(count):
+    ids: list[int] = []
+    for number in range(last + 1):
         own = first[number * size : (number + 1) * size]
         if len(own) < size:
-            order = BlockOrders(reader, number).found(own, number == count - 1)
+            order = BlockOrders(reader, number).found(own, number == last)
             if order is None:
                 break
             own = order.tokens
         ids += own.tolist()
     for _ in range(_PASSES):
         reader = reader.solved(dict(enumerate(ids)))
-        before = list(ids)
-        text = torch.tensor(ids)
-        for number, own in enumerate(text.split(size)):
+        before = ids
+        ids = []
+        for number, own in enumerate(torch.tensor(before).split(size)):
+            orders = BlockOrders(reader, number)
             fixed = min(max(0, len(first) - number * size), size)
             if fixed < len(own):
-                order = BlockOrders(reader, number).settled(own, own.unique(), fixed)
-                ids[number * size : (number + 1) * size] = order.tokens.tolist()
-        if len(ids) > (last := count * size - size):
-            ids[last:] = (
-                BlockOrders(reader, count - 1).cut(torch.tensor(ids[last:])).tolist()
-            )
+                own = orders.settled(own, own.unique(), fixed).tokens
+            ids += (orders.cut(own) if number == last else own).tolist()
         if ids == before:
             break
     return ids
