@@ -79,9 +79,8 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.tensors import seeded
-from keyhole.models.branches import Branches
 from keyhole.models.capture import capture
-from keyhole.recover.attack import Proposal, Target
+from keyhole.recover.attack import Proposal, Proposals, Target
 from keyhole.recover.embeddings.counts import SHIPPED
 from keyhole.recover.layers.block_reader import BlockOrders, Reader, Table, ordered
 from keyhole.recover.layers.block_spans import (
@@ -98,7 +97,14 @@ from keyhole.recover.layers.block_spans import (
 )
 from keyhole.recover.layers.inverse_map import most_similar, random_texts
 from keyhole.recover.leaks import KeyValues, Leak, MixedCache
-from keyhole.recover.recovery import LOG_ODDS, Mark, Verdict, verifying_margin
+from keyhole.recover.recovery import (
+    LOG_ODDS,
+    Mark,
+    Verdict,
+    counts_of,
+    marks_of,
+    verifying_margin,
+)
 
 _SIZES = (
     8,
@@ -131,14 +137,11 @@ _SILENT = (
 class MixedKeys:
     """Read mixed caches by the spans of their blocks; M comes from known or usual first tokens."""
 
-    def __call__(
-        self, target: Target, leaks: Sequence[Leak]
-    ) -> Iterator[tuple[int, Proposal]]:
+    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Proposals:
         for number, leak in enumerate(leaks):
             if not isinstance(leak, MixedCache):
-                raise Unsuccessful(
-                    Status.NOT_APPLICABLE, "this attack reads mixed caches"
-                )
+                reason = "this attack reads mixed caches"
+                raise Unsuccessful(Status.NOT_APPLICABLE, reason)
             yield number, _read(target, leak)
 
 
@@ -159,26 +162,24 @@ def _read(target: Target, leak: MixedCache) -> Proposal:
     if not first_and_rotary(target, leak):
         return _left_to_right(target, cut, known)
     table = Table.of(target)
-    reads = list[Read]()
+    reads: list[Read] = []
     for blocks, ids in product(cut, known):
         read = _from_known(table, blocks, ids)
         if read is not None:
             reads.append(read)
             if read[0] > len(ids) or len(ids) >= blocks.size:
                 break  # if a whole block fits, no other size can be right
-    if not reads:
-        for blocks in cut:
-            found = guessed(Reader(table, blocks))
-            if found is not None:
-                reader, tokens = found
-                note = f"blocks of {blocks.size}, no token known"
-                reads.append((len(tokens), reader.whole(tokens), note))
-                break
-    _, text, note = max(reads, default=(0, list[int](), ""))
+    for blocks in cut if not reads else ():
+        found = guessed(Reader(table, blocks))
+        if found is not None:
+            reader, tokens = found
+            note = f"blocks of {blocks.size}, no token known"
+            reads.append((len(tokens), reader.whole(tokens), note))
+            break
+    _, text, note = max(reads, default=(0, [], ""))
     if not text:
-        raise Unsuccessful(
-            Status.UNSOLVED, "no tokens are known that would give the secret map"
-        )
+        reason = "no tokens are known that would give the secret map"
+        raise Unsuccessful(Status.UNSOLVED, reason)
     return Proposal(text, fitting=target.vocabulary, note=note)
 
 
@@ -213,7 +214,7 @@ def unmixed(target: Target, leak: Leak) -> MixedCache | None:
     if leak.mask is not None or bool(leak.keys.isnan().any()):
         return None
     length = min(leak.keys.shape[1], parts.max_length)
-    ids = random_texts(target, 1, length, seeded(0)).to(parts.device)
+    ids = random_texts(target, 1, length, seeded(0))
     usual = capture(target.model, leak.exposure, ids=ids)["values"].abs().max()
     strange = bool(leak.values.square().mean().sqrt() > usual.cpu())
     number = leak.exposure.block(parts)
@@ -223,10 +224,8 @@ def unmixed(target: Target, leak: Leak) -> MixedCache | None:
     if not strange and first_and_rotary(target, mixed):
         rows = leak.values[:, :_LOOKED_AT].transpose(0, 1).flatten(1)
         table = Table.of(target).values.transpose(0, 1).flatten(1)
-        far = torch.stack(
-            [(table - row).norm(dim=-1).min() / row.norm() for row in rows]
-        )
-        strange = bool(far.median() > _STRANGE)
+        far = [(table - row).norm(dim=-1).min() / row.norm() for row in rows]
+        strange = bool(torch.stack(far).median() > _STRANGE)
     return mixed if strange else None
 
 
@@ -240,35 +239,30 @@ def sizes_of(leak: MixedCache) -> list[int]:
 
 def openings(target: Target) -> list[list[int]]:
     """Return what texts for this model usually begin with, the most tokens first."""
-    found: list[list[int]] = []
+    frame = target.frame()[0]
+    found = [frame]
     for roles in (("user",), ("system", "user")):
-        made: list[list[int]] = []
+        texts: list[list[int]] = []
         for text in ("a", "The 1", target.decode([target.vocabulary // 2])):
             talk = [{"role": role, "content": text} for role in roles]
             try:
                 ids = target.tokenizer.apply_chat_template(
                     talk, tokenize=True, return_dict=True
                 )
-            except (
-                AttributeError,
-                ImportError,
-                TypeError,
-                ValueError,
-            ):  # it has no template
-                return [target.frame()[0]]
-            except (
-                Exception
-            ) as error:  # a template may refuse roles that it does not know
+            # it has no template
+            except (AttributeError, ImportError, TypeError, ValueError):
+                return [frame]
+            # a template may refuse roles that it does not know
+            except Exception as error:
                 if type(error).__module__.partition(".")[0] != "jinja2":
                     raise
                 break
-            made.append(list(ids["input_ids"]))
+            texts.append(list(ids["input_ids"]))
         else:
-            same = takewhile(
-                lambda column: len(set(column)) == 1, zip(*made, strict=False)
-            )
+            columns = zip(*texts, strict=False)
+            same = takewhile(lambda column: len(set(column)) == 1, columns)
             found.append([column[0] for column in same])
-    return sorted([*found, target.frame()[0]], key=len, reverse=True)
+    return sorted(found, key=len, reverse=True)
 
 
 def first_and_rotary(target: Target, leak: MixedCache) -> bool:
@@ -281,26 +275,22 @@ def first_and_rotary(target: Target, leak: MixedCache) -> bool:
 
 def judge_mixed(target: Target, leak: MixedCache, ids: list[int]) -> Verdict:
     """Decide whether the tokens lie in their blocks and span them, and no other tokens would."""
-    text = torch.tensor([ids], device=target.parts.device)
     with torch.no_grad():
-        given = capture(target.model, leak.exposure, ids=text)
+        given = capture(target.model, leak.exposure, ids=target.tensor([ids]))
     places = torch.arange(len(ids))
-    best: Blocks | None = None
-    rows: list[Tensor] = []
-    for blocks in (
-        Blocks.cut(leak, sizes_of(leak)) if len(ids) <= leak.keys.shape[1] else []
-    ):
+    sizes = sizes_of(leak) if len(ids) <= leak.keys.shape[1] else []
+    for blocks in Blocks.cut(leak, sizes):
         rows = [_rows_of(side, given) for side in blocks.sides]
         last = replace(blocks, sides=blocks.sides[-1:]).solved(rows[-1:], places)
-        if last.level <= _OPENS or blocks.size == sizes_of(leak)[-1]:
+        if last.level <= _OPENS or blocks.size == sizes[-1]:
             best = blocks.solved(rows, places)
+            if best.silent and best.pairs:
+                return Verdict.without_fit(Status.UNSOLVED, _SILENT, len(ids))
+            if best.pairs:
+                return _verdict(target, best, rows, ids)
             break
-    if best is None or all(each is None for each in best.maps):
-        reason = "the text has too few tokens for the map to be solved from them"
-        return Verdict.without_fit(Status.UNSOLVED, reason, len(ids))
-    if best.silent:
-        return Verdict.without_fit(Status.UNSOLVED, _SILENT, len(ids))
-    return _verdict(target, best, rows, ids)
+    reason = "the text has too few tokens for the map to be solved from them"
+    return Verdict.without_fit(Status.UNSOLVED, reason, len(ids))
 
 
 def _rows_of(side: Side, given: Mapping[str, Tensor]) -> Tensor:
@@ -311,46 +301,42 @@ def _rows_of(side: Side, given: Mapping[str, Tensor]) -> Tensor:
 def _verdict(
     target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[int]
 ) -> Verdict:
-    reader = None
-    by_order = list[float]()
-    ends = False
     if blocks.coarse and first_and_rotary(target, blocks.leak):
         reader = Reader(Table.of(target), blocks)
         by_order, ends = _in_order(reader, ids)
         fine = blocks.fine()
         pairs = zip(rows, blocks.sides, strict=True)
-        blocks = fine
         rows = [row for row, side in pairs if side in fine.sides]
-    margins, fitting, left = _margins(target, blocks, rows, ids, reader)
-    if reader is None:
-        ends = _ends(target, blocks, rows, ids)
-    else:
+        blocks = fine
+        margins, fitting, left = _margins(target, blocks, rows, ids, reader)
         margins = [min(pair) for pair in zip(margins, by_order, strict=True)]
+    else:
+        margins, fitting, left = _margins(target, blocks, rows, ids, None)
+        ends = _ends(target, blocks, rows, ids)
     level = max(1.0, blocks.level)
     verifying = verifying_margin(target.vocabulary)
     whole = left <= LEFT and all(fitting) and level <= _CLAIMED and ends
-    marks = tuple(
-        Mark.VERIFIED
-        if whole and margin > verifying
-        else Mark.LIKELY
-        if fits and margin > 2 * LOG_ODDS and level <= _CLAIMED
-        else Mark.UNKNOWN
-        for fits, margin in zip(fitting, margins, strict=True)
+    marks = marks_of(
+        [whole and margin > verifying for margin in margins],
+        [
+            fits and margin > 2 * LOG_ODDS and level <= _CLAIMED
+            for fits, margin in zip(fitting, margins, strict=True)
+        ],
     )
-    certain = marks.count(Mark.VERIFIED)
-    likely = marks.count(Mark.LIKELY)
-    status = Status.INEXACT if certain + likely else Status.UNSOLVED
-    status = Status.RECOVERED if certain == len(marks) else status
     off = blocks.level**0.5
     reason = (
         f"mixed by a secret in blocks of {blocks.size} positions, whose spans hold the tokens to "
         f"{off:.2g} of the rounding"
     )
-    if status is not Status.RECOVERED:
-        reason += f"; of {len(marks)} tokens {certain} verified, {likely} likely"
-        reason += "" if left <= LEFT else "; they do not span their blocks"
-        reason += "" if ends else "; the text may be a token longer or shorter"
-    return Verdict(status, reason, status is Status.RECOVERED, off, 1.0, marks)
+    if set(marks) == {Mark.VERIFIED}:
+        return Verdict(Status.RECOVERED, reason, True, off, 1.0, marks)
+    status = Status.UNSOLVED if set(marks) == {Mark.UNKNOWN} else Status.INEXACT
+    reason += f"; {counts_of(marks)}"
+    if left > LEFT:
+        reason += "; they do not span their blocks"
+    if not ends:
+        reason += "; the text may be a token longer or shorter"
+    return Verdict(status, reason, False, off, 1.0, marks)
 
 
 def _margins(
@@ -366,37 +352,32 @@ def _margins(
     """
     level = max(1.0, blocks.level)
     others = _others(target, blocks, ids)
-    margins = list[float]()
-    fitting = list[bool]()
+    margins: list[float] = []
+    fitting: list[bool] = []
     left = 0.0
-    for start in range(0, blocks.length, blocks.size):
-        number = start // blocks.size
+    for number, start in enumerate(range(0, blocks.length, blocks.size)):
         stop = start + blocks.size
         tokens = ids[start:stop]
         own = [each[start:stop] for each in rows]
         spans = blocks.spans(own, number)
-        left = max(
-            [left, *(torch.inf if each is None else each.left for each in spans)]
-        )
+        for each in spans:
+            left = max(left, torch.inf if each is None else each.left)
         by_keys = None
         if reader is not None and tokens:
-            order = BlockOrders(reader, number).order(
-                torch.tensor(tokens), others(start)[0]
-            )
-            by_keys = order.others
+            orders = BlockOrders(reader, number)
+            by_keys = orders.order(torch.tensor(tokens), others(start)[0]).others
         for inside, token in enumerate(tokens):
-            fit = blocks.fit(
-                [each[inside][None, None] for each in own], [start + inside]
-            )
+            place = start + inside
+            fit = blocks.fit([each[inside][None, None] for each in own], [place])
             fitting.append(bool(fit.fits(level)))
-            near, given = others(start + inside)
+            near, given = others(place)
             lost = lost_with(spans, inside, given)
             same = near == token
+            alone = not float(fit.keys_free) and tokens.count(token) == 1
             if by_keys is not None:  # keys that A does not hide distinguish tokens too
                 lost = (lost + by_keys[inside]) * bool(fit.free)
-            if by_keys is not None or (
-                not float(fit.keys_free) and tokens.count(token) == 1
-            ):
+                alone = True
+            if alone:
                 # No other token of the block can take this place: this token would be
                 # missing.
                 same |= torch.isin(near, torch.tensor(tokens))
@@ -411,20 +392,18 @@ def _in_order(reader: Reader, ids: list[int]) -> tuple[list[float], bool]:
     with each other place, or each other token of the block. In a block that does not
     fit, no margin counts.
     """
-    text = torch.tensor(ids)
     size = reader.blocks.size
-    fewer = 2 * log(len(reader.table.values[0]) / (2 * size))
-    margins = list[float]()
-    for number, tokens in enumerate(text.split(size)):
-        orders = BlockOrders(reader, number)
-        fits = orders.order(tokens).fits
-        margins += [
-            float(each) + fewer if fits else 0.0 for each in orders.margins(tokens)
-        ]
     last = reader.blocks.length // size - 1
-    ends = len(ids) > last * size and BlockOrders(reader, last).ends(
-        text[last * size :]
-    )
+    fewer = 2 * log(len(reader.table.values[0]) / (2 * size))
+    margins: list[float] = []
+    ends = False
+    for number, tokens in enumerate(torch.tensor(ids).split(size)):
+        orders = BlockOrders(reader, number)
+        if orders.order(tokens).fits:
+            margins += (orders.margins(tokens) + fewer).tolist()
+        else:
+            margins += [0.0] * len(tokens)
+        ends = number == last and orders.ends(tokens)
     return margins, ends
 
 
@@ -446,10 +425,10 @@ def _ends(
     if not first_and_rotary(target, blocks.leak):
         return needed
     reader = Reader(Table.of(target), blocks)
-    needed = needed or reader.stands_out(ids[-1], len(ids) - 1)
-    return needed and not bool(
-        reader.fit(reader.likely(len(ids)), [len(ids)]).fits(blocks.level).any()
-    )
+    if not needed and not reader.stands_out(ids[-1], len(ids) - 1):
+        return False
+    following = reader.fit(reader.likely(len(ids)), [len(ids)])
+    return not bool(following.fits(blocks.level).any())
 
 
 Others = Callable[[int], tuple[Tensor, Sequence[Tensor]]]
@@ -467,9 +446,7 @@ def _others(target: Target, blocks: Blocks, ids: list[int]) -> Others:
 
         return by_table
     prefix = Prefix(target, blocks, ids)
-    near = most_similar(
-        target.parts.table.float(), torch.tensor(ids, device=target.parts.device)
-    )
+    near = most_similar(target.table, target.tensor(ids))
     return lambda place: (near[:, place].cpu(), prefix.rows(near[:, place], place))
 
 
@@ -480,26 +457,23 @@ class Prefix:
     """The beginning of a text, and the rows of tokens after it for each side of a leak."""
 
     def __init__(self, target: Target, blocks: Blocks, ids: Sequence[int]) -> None:
+        self.target = target
         self.sides = blocks.sides
         self.exposure = blocks.leak.exposure
-        self.device = target.parts.device
-        self.branches = Branches(
-            target.model, torch.zeros(1, dtype=torch.long, device=self.device)
-        )
+        self.branches = target.branches()
         self.own = self.extend(ids)
 
     @torch.no_grad()
     def extend(self, ids: Sequence[int]) -> list[Tensor]:
         """Append tokens, and return their rows (n, d)."""
-        given = self.branches.go_on(
-            self.exposure, torch.tensor([list(ids)], device=self.device)
-        )
+        given = self.branches.go_on(self.exposure, self.target.tensor([list(ids)]))
         return [_rows_of(side, given) for side in self.sides]
 
     @torch.no_grad()
     def rows(self, tokens: Tensor, length: int) -> list[Tensor]:
         """Return the rows (c, d) of tokens (c,), each alone after the first `length` tokens."""
-        given, _ = self.branches.each(self.exposure, 0, length, tokens.to(self.device))
+        tokens = tokens.to(self.target.device)
+        given, _ = self.branches.each(self.exposure, 0, length, tokens)
         return [_rows_of(side, given) for side in self.sides]
 
 
@@ -513,10 +487,8 @@ def _left_to_right(
         if blocks.level <= _OPENS:
             break
     else:
-        raise Unsuccessful(
-            Status.UNSOLVED,
-            "no first tokens are known, or too few, that would give the secret map",
-        )
+        reason = "no first tokens are known, or too few, that would give the secret map"
+        raise Unsuccessful(Status.UNSOLVED, reason)
     ids = list(first)
     rows = prefix.own
     tested = 0
@@ -531,9 +503,8 @@ def _left_to_right(
         if token is None:
             break
         ids.append(token)
-        rows = [
-            torch.cat(pair) for pair in zip(rows, prefix.extend([token]), strict=True)
-        ]
+        pairs = zip(rows, prefix.extend([token]), strict=True)
+        rows = [torch.cat(pair) for pair in pairs]
         if len(ids) % _AGAIN == 0:
             blocks = blocks.solved(rows, torch.arange(len(ids)))
     note = f"blocks of {blocks.size}, {len(first)} first tokens known, {tested} tokens tested"
@@ -544,31 +515,23 @@ def _next_token(
     target: Target, blocks: Blocks, prefix: Prefix, ids: Sequence[int]
 ) -> tuple[int | None, int]:
     """Return the first token that fits after the prefix, and how many were tested."""
-    order = _predicted(target, ids)
-    most = prefix.branches.at_once(len(ids))
+    length = len(ids)
+    # All tokens in the order in which the model itself expects them next.
+    with torch.no_grad():
+        base = cast("Any", target.parts.base)
+        states = base(input_ids=target.tensor([list(ids)]))[0]
+        order = (target.parts.table @ states[0, -1]).argsort(descending=True)
     tested = 0
     margin = verifying_margin(target.vocabulary)
-    while len(order):
-        fan = min(_FAN, most, len(order))
-        tokens = order[:fan]
-        order = order[fan:]
-        fit = blocks.fit(
-            [each[None] for each in prefix.rows(tokens, len(ids))], [len(ids)]
-        )
+    for tokens in order.split(min(_FAN, prefix.branches.at_once(length))):
+        rows = [each[None] for each in prefix.rows(tokens, length)]
+        fit = blocks.fit(rows, [length])
         tested += len(tokens)
         scores, at = fit.score[0].topk(min(2, len(tokens)), largest=False)
         apart = len(scores) < 2 or float(scores[1] - scores[0]) > margin
         if bool(fit.fits(blocks.level)[0, at[0]]) and apart:
             return int(tokens[at[0]]), tested
     return None, tested
-
-
-@torch.no_grad()
-def _predicted(target: Target, ids: Sequence[int]) -> Tensor:
-    """Return all tokens in the order in which the model itself expects them next."""
-    base = cast("Any", target.parts.base)
-    states = base(input_ids=torch.tensor([list(ids)], device=target.parts.device))[0]
-    return (target.parts.table @ states[0, -1]).argsort(descending=True)
 
 
 # No token known: directions that the spaces of two guesses have in common.
@@ -582,12 +545,13 @@ def guessed(reader: Reader) -> tuple[Reader, dict[int, int]] | None:
         return None  # any two guesses have directions in common
     target = reader.table.target
     common = target.remembered("common tokens", None, lambda: common_tokens(target))
-    for side in blocks.sides:
-        held = None if side.keys else _tokens_of_blocks(reader.table, side, common)
+    keys = [side for side in blocks.sides if side.keys]
+    for values in blocks.sides[len(keys) :]:
+        held = _tokens_of_blocks(reader.table, values, common)
         if held is None:
             continue
-        for keys in blocks.sides:
-            found = _placed(reader, keys, held) if keys.keys else None
+        for side in keys:
+            found = _placed(reader, side, held)
             if found is not None:
                 return found
     return None
@@ -595,21 +559,18 @@ def guessed(reader: Reader) -> tuple[Reader, dict[int, int]] | None:
 
 def common_tokens(target: Target) -> Tensor:
     """Return the tokens of plain English, by how often they occur in the corpus that ships."""
-    lines = SHIPPED.read_text("utf-8").splitlines()
-    counts = Counter(
-        token
-        for line in lines
-        for text in (line, f" {line}")
-        for token in target.tokenizer(text, add_special_tokens=False)["input_ids"]
-    )
+    counts: Counter[int] = Counter()
+    for line in SHIPPED.read_text("utf-8").splitlines():
+        for text in (line, f" {line}"):
+            counts.update(target.tokenizer(text, add_special_tokens=False)["input_ids"])
     return torch.tensor([token for token, _ in counts.most_common(_COMMON)])
 
 
 def _spaces(base: Tensor, rows: Tensor, size: int) -> Tensor:
     """Return bases (t, d, size) of the maps θ that put each of rows (t, d) into a block."""
     spans = planes(base.double())[None] / planes(rows.double())[:, None]
-    made = torch.linalg.qr(torch.cat([spans.real, spans.imag], -1).mT)[0]
-    return torch.nn.functional.pad(made, (0, size - made.shape[-1])).float()
+    spaces = torch.linalg.qr(torch.cat([spans.real, spans.imag], -1).mT)[0]
+    return torch.nn.functional.pad(spaces, (0, size - spaces.shape[-1])).float()
 
 
 def _in_common(space: Tensor, others: Tensor) -> Tensor:
@@ -630,20 +591,13 @@ def _maps_of_pairs(
     token.
     """
     width = max(len(base) for base in side.bases)
-    spaces = torch.cat(
-        [
-            _spaces(base, rows[numbers == number], width)
-            for number, base in enumerate(side.bases)
-        ]
-    )
-    order = torch.cat(
-        [(numbers == n).nonzero().flatten() for n in range(len(side.bases))]
-    )
-    spaces = spaces[order.argsort()]
+    spaces = torch.zeros(*rows.shape, width)
+    for number, base in enumerate(side.bases):
+        own = numbers == number
+        spaces[own] = _spaces(base, rows[own], width)
     for first in range(min(most, len(rows))):
-        near = _in_common(spaces[first], spaces).masked_fill(
-            tokens == tokens[first], 0.0
-        )
+        near = _in_common(spaces[first], spaces)
+        near = near.masked_fill(tokens == tokens[first], 0.0)
         for other in near.topk(min(_NEAR, len(near))).indices.tolist():
             both = torch.tensor([first, other])
             jacobians = products(rows[both])
@@ -651,23 +605,14 @@ def _maps_of_pairs(
                 jacobians @ form[numbers[both]] @ jacobians.mT for form in side.forms
             )
             weights = 1 / errors.diagonal(dim1=1, dim2=2).mean(-1)
-            theta = torch.linalg.eigh((outside * weights[:, None, None]).sum(0))[1][
-                :, 0
-            ]
+            sums = (outside * weights[:, None, None]).sum(0)
+            theta = torch.linalg.eigh(sums)[1][:, 0]
             sizes = theta.unflatten(0, (2, -1)).square().sum(0)
             if float(sizes.sum() ** 2 / sizes.square().sum()) > _EVEN * len(sizes):
-                yield _map(theta)
-                yield _map(
-                    theta / sizes.sqrt().repeat(2)
-                )  # the same if M has no scales
-
-
-def _map(theta: Tensor) -> Map:
-    return Map(
-        products((theta / theta.norm() * (len(theta) / 2) ** 0.5)[None])[0],
-        NOWHERE,
-        1.0,
-    )
+                for each in (theta, theta / sizes.sqrt().repeat(2)):
+                    # the second is the same if M has no scales
+                    unit = each / each.norm() * len(sizes) ** 0.5
+                    yield Map(products(unit[None])[0], NOWHERE, 1.0)
 
 
 def _tokens_of_blocks(table: Table, side: Side, common: Tensor) -> list[Tensor] | None:
@@ -681,41 +626,36 @@ def _tokens_of_blocks(table: Table, side: Side, common: Tensor) -> list[Tensor] 
     tokens = common.repeat_interleave(count)  # the most frequent first, in every block
     numbers = torch.arange(count).repeat(len(common))
     whole = sum(len(each) for each in side.blocks)
-    best: tuple[int, Map | None] = (0, None)
-    for found in _maps_of_pairs(
-        side, vocabulary[tokens], numbers, tokens, _FREQUENT * count
-    ):
-        misfits = torch.cat(
-            [found.misfits(side, vocabulary[common], n) for n in range(count)]
-        )
-        fits = int((misfits < _NEARLY).sum())
-        if fits > whole:  # more than there are: this map puts any token into a block
-            continue
-        best = max(best, (fits, found), key=lambda pair: pair[0])
-        if fits >= 5 * count:
-            break
-    found = best[1]
+    most_fits = 0
+    best: Map | None = None
+    rows = vocabulary[tokens]
+    for found in _maps_of_pairs(side, rows, numbers, tokens, _FREQUENT * count):
+        misfits = [found.misfits(side, vocabulary[common], n) for n in range(count)]
+        fits = int((torch.cat(misfits) < _NEARLY).sum())
+        # if more than there are, this map puts any token into a block
+        if most_fits < fits <= whole:
+            most_fits = fits
+            best = found
+            if fits >= 5 * count:
+                break
     most = _NEARLY
-    held = list[Tensor]()
+    held: list[Tensor] = []
     for _ in range(3):
-        if found is None:
+        if best is None:
             return None
-        held = [
-            (found.misfits(side, vocabulary, n) < most).nonzero().flatten()
-            for n in range(count)
-        ]
-        numbers = torch.cat(
-            [torch.full_like(tokens, n) for n, tokens in enumerate(held)]
-        )
+        misfits = [best.misfits(side, vocabulary, n) for n in range(count)]
+        held = [(each < most).nonzero().flatten() for each in misfits]
         every = torch.cat(held)
         if not 2 * count < len(every) <= 4 * whole:
             return None
         # No place is known: each token gets a place of its own, of which A hides one at
         # most.
+        sizes = torch.tensor([len(tokens) for tokens in held])
+        numbers = torch.arange(count).repeat_interleave(sizes)
         places = numbers * len(every) + torch.arange(len(every))
-        found = solved(side, vocabulary[every], places, len(every))
+        best = solved(side, vocabulary[every], places, len(every))
         most = HIDDEN
-        found = None if found is None else replace(found, hidden=NOWHERE)
+        best = best and replace(best, hidden=NOWHERE)
     return held
 
 
@@ -724,29 +664,23 @@ def _placed(
 ) -> tuple[Reader, dict[int, int]] | None:
     """Put the tokens that blocks hold into their places, by one head's keys, and read the rest."""
     size = reader.blocks.size
-    table = reader.table
-    number = max(
-        range(len(held)),
-        key=lambda n: len(held[n]) if len(side.blocks[n]) == size else 0,
-    )
+    whole = [n for n in range(len(held)) if len(side.blocks[n]) == size]
+    number = max(whole, key=lambda n: len(held[n]), default=0)
     places = torch.arange(number * size, (number + 1) * size)
     tokens = held[number].repeat(size)
-    rows = table.rows(side, tokens, places.repeat_interleave(len(held[number])))
+    at = places.repeat_interleave(len(held[number]))
+    rows = reader.table.rows(side, tokens, at)
     numbers = torch.full_like(tokens, number)
     for found in _maps_of_pairs(side, rows, numbers, tokens, len(tokens)):
         if int((found.misfits(side, rows, number) < _NEARLY).sum()) < size // 2:
             continue
-        shifted = [
-            _shifted(reader, side, found, held, shift)
-            for shift in range(-size, size + 1)
-        ]
-        likely = sorted(shifted, key=len, reverse=True)[:_SHIFTS]
-        read = max(
-            (reader.read(known) for known in likely if known),
-            key=lambda read: len(read[1]),
-        )
-        if len(read[1]) >= size // 2:
-            return read
+        shifts = range(-size, size + 1)
+        shifted = [_shifted(reader, side, found, held, shift) for shift in shifts]
+        likely = sorted(filter(None, shifted), key=len, reverse=True)[:_SHIFTS]
+        reads = [reader.read(known) for known in likely]
+        best = max(reads, key=lambda read: len(read[1]))
+        if len(best[1]) >= size // 2:
+            return best
     return None
 
 
@@ -757,16 +691,11 @@ def _shifted(
     known: dict[int, int] = {}
     for number, tokens in enumerate(held):
         start = number * reader.blocks.size
-        places = torch.arange(start, start + len(side.blocks[number]))
-        places = places[places + shift >= 0]
-        if not len(places) or not len(tokens):
-            continue
-        at = (places + shift).repeat_interleave(len(tokens))
-        rows = reader.table.rows(side, tokens.repeat(len(places)), at)
-        misfits = found.misfits(side, rows, number)
-        least, which = misfits.unflatten(0, (len(places), -1)).min(1)
-        kept = least < _NEARLY
-        known |= dict(
-            zip(places[kept].tolist(), tokens[which[kept]].tolist(), strict=True)
-        )
+        for place in range(max(start, -shift), start + len(side.blocks[number])):
+            if not len(tokens):
+                break
+            at = torch.full_like(tokens, place + shift)
+            misfits = found.misfits(side, reader.table.rows(side, tokens, at), number)
+            if float(misfits.min()) < _NEARLY:
+                known[place] = int(tokens[misfits.argmin()])
     return known
