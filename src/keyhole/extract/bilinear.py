@@ -129,7 +129,7 @@ class ProbeBasis:
     @classmethod
     def draw(cls, v: Tensor, stream: torch.Generator) -> ProbeBasis:
         v = v / v.abs().max()
-        unit_v = v / lengths(v)
+        unit_v = normalized(v)
         Q = random_orthogonal(len(v), stream)
         return cls(equalised(unit_v[None], Q)[0], unit_v)
 
@@ -149,18 +149,27 @@ def lengths(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=-1)
 
 
+def normalized(rows: Tensor) -> Tensor:
+    """Return the rows at length one; a row of zeros stays."""
+    return rows / lengths(rows).clamp(min=1e-300)[..., None]
+
+
+def matvec(matrices: Tensor, vectors: Tensor) -> Tensor:
+    """Return the product of each matrix with its own vector."""
+    return (matrices @ vectors[..., None])[..., 0]
+
+
 def equalised(g: Tensor, Q: Tensor) -> Tensor:
     """Return the orthogonal rows Q reflected so that each has the same product > 0 with g."""
     target = Q.sum(0) / math.sqrt(len(Q))
-    mirror = g / lengths(g)[:, None] - target
+    mirror = normalized(g) - target
     square = (mirror * mirror).sum(1).clamp(min=1e-28)[:, None, None]
     return Q - (mirror @ Q.mT)[..., None] * (2 / square * mirror[:, None])
 
 
 def random_units(count: int, d: int, stream: torch.Generator) -> Tensor:
     """Return random tokens (count, d) of length one."""
-    raw = normal(stream, count, d)
-    return raw / lengths(raw)[:, None]
+    return normalized(normal(stream, count, d))
 
 
 def random_orthogonal(d: int, stream: torch.Generator) -> Tensor:

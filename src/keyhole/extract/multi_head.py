@@ -42,7 +42,6 @@ the result a *mismatch*.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -61,8 +60,9 @@ from keyhole.core.float64 import (
     tensor,
     zeros,
 )
+from keyhole.core.text import counted
 from keyhole.extract.arithmetic import EXACT, digits, exact_decimals, own_error
-from keyhole.extract.bilinear import ask_scores, lengths
+from keyhole.extract.bilinear import ask_scores, lengths, normalized
 from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.heads.far_field import BadToken, Lines
 from keyhole.extract.heads.masks import (
@@ -83,10 +83,9 @@ from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleErro
 _LINEAR = 1e-9  # the relative error to which answers of length one must be linear
 _ATTEMPTS = 3  # tokens x_0 that are tried
 _DECIMALS = 12  # answers rounded to more decimals count as exact
-_WRONG = 1e-3  # after a larger error, the next attempt stays closer to x_0, …
-_CAUTION = (
-    8.0  # … by this factor: opposite heads are exchanged unnoticed where W x passes 0
-)
+_WRONG = 1e-3  # after a larger error, the next attempt stays closer to x_0
+# by this factor: opposite heads are exchanged unnoticed where W x passes 0
+_CAUTION = 8.0
 
 
 @dataclass(frozen=True)
@@ -109,11 +108,7 @@ class MultiHead(Method):
         """Return the bound that docs/mathematics.md proves, for heads in general position."""
         if self.heads is None:
             return None
-        # `leak_probes` of a mask at a token
-        if self.heads + 1 < dim // 2:
-            tests = 1
-        else:
-            tests = 3
+        tests = 1 if self.heads + 1 < dim // 2 else 3  # `leak_probes` of a mask
         each = self.heads * (dim * dim + (3 + tests) * dim + 667) + 170
         return dim + 4 + attempts * each
 
@@ -138,18 +133,17 @@ class MultiHead(Method):
         d = oracle.dim
         stream = random_stream(self.seed)
         v = _sum_of_values(oracle, stream)
-        nothing = zeros(d, d)
         unknowns = None if self.heads is None else self.heads * (d * d + d)
-        yield Step(planted.MultiHead([nothing], [v]), d, unknowns)
+        yield Step(planted.MultiHead([zeros(d, d)], [v]), d, unknowns)
         best: Step | None = None
-        reached = math.inf
+        least = math.inf
         caution = 1.0
         for attempt in range(_ATTEMPTS):
             try:
                 step = yield from _attempt(oracle, v, stream, caution)
                 # Eight answers show whether another x_0 is worth its cost.
                 seed = int(torch.randint(2**31, (), generator=stream))
-                miss = Exam.draw(oracle, seed, lengths=(4,)).grade(step.model).worst
+                error = Exam.draw(oracle, seed, lengths=(4,)).grade(step.model).worst
             except BadToken:
                 if attempt == _ATTEMPTS - 1 and best is None:
                     raise
@@ -158,35 +152,35 @@ class MultiHead(Method):
                 if best is not None:
                     yield best
                 raise
-            if miss < reached or best is None:
+            if error < least or best is None:
                 best = step
-                reached = miss
-            if miss <= self.tolerance / 10:
+                least = error
+            if error <= self.tolerance / 10:
                 break
-            caution *= _CAUTION if miss > _WRONG else 1
-        if best is not None:
-            yield best
-            heads = len(best.model.tensors()["v"])
-            if self.heads not in (None, heads):
-                raise Unsuccessful(
-                    Status.MISMATCH,
-                    f"{heads} heads answer, not {self.heads}: equal heads act as one, and heads "
-                    "with v = 0 are invisible",
-                )
+            if error > _WRONG:
+                caution *= _CAUTION
+        if best is None:
+            return
+        yield best
+        heads = len(best.model.tensors()["v"])
+        if self.heads not in (None, heads):
+            raise Unsuccessful(
+                Status.MISMATCH,
+                f"{heads} heads answer, not {self.heads}: equal heads act as one, and heads "
+                "with v = 0 are invisible",
+            )
 
 
 def _inexact(oracle: Oracle) -> bool:
     """Return whether answers are rounded, or change for equivalent queries."""
-    draw = random_stream(0)
-    questions = normal(draw, 4, 2, oracle.dim)
+    questions = normal(random_stream(0), 4, 2, oracle.dim)
     answers = ask_scores(oracle, questions)
     if (answers == answers[0]).all():
         return False
     own = own_error(oracle, questions, answers, EPSILON)
-    rounded = (
-        digits(answers) > EXACT or exact_decimals(answers, most=_DECIMALS) is not None
-    )
-    return rounded or bool((own > 1e-12 * answers.abs().max()).all())
+    if digits(answers) > EXACT or exact_decimals(answers, most=_DECIMALS) is not None:
+        return True
+    return bool((own > 1e-12 * answers.abs().max()).all())
 
 
 def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
@@ -196,16 +190,14 @@ def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
     rounding.
     """
     d = oracle.dim
-    v = ask_scores(oracle, identity(d).unsqueeze(1))
+    v = ask_scores(oracle, identity(d)[:, None])
     x = normal(stream, d)
     factors = tensor([1.0, -1e3, 0.0])
-    tests = factors.unsqueeze(1) * x
-    answers = ask_scores(oracle, tests.unsqueeze(1))
+    tests = factors[:, None] * x
+    residual = ask_scores(oracle, tests[:, None]) - tests @ v
     pair = torch.stack([-2 * x.roll(1), x])[None]
-    norm = float(lengths(v) * lengths(x))
-    size = max(norm, float(ask_scores(oracle, pair).abs()))
-    miss = float(((answers - tests @ v) / factors.abs().clamp(min=1)).abs().max())
-    if miss > _LINEAR * size:
+    size = max(float(lengths(v) * lengths(x)), float(ask_scores(oracle, pair).abs()))
+    if (residual / factors.abs().clamp(min=1)).abs().max() > _LINEAR * size:
         raise Unsuccessful(
             Status.MISMATCH,
             "answers of length one are not linear to 1e-9: no heads explain them",
@@ -248,20 +240,21 @@ def _step(rays: Rays, columns: Columns | None) -> Step:
 
     Before any columns are known, W is known at x_0.
     """
-    W: list[Tensor] = []
-    v: list[Tensor] = []
-    at_x0 = rays.g.unsqueeze(2) * rays.x / (rays.x @ rays.x)
-    for ray, matrix in enumerate(at_x0 if columns is None else columns.matrices):
-        for k in range(int(rays.slopes[ray])):
-            W.append(rays.c[ray, k] * matrix)
-            v.append(rays.V[ray, k])
     d = len(rays.x)
-    extra = (len(v) - len(rays)) * (d + 1)  # c_k and V_k of each further slope
+    matrices = rays.g[..., None] * rays.x / (rays.x @ rays.x)
     known = 2 * d * len(rays)
     unknowns = len(rays) * (d * d + d)
     if columns is not None:
+        matrices = columns.matrices
         known = columns.known
         unknowns = columns.unknowns
+    W: list[Tensor] = []
+    v: list[Tensor] = []
+    for ray, matrix in enumerate(matrices):
+        for k in range(int(rays.slopes[ray])):
+            W.append(rays.c[ray, k] * matrix)
+            v.append(rays.V[ray, k])
+    extra = (len(v) - len(rays)) * (d + 1)  # c_k and V_k of each further slope
     if rays.v0.any():
         W.append(zeros(d, d))
         v.append(rays.v0)
@@ -272,23 +265,23 @@ def _step(rays: Rays, columns: Columns | None) -> Step:
 
 def _remark(rays: Rays, columns: Columns | None) -> str:
     """Return how many heads were found, of which ranks, and how they are related."""
-    heads = int(rays.slopes.sum()) + int(rays.v0.any())
-    parts = [f"{heads} head{'s' if heads > 1 else ''}"]
-    ranks = [] if columns is None else sorted(set(columns.rank.tolist()))
-    if ranks and ranks != [len(rays.x)]:
-        parts.append(
-            "of rank "
-            + (f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}")
-        )
-    opposite = sum(1 for count in Counter(rays.line.tolist()).values() if count > 1)
+    constant = bool(rays.v0.any())
+    heads = int(rays.slopes.sum()) + constant
+    parts = [counted(heads, "head")]
+    if columns is not None:
+        least = int(columns.rank.min())
+        most = int(columns.rank.max())
+        if most > least:
+            parts.append(f"of rank {least} to {most}")
+        elif least < len(rays.x):
+            parts.append(f"of rank {least}")
+    opposite = int((torch.bincount(rays.line) > 1).sum())
     proportional = int((rays.slopes > 1).sum())
     if opposite:
-        parts.append(f"{opposite} opposite pair{'s' if opposite > 1 else ''}")
+        parts.append(counted(opposite, "opposite pair"))
     if proportional:
-        parts.append(
-            f"{proportional} group{'s' if proportional > 1 else ''} of proportional W"
-        )
-    if rays.v0.any():
+        parts.append(f"{counted(proportional, 'group')} of proportional W")
+    if constant:
         parts.append("one with W = 0" if heads > 1 else "with W = 0")
     return ", ".join(parts)
 
@@ -313,7 +306,6 @@ def _remark(rays: Rays, columns: Columns | None) -> str:
 # instead of d: about `rd + (d − r)r` in all, and d − r more for each column that
 # brought nothing new.
 
-_EPSILON = EPSILON
 _HALVINGS = 14
 _REACH = 6.0  # the largest gᵀδ of probes, for which masks are made
 _NOISE = 256.0  # a column must be so many times above rounding to count as new
@@ -341,39 +333,34 @@ class Columns:
         stream: torch.Generator,
         caution: float,
     ) -> None:
-        reach = _REACH * lengths(lines.g) / lengths(rays.g).unsqueeze(1)
-        masks = mask_others(
-            lines, rays.line, rays.sign, reach, stream, rays.other_values()
-        )
+        count, d = rays.g.shape
+        reach = _REACH * lengths(lines.g) / lengths(rays.g)[:, None]
+        values = rays.other_values()
+        masks = mask_others(lines, rays.line, rays.sign, reach, stream, values)
         self._isolated = IsolatedHeads(oracle, masks.D, rays.v0)
         self._rays = rays
-        d = len(v)
         # η_j / |x_0| to begin with: masks of little margin hold less far from x_0.
         step = min(0.5, 0.4 * float(masks.margin.min()) * d**0.5 / 3.5) / caution
         self._tokens = last_tokens(self._isolated, lines, rays, v, step, stream)
         self._rows = Rows.design(rays.frame[None], rays)
-        self._measured = zeros(len(rays), d, d)  # g_0, then g_j − g_0
+        self._measured = zeros(count, d, d)  # g_0, then g_j − g_0
         self._measured[:, 0] = rays.g
-        self._basis = torch.zeros_like(self._measured)
-        self._basis[:, 0] = rays.g / lengths(rays.g).unsqueeze(1)
+        self._basis = zeros(count, d, d)
+        self._basis[:, 0] = normalized(rays.g)
         signal = (self._rows.deltas[:, 0] * rays.v).sum(1).abs()
-        values = float(lengths(rays.V).max())
-        noise = (
-            _EPSILON * values * (lengths(masks.D).amax(1) + lengths(rays.x)) / signal
-        )
+        size = lengths(masks.D).amax(1) + lengths(rays.x)
+        noise = EPSILON * float(lengths(rays.V).max()) * size / signal
         self._resolution = _NOISE * noise * lengths(rays.g)
-        self._growing = torch.ones(len(rays), dtype=torch.bool)
-        self._stop = torch.full(
-            (len(rays),), d
-        )  # how many columns are measured on all rows
-        self.rank = torch.full((len(rays),), d)
+        # how many columns are measured on all rows
+        self._stop = torch.full((count,), d)
+        self.rank = torch.full((count,), d)
         self.done = 1
         self.complete = False
 
     @property
     def matrices(self) -> Tensor:
         """W (R, d, d) of each ray's first slope, zero where it was not measured."""
-        return (self._measured / self._tokens.eta.unsqueeze(1)).mT @ self._tokens.B
+        return (self._measured / self._tokens.eta[:, None]).mT @ self._tokens.B
 
     @property
     def unknowns(self) -> int:
@@ -391,16 +378,16 @@ class Columns:
         d = len(self._rays.x)
         if self.complete:
             return self.unknowns
-        full = torch.minimum(self._stop, torch.tensor(self.done)).tolist()
+        columns = self._stop.clamp(max=self.done).tolist()
         return sum(
             d + min(d * m, r * (d - r + m))
-            for m, r in zip(full, self.rank.tolist(), strict=True)
+            for m, r in zip(columns, self.rank.tolist(), strict=True)
         )
 
     def grow(self) -> None:
         """Measure a few more columns, or the rest once every rank is known."""
         d = len(self._rays.x)
-        live = self._growing.nonzero().squeeze(1)
+        live = (self._stop == d).nonzero()[:, 0]
         if not len(live) or self.done == d:
             self._finish()
             return
@@ -408,30 +395,32 @@ class Columns:
         stop = min(d, m + max(1, min(m // 2, 4), m // 4))
         rows = self._rows.part(live)
         z = self._read(rows.deltas, live, m, stop)
-        self._measured[live, m:stop] = rows.solve(z) - self._rays.g[live].unsqueeze(1)
+        self._measured[live, m:stop] = rows.solve(z) - self._rays.g[live, None]
         self._find_low_ranks(live, stop)
         self.done = stop
 
     def _read(self, deltas: Tensor, rays: Tensor, start: int, stop: int) -> Tensor:
         """Return the logits (J, w, k) of probes (w, k, d) of some rays, for a range of columns."""
-        tokens = self._tokens
         some = slice(start, stop)
-        used = torch.arange(deltas.shape[1]) < self.rank[rays].unsqueeze(1)
-        owner = rays.unsqueeze(1).expand_as(used)[used]
-        rows = deltas[used]
-        asked = read_logits(
-            self._isolated, self._rays, tokens.x[some], tokens.base[some], rows, owner
+        used = torch.arange(deltas.shape[1]) < self.rank[rays, None]
+        answered = read_logits(
+            self._isolated,
+            self._rays,
+            self._tokens.x[some],
+            self._tokens.base[some],
+            deltas[used],
+            rays[:, None].expand_as(used)[used],
         )
-        if asked.isnan().any():
+        if answered.isnan().any():
             raise BadToken(
                 Status.MISMATCH, "an isolated gate answers outside its range"
             )
         z = zeros(stop - start, *used.shape)
-        z[:, used] = asked
+        z[:, used] = answered
         return z
 
     def _find_low_ranks(self, live: Tensor, stop: int) -> None:
-        """Set the rank where one of the last columns is in the span of those before it."""
+        """Set rank and span where one of the last columns is in the span of those before it."""
         fresh = self._measured[live, self.done : stop]
         known = self._basis[live, : self.done]
         for _ in range(2):  # twice against rounding
@@ -439,30 +428,25 @@ class Columns:
         Q, R = torch.linalg.qr(fresh.mT)
         new = R.diagonal(dim1=1, dim2=2).abs().amin(1) > self._resolution[live]
         self._basis[live, self.done : stop] = Q.mT
-        self._settle_rank(live[~new], stop)
-
-    def _settle_rank(self, rays: Tensor, stop: int) -> None:
-        """Set the rank and the span of the columns of these rays from singular vectors."""
-        if not len(rays):
+        low = live[~new]
+        if not len(low):
             return
-        _, sizes, span = torch.linalg.svd(
-            self._measured[rays, :stop], full_matrices=False
-        )
-        above = sizes > stop**0.5 * self._resolution[rays].unsqueeze(1)
-        self._growing[rays] = False
-        self._stop[rays] = stop
-        self.rank[rays] = above.sum(1).clamp(min=1)
-        self._basis[rays, :stop] = span * above.unsqueeze(2)
+        measured = self._measured[low, :stop]
+        _, sizes, span = torch.linalg.svd(measured, full_matrices=False)
+        above = sizes > stop**0.5 * self._resolution[low, None]
+        self._stop[low] = stop
+        self.rank[low] = above.sum(1).clamp(min=1)
+        self._basis[low, :stop] = span * above[..., None]
 
     def _finish(self) -> None:
         """Measure the other columns of rays of low rank, on as many rows as the rank."""
         d = len(self._rays.x)
         for stop in self._stop[self._stop < d].unique().tolist():
-            rays = (self._stop == stop).nonzero().squeeze(1)
+            rays = (self._stop == stop).nonzero()[:, 0]
             span = self._basis[rays, : int(self.rank[rays].max())]
             rows = Rows.design(span, self._rays.part(rays))
             g = rows.solve(self._read(rows.deltas, rays, stop, d))
-            self._measured[rays, stop:] = g - self._rays.g[rays].unsqueeze(1)
+            self._measured[rays, stop:] = g - self._rays.g[rays, None]
             self._measured[rays] = (self._measured[rays] @ span.mT) @ span
         self.complete = True
 
@@ -482,33 +466,33 @@ def last_tokens(
     B[0] = rays.x / size
     probes = leak_probes(lines, rays.line, rays.g, rays.V, stream)
     k = probes.shape[1]
-    rows = probes.reshape(-1, d)
     owner = torch.arange(count).repeat_interleave(k)
 
     def answers(x: Tensor) -> Tensor:
-        return isolated.grid(x, rows, owner).view(len(x), count, k)
+        y = isolated.grid(x, probes.flatten(0, 1), owner)
+        return y.view(len(x), count, k)
 
     origin = answers(rays.x[None])
     shift = origin - v @ rays.x  # the same at every x while masks hold
     values = float(lengths(rays.V).max())
     noise = 2e-14 * values * (lengths(isolated.D).amax(1) + size)
-    inexact = torch.where(
-        rays.slopes > 1, 1e-10, 1e-12 if k > 1 else 2e-14
-    )  # of own values
+    # of own values
+    inexact = torch.where(rays.slopes > 1, 1e-10, 1e-12 if k > 1 else 2e-14)
     noise = noise + inexact * values * lengths(probes).amax(1)
     eta = full(step * size, d)
-    eta[0] = size
-    base = origin[:, :, 0].repeat(d, 1)
+    eta[0] = 0
+    base = origin[..., 0].repeat(d, 1)
     pending = torch.arange(1, d)
     for _ in range(_HALVINGS):
-        x = rays.x + eta[pending].unsqueeze(1) * B[pending]
+        x = rays.x + eta[pending, None] * B[pending]
         y = answers(x)
-        base[pending] = y[:, :, 0]
-        leaks = (y - shift - (x @ v)[:, None, None]).abs().amax(2) > noise
+        base[pending] = y[..., 0]
+        residual = y - shift - (x @ v)[:, None, None]
+        leaks = residual.abs().amax(2) > noise
         pending = pending[leaks.any(1)]
         if not len(pending):
-            return Tokens(
-                B, eta, torch.cat([rays.x[None], rays.x + eta[1:, None] * B[1:]]), base
-            )
+            x = rays.x + eta[:, None] * B
+            eta[0] = size
+            return Tokens(B, eta, x, base)
         eta[pending] /= 2
     raise BadToken(Status.MISMATCH, "no last tokens near x_0 keep the masks")

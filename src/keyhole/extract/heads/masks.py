@@ -31,7 +31,7 @@ masked heads add nothing to the answers, and no digits are lost to cancellation.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -39,7 +39,7 @@ from torch import Tensor
 
 from keyhole.core.float64 import identity, normal, ones, zeros
 from keyhole.core.least_squares import Options, Point, minimize
-from keyhole.extract.bilinear import batch_rows, lengths, scalar
+from keyhole.extract.bilinear import batch_rows, lengths, matvec, normalized, scalar
 from keyhole.extract.heads.far_field import Lines
 from keyhole.oracle.protocol import Oracle, ask
 
@@ -82,50 +82,45 @@ class IsolatedHeads:
             return x.new_empty(len(x), len(rows))
         size = batch_rows(4, x.shape[1])
         parts: list[Tensor] = []
-        for p in range(0, len(rows), size):
-            offsets = self._offsets(rows[p : p + size], owner[p : p + size])
-            blocks = x[:, None, None].split(max(1, size // len(offsets)))
-            parts.append(torch.cat([self._put(offsets, block) for block in blocks]))
+        for some, ray in zip(rows.split(size), owner.split(size), strict=True):
+            offsets = self._offsets(some, ray)
+            tokens = x[:, None, None].split(max(1, size // len(some)))
+            parts.append(torch.cat([self._answers(offsets + each) for each in tokens]))
         return torch.cat(parts, 1) - rows @ self.v0 / 4
 
     def pairs(self, x: Tensor, rows: Tensor, owner: Tensor) -> Tensor:
         """Return the same for pairs of x_b and row_b, (B,)."""
         size = batch_rows(4, x.shape[1])
         parts: list[Tensor] = []
-        for b in range(0, len(rows), size):
-            offsets = self._offsets(rows[b : b + size], owner[b : b + size])
-            parts.append(self._put(offsets, x[b : b + size, None]))
+        for start in range(0, len(rows), size):
+            some = slice(start, start + size)
+            offsets = self._offsets(rows[some], owner[some])
+            parts.append(self._answers(offsets + x[some, None]))
         return torch.cat(parts) - rows @ self.v0 / 4
 
     def _offsets(self, rows: Tensor, owner: Tensor) -> Tensor:
         """Return [δ ; D1 ; D2 ; 0] for each row."""
-        offsets = rows.new_zeros(len(rows), 4, rows.shape[1])
-        offsets[:, 0] = rows
-        offsets[:, 1:3] = self.D.index_select(0, owner)
-        return offsets
+        last = torch.zeros_like(rows)
+        return torch.cat([rows[:, None], self.D[owner], last[:, None]], 1)
 
-    def _put(self, offsets: Tensor, x: Tensor) -> Tensor:
-        shape = torch.Size((*x.shape[:-3], *offsets.shape))
-        tokens = torch.add(
-            offsets, x, out=offsets.new_empty(shape)
-        )  # contiguous, in one pass
-        return scalar(ask(self.oracle, tokens.view(-1, *shape[-2:]))).view(shape[:-2])
+    def _answers(self, sequences: Tensor) -> Tensor:
+        answers = scalar(ask(self.oracle, sequences.flatten(0, -3)))
+        return answers.view(sequences.shape[:-2])
 
     def at_once(self, x: Tensor, rows: Tensor) -> Tensor:
         """Return what each row (R, k, d) adds to the answer of its ray at one token x: (R, k)."""
         rays, k, d = rows.shape
-        zero = torch.zeros(rays, 1, d, dtype=rows.dtype)
-        flat = torch.cat([zero, rows], 1).reshape(-1, d)
+        with_zero = torch.cat([zeros(rays, 1, d), rows], 1)
         owner = torch.arange(rays).repeat_interleave(k + 1)
-        y = self.grid(x[None], flat, owner).view(rays, k + 1)
+        y = self.grid(x[None], with_zero.flatten(0, 1), owner).view(rays, k + 1)
         return y[:, 1:] - y[:, :1]
 
 
 def mask_all(lines: Lines, reach: Tensor, stream: torch.Generator) -> Tensor:
     """Return masks (D, −D) for every head with W x ≠ 0, valid for |g_kᵀδ| ≤ reach_k."""
-    norm = lengths(lines.g)
-    mu = float((_SPARE * (MARGIN + reach) / (norm * lines.slow)).max())
-    unit = lines.g / norm.unsqueeze(1)
+    slowest = lengths(lines.g) * lines.slow
+    mu = float((_SPARE * (MARGIN + reach) / slowest).max())
+    unit = normalized(lines.g)
     w = _spread(unit[None], stream)[0]
     D = mu / float((unit @ w).abs().min()) * w
     return torch.stack([D, -D])
@@ -146,23 +141,22 @@ def mask_others(
     norm = lengths(lines.g)
     mu = (_SPARE * (MARGIN + reach) / (norm * lines.slow)).amax(1)
     shared = torch.bincount(line, minlength=len(norm))[line] > 1
-    heavy = torch.where(shared, 2.0, 1.0).double()
+    heavy = 1.0 + shared.double()  # μ'/μ
     G = lines.g.expand(len(line), -1, -1)
     best: Masks | None = None
     if values is not None and 0 < values.shape[1] < lines.g.shape[1] - 1:
         basis = torch.linalg.qr(values.mT).Q
         inside = G - (G @ basis) @ basis.mT
         best = _offsets(inside, norm, line, sign, mu, heavy, stream)
-        kept = (lengths(inside) / norm).amin(1) > 0.1
-        best = Masks(best.D, torch.where(kept, best.margin, 0.0))
+        remains = (lengths(inside) / norm).amin(1) > 0.1
+        best = Masks(best.D, torch.where(remains, best.margin, 0.0))
         if (best.margin >= 0.7 / math.sqrt(len(norm))).all():
             return best  # near the best margin of independent lines
     free = _offsets(G, norm, line, sign, mu, heavy, stream)
     if best is None:
         return free
-    costly = (
-        best.margin < 0.4 * free.margin
-    )  # where orthogonality costs too much margin
+    # Where orthogonality costs too much margin, the others are not orthogonal.
+    costly = best.margin < 0.4 * free.margin
     return Masks(
         torch.where(costly[:, None, None], free.D, best.D),
         torch.where(costly, free.margin, best.margin),
@@ -181,22 +175,20 @@ def _offsets(
     """Return D1 and D2 of the module's formula, for normals G (R, L, d) with lengths `norm`."""
     rays, count, d = G.shape
     own = G[torch.arange(rays), line]
-    others = _others(line, count)
-    unit = G / norm.unsqueeze(1)
-    rest = unit[others].view(rays, count - 1, d)
-    along = own / lengths(own).clamp(min=1e-300).unsqueeze(1)
-    w = _spread(rest - (rest @ along.unsqueeze(2)) * along.unsqueeze(1), stream, along)
-    b = along * (norm[line] / lengths(own).clamp(min=1e-300)).unsqueeze(
-        1
-    )  # g_lᵀb = |g_l|
+    own_size = lengths(own).clamp(min=1e-300)
+    along = own / own_size[:, None]
+    others = (G / norm[:, None])[_others(line, count)].view(rays, count - 1, d)
+    outside = others - (others @ along[..., None]) * along[:, None]
+    w = _spread(outside, stream, along)
+    b = along * (norm[line] / own_size)[:, None]  # g_lᵀb = |g_l|
     tau = torch.zeros_like(mu)
     if count > 1:
-        margin = (rest @ w.unsqueeze(2)).squeeze(2).abs().clamp(min=1e-300)
-        lean = (rest @ b.unsqueeze(2)).squeeze(2).abs()
-        tau = (mu.unsqueeze(1) * (1 + heavy.unsqueeze(1) * lean) / margin).amax(1)
-    back = (sign * mu).unsqueeze(1) * b
-    side = tau.unsqueeze(1) * w
-    D = torch.stack([side - back, -side - heavy.unsqueeze(1) * back], 1)
+        margin = matvec(others, w).abs().clamp(min=1e-300)
+        lean = matvec(others, b).abs()
+        tau = (mu[:, None] * (1 + heavy[:, None] * lean) / margin).amax(1)
+    back = (sign * mu)[:, None] * b
+    side = tau[:, None] * w
+    D = torch.stack([side - back, -side - heavy[:, None] * back], 1)
     return Masks(D, mu / lengths(D).amax(1))
 
 
@@ -210,8 +202,9 @@ def _spread(P: Tensor, stream: torch.Generator, avoid: Tensor | None = None) -> 
     rays, k, d = P.shape
     if k == 0:
         w = normal(stream, rays, d)
-        w = w if avoid is None else w - (w * avoid).sum(1, keepdim=True) * avoid
-        return w / lengths(w).clamp(min=1e-300).unsqueeze(1)
+        if avoid is not None:
+            w = w - (w * avoid).sum(1, keepdim=True) * avoid
+        return normalized(w)
     poor = torch.ones(rays, dtype=torch.bool)
     w = zeros(rays, d)
     if k < d:
@@ -220,24 +213,22 @@ def _spread(P: Tensor, stream: torch.Generator, avoid: Tensor | None = None) -> 
         square = ((signs @ inverse) * signs).sum(2)
         square = torch.where(square > 0, square, torch.inf)
         least, best = square.min(1)
-        w = (signs[best].unsqueeze(1) @ inverse @ P).squeeze(1)
+        w = (signs[best][:, None] @ inverse @ P)[:, 0]
         sound = inverse.diagonal(dim1=1, dim2=2).amax(1) < 1e6
         poor = ~(sound & (least < 4 * k))
     if poor.any():
         w[poor] = _ascend(P[poor], stream)
-    return w / lengths(w).unsqueeze(1)
+    return normalized(w)
 
 
 def _ascend(P: Tensor, stream: torch.Generator) -> Tensor:
     """Maximise min_k |P_kᵀw| over unit w, by ascent on a soft minimum from random starts."""
-    rays, k, _ = P.shape
+    rays, k, d = P.shape
     signs = normal(stream, _STARTS, k)
-    starts = torch.cat(
-        [signs @ P, signs.sign() @ torch.linalg.pinv(P, rtol=1e-3).mT], 1
-    )
-    w = starts / lengths(starts).clamp(min=1e-300).unsqueeze(2)
+    inverse = torch.linalg.pinv(P, rtol=1e-3)
+    w = normalized(torch.cat([signs @ P, signs.sign() @ inverse.mT], 1))
     top = (w @ P.mT).abs().amin(2).topk(_KEPT, dim=1).indices
-    w = w.gather(1, top.unsqueeze(2).expand(-1, -1, w.shape[2]))
+    w = w.gather(1, top[..., None].expand(-1, -1, d))
     best = w[:, 0].clone()
     reached = zeros(rays)
     for turn in range(_ASCENT):
@@ -249,7 +240,7 @@ def _ascend(P: Tensor, stream: torch.Generator) -> Tensor:
         reached = torch.maximum(reached, margin)
         soft = torch.softmax(-4 * size / (0.05 + size.amin(2, keepdim=True)), 2)
         w = w + 0.3 * 0.95**turn * (soft * shadow.sign()) @ P
-        w = w / lengths(w).unsqueeze(2)
+        w = normalized(w)
     return best
 
 
@@ -268,30 +259,29 @@ def leak_probes(
     rays, slots, d = V.shape
     if slots >= d:
         return zeros(rays, 1, d)
-    own = torch.cat([V, g.unsqueeze(1)], 1) if slots + 1 < d else V
+    own = torch.cat([V, g[:, None]], 1) if slots + 1 < d else V
     own = torch.linalg.qr(own.mT).Q
     if slots == 1 and rays + 1 < d // 2 and len(line.unique()) == rays:
         inside = g - (g @ own) @ own.mT  # (R, R, d)
-        wanted = _PULL * (1 - identity(rays))
+        unit = identity(rays)
         # A ray's own row is 0 after the projection: the ridge keeps the system
         # solvable.
-        ridge = 1e-12 * float((g * g).sum(1).max()) * identity(rays)
-        weights = torch.linalg.solve(inside @ inside.mT + ridge, wanted)
-        return weights.unsqueeze(1) @ inside
-    others = _others(line, len(lines.g))
-    unit = (lines.g / lengths(lines.g).unsqueeze(1)).expand(rays, -1, -1)
-    rest = unit[others].view(rays, len(lines.g) - 1, d)
-    w = _spread(rest - (rest @ own) @ own.mT, stream)
-    pulls = (w @ lines.g.mT).abs().masked_fill(~others, torch.inf).amin(1, keepdim=True)
-    w = _PULL / pulls.clamp(min=1e-300) * w
+        ridge = 1e-12 * float((g * g).sum(1).max()) * unit
+        weights = torch.linalg.solve(inside @ inside.mT + ridge, _PULL * (1 - unit))
+        return weights[:, None] @ inside
+    count = len(lines.g)
+    is_other = _others(line, count)
+    units = normalized(lines.g).expand(rays, -1, -1)
+    others = units[is_other].view(rays, count - 1, d)
+    w = _spread(others - (others @ own) @ own.mT, stream)
+    pulls = (w @ lines.g.mT).abs().masked_fill(~is_other, torch.inf)
+    w = _PULL / pulls.amin(1, keepdim=True).clamp(min=1e-300) * w
     return torch.stack([0 * w, w, -w], 1)
 
 
 def _others(line: Tensor, count: int) -> Tensor:
     """Return which lines are not the ray's own: (R, L)."""
-    return torch.ones(len(line), count, dtype=torch.bool).scatter(
-        1, line.unsqueeze(1), False
-    )
+    return torch.arange(count) != line[:, None]
 
 
 # The near field of a head that masks have isolated: `y = σ(gᵀδ)·vᵀδ`, so `gᵀδ = logit(y
@@ -310,7 +300,7 @@ def _others(line: Tensor, count: int) -> Tensor:
 #     z = Sy + a(tᵀy)    so    y = S⁻¹z − S⁻¹a (tᵀS⁻¹z) / (1 + tᵀS⁻¹a).
 
 _LOGIT = 0.6  # the size of gᵀδ for which probes are designed
-_WIDEST = 4.0  # a larger logit is measured again with a quarter of δ
+_MAX_LOGIT = 4.0  # a larger one is measured again with a quarter of δ
 _BY_SLOPES = Options(max_steps=50, target=1e-31)
 
 
@@ -347,10 +337,11 @@ class Rays:
         """Return the values of all other heads for every ray, (R, n, d)."""
         rays, _, d = self.V.shape
         own = torch.eye(rays, dtype=torch.bool)
-        rest = self.V.expand(rays, -1, -1, -1)[~own].view(rays, -1, d)
-        rest = rest[:, (rest != 0).any(2).any(0)]
-        zero = self.v0.expand(rays, 1, d)
-        return torch.cat([rest, zero], 1) if self.v0.any() else rest
+        others = self.V.expand(rays, -1, -1, -1)[~own].view(rays, -1, d)
+        others = others[:, (others != 0).any(2).any(0)]
+        if not self.v0.any():
+            return others
+        return torch.cat([others, self.v0.expand(rays, 1, d)], 1)
 
 
 @dataclass(frozen=True)
@@ -369,55 +360,38 @@ class Rows:
         d = frame.shape[2]
         Q = starting_with(rays.g, frame)
         p, agreement = agreeing_direction(rays)
-        mixed = (rays.slopes > 1).unsqueeze(1)
-        size = (
-            _LOGIT
-            * math.sqrt(d)
-            / torch.linalg.vector_norm(rays.g, dim=1, keepdim=True)
-        )
+        mixed = (rays.slopes > 1)[:, None]
+        size = _LOGIT * math.sqrt(d) / lengths(rays.g)[:, None]
         size = torch.where(mixed, size / 2, size)
         s = size.repeat(1, Q.shape[1])
         s[:, 0] *= 1.2 / math.sqrt(d)
-        t = (Q @ p.unsqueeze(2)).squeeze(2)
+        t = matvec(Q, p)
         a = size / math.sqrt(d) - s * t.abs()
         if mixed.any():  # every value must have the same sign on every row
-            unit = rays.V / torch.linalg.vector_norm(rays.V, dim=2, keepdim=True).clamp(
-                min=1e-300
-            )
-            reach = (Q @ unit.mT).abs().amax(2)
-            a = torch.where(mixed, s * (1.3 * reach / agreement.unsqueeze(1) + 0.05), a)
+            reach = (Q @ normalized(rays.V).mT).abs().amax(2)
+            a = torch.where(mixed, s * (1.3 * reach / agreement[:, None] + 0.05), a)
         a = torch.where(t < 0, -a, a)
-        return cls(
-            Q,
-            s,
-            a,
-            t,
-            torch.baddbmm(s.unsqueeze(2) * Q, a.unsqueeze(2), p.unsqueeze(1)),
-        )
+        deltas = torch.baddbmm(s[..., None] * Q, a[..., None], p[:, None])
+        return cls(Q, s, a, t, deltas)
 
     def part(self, rows: Tensor) -> Rows:
-        if len(rows) == len(self.s):
-            return self
-        fields = (self.Q, self.s, self.a, self.t, self.deltas)
-        return Rows(*(field[rows] for field in fields))
+        return Rows(*(getattr(self, each.name)[rows] for each in fields(self)))
 
     def solve(self, z: Tensor) -> Tensor:
         """Return g (R, J, d) of every ray from its logits (J, R, k)."""
         y = z / self.s
         a = self.a / self.s
-        along = (y * self.t).sum(2, keepdim=True) / (1 + (self.t * a).sum(1)).unsqueeze(
-            1
-        )
+        along = (y * self.t).sum(2, keepdim=True)
+        along = along / (1 + (self.t * a).sum(1))[:, None]
         return (y - along * a).transpose(0, 1) @ self.Q
 
 
 def starting_with(g: Tensor, frame: Tensor) -> Tensor:
     """Return the frame (R or 1, k, d) reflected so that its first row is along ±g (R, d)."""
-    mirror = (frame @ g.unsqueeze(2)).squeeze(2)
-    mirror = mirror / torch.linalg.vector_norm(mirror, dim=1, keepdim=True)
+    mirror = normalized(matvec(frame, g))
     mirror[:, 0] += torch.where(mirror[:, 0] < 0, -1.0, 1.0)
     square = (mirror * mirror).sum(1)[:, None, None]
-    return frame - (2 / square * mirror.unsqueeze(2)) * (mirror.unsqueeze(1) @ frame)
+    return frame - (2 / square * mirror[..., None]) * (mirror[:, None] @ frame)
 
 
 def agreeing_direction(rays: Rays) -> tuple[Tensor, Tensor]:
@@ -428,14 +402,14 @@ def agreeing_direction(rays: Rays) -> tuple[Tensor, Tensor]:
     """
     p = rays.v.clone()
     least = ones(len(rays))
-    for r in (rays.slopes > 1).nonzero().squeeze(1).tolist():
+    for r in (rays.slopes > 1).nonzero()[:, 0].tolist():
         V = rays.V[r, : int(rays.slopes[r])]
-        unit = V / torch.linalg.vector_norm(V, dim=1, keepdim=True)
+        unit = normalized(V)
         p[r] = torch.linalg.pinv(unit, rtol=1e-6).sum(1)
         if (unit @ p[r]).min() < 0.1:
             p[r] = (rays.c[r, : len(V), None] * V).sum(0)
         least[r] = (unit @ p[r]).min() / lengths(p[r])
-    return p / torch.linalg.vector_norm(p, dim=1, keepdim=True), least.clamp(min=0.2)
+    return normalized(p), least.clamp(min=0.2)
 
 
 def read_logits(
@@ -452,20 +426,20 @@ def read_logits(
     `base` (J, R) are the answers at δ = 0. Large logits are measured again with a
     quarter of δ, since gᵀδ is linear in δ.
     """
-    z = _logits(rays, rows, owner, isolated.grid(x, rows, owner) - base[:, owner])
-    j, p = (~(z.abs() <= _WIDEST)).nonzero().unbind(1)
+    answers = isolated.grid(x, rows, owner) - base[:, owner]
+    z = _logits(rays, rows, owner, answers)
+    j, p = (~(z.abs() <= _MAX_LOGIT)).nonzero().unbind(1)
     for turn in range(1, tries):
         if not len(j):
             return z
-        part = rows[p] / 4**turn
-        whose = owner[p]
-        now = _logits(
-            rays, part, whose, isolated.pairs(x[j], part, whose) - base[j, whose]
-        )
-        z[j, p] = 4**turn * now
-        wide = ~(now.abs() <= _WIDEST)
-        j = j[wide]
-        p = p[wide]
+        shorter = rows[p] / 4**turn
+        ray = owner[p]
+        answers = isolated.pairs(x[j], shorter, ray) - base[j, ray]
+        again = _logits(rays, shorter, ray, answers)
+        z[j, p] = 4**turn * again
+        large = ~(again.abs() <= _MAX_LOGIT)
+        j = j[large]
+        p = p[large]
     z[j, p] = torch.nan
     return z
 
@@ -473,11 +447,12 @@ def read_logits(
 def _logits(rays: Rays, rows: Tensor, owner: Tensor, y: Tensor) -> Tensor:
     """Solve `y = Σ_k σ(c_k z)·V_kᵀδ` for z; y is (…, P)."""
     z = torch.logit(y / (rows * rays.v[owner]).sum(1))
-    mixed = (rays.slopes > 1)[owner].nonzero().squeeze(1)
+    mixed = (rays.slopes > 1)[owner].nonzero()[:, 0]
     if len(mixed):
         ray = owner[mixed]
-        A = (rays.V[ray] @ rows[mixed].unsqueeze(2)).squeeze(2)
-        expected = (rows[mixed] * rays.g[ray]).sum(1)
+        deltas = rows[mixed]
+        expected = (deltas * rays.g[ray]).sum(1)
+        A = matvec(rays.V[ray], deltas)
         z[..., mixed] = mixed_gate(rays.c[ray], A, y[..., mixed], expected)
     return z
 

@@ -19,11 +19,19 @@ from itertools import combinations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from keyhole.core import Status
 from keyhole.core.float64 import identity, normal, ones, tensor, zeros
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import equalised, lengths, random_orthogonal
+from keyhole.extract.bilinear import (
+    equalised,
+    lengths,
+    matvec,
+    normalized,
+    random_orthogonal,
+    random_units,
+)
 from keyhole.extract.gauss_newton import levenberg
 from keyhole.extract.heads.far_field import (
     BadToken,
@@ -45,25 +53,24 @@ from keyhole.oracle.protocol import Oracle
 NOTHING = 1e-9  # smaller values, relative to the largest, count as zero
 _OPEN = 60.0  # gᵀδ of an open gate
 _TESTS = tensor([-2.5, 1.0, 3.0])  # gᵀδ of the answers that test g
-_EXACT = 1e-9  # the relative error to which one logistic must predict other answers
+_LOGISTIC = 1e-9  # the relative error to which one logistic must predict other answers
 
 
 def find_rays(oracle: Oracle, v: Tensor, stream: torch.Generator) -> tuple[Lines, Rays]:
     """Return every head at a random token x_0, and the lines with more exact normals."""
-    x = normal(stream, len(v))
-    x = x / lengths(x)
+    x = random_units(1, len(v), stream)[0]
     frame = random_orthogonal(len(v), stream)
     lines = find_lines(Probe(oracle, x, v), stream)
     at = _Token(oracle, x, v, lines, frame, stream).balanced()
-    rays, rest = at.rays()
-    if rays is None or rest > NOTHING:
+    rays = at.rays()
+    if rays is None:
         hidden = find_hidden_lines(Probe(oracle, at.x, v), stream)
         at = replace(at, lines=at.lines.union(hidden)).balanced()
-        rays, rest = at.rays()
-        if rays is None or rest > NOTHING:
-            raise BadToken(
-                Status.MISMATCH, "the values of the heads found do not add up to f([x])"
-            )
+        rays = at.rays()
+    if rays is None:
+        raise BadToken(
+            Status.MISMATCH, "the values of the heads found do not add up to f([x])"
+        )
     return _settle(oracle, at.lines, rays, stream)
 
 
@@ -91,33 +98,34 @@ class _Token:
         """The size of the values."""
         return max(self.lines.scale, float(lengths(self.v)))
 
-    def rays(self) -> tuple[Rays | None, float]:
-        """Return all rays with values (None if a gate never opens), and the missing share of v."""
+    def rays(self) -> Rays | None:
+        """Return all rays with values; None if a gate never opens, or values miss a part of v."""
         v0 = self._zero_value()
-        line = torch.arange(len(self.lines.g)).repeat_interleave(2)
-        sign = tensor([1.0, -1.0]).repeat(len(self.lines.g))
+        count = len(self.lines.g)
+        line = torch.arange(count).repeat_interleave(2)
+        sign = tensor([1.0, -1.0]).repeat(count)
         values = zeros(0, len(self.v))
-        if len(line):
+        if count:
             opened = self._open_values(v0, line, sign)
             if opened is None:
-                return None, math.inf
+                return None
             present, values = opened
             line = line[present]
             sign = sign[present]
-        g = sign.unsqueeze(1) * self.lines.g[line]
-        rays = Rays(
+        missing = float(lengths(self.v - v0 - values.sum(0)))
+        if missing > NOTHING * self.scale:
+            return None
+        return Rays(
             self.x,
             line,
             sign,
-            g,
+            sign[:, None] * self.lines.g[line],
             values,
             v0,
             ones(len(line), 1),
-            values.unsqueeze(1),
+            values[:, None],
             self.frame,
         )
-        rest = float(lengths(self.v - v0 - values.sum(0)))
-        return rays, rest / self.scale if self.scale else rest
 
     def _zero_value(self) -> Tensor:
         """Return v_0 of heads with W = 0, from `v_0ᵀδ/4` with all others masked; 2 answers if 0."""
@@ -129,11 +137,11 @@ class _Token:
         if len(g):
             D = mask_all(self.lines, (g @ Q.mT).abs().amax(1) + 5, self.stream)
         isolated = IsolatedHeads(self.oracle, D[None], torch.zeros_like(x))
-        seen = float(isolated.at_once(x, Q[:2].sum(0)[None, None]).abs())
+        answer = isolated.at_once(x, Q[:2].sum(0)[None, None]).abs()
         noise = 1e-12 * self.scale * float(lengths(D).max())
-        if seen <= NOTHING * self.scale * size + noise:
+        if answer <= NOTHING * self.scale * size + noise:
             return torch.zeros_like(x)
-        return 4 * isolated.at_once(x, Q[None]).squeeze(0) @ Q / size**2
+        return 4 * isolated.at_once(x, Q[None])[0] @ Q / size**2
 
     def _open_values(
         self, v0: Tensor, line: Tensor, sign: Tensor
@@ -143,11 +151,9 @@ class _Token:
         All δ of a ray have the same gᵀδ, and doubling one of them shows whether the
         gate is open.
         """
-        x = self.x
         lines = self.lines
-        scale = self.scale
         d = len(self.x)
-        g = sign.unsqueeze(1) * lines.g[line]
+        g = sign[:, None] * lines.g[line]
         Q = equalised(g, self.frame)
         length = _OPEN * math.sqrt(d) / (lengths(g) * lines.slow[line])
         y = zeros(len(line), 3)
@@ -159,19 +165,20 @@ class _Token:
             reach = 2 * (delta @ lines.g.mT).abs().amax(1)
             reach[torch.arange(len(todo)), line[todo]] = 5.0
             D[todo] = mask_others(lines, line[todo], sign[todo], reach, self.stream).D
-            probe = torch.stack([mix @ delta, delta[:, 0], 2 * delta[:, 0]], 1)
-            y[todo] = IsolatedHeads(self.oracle, D[todo], v0).at_once(x, probe)
-            present = y.abs().amax(1) > NOTHING * scale * length
-            closed = (y[:, 2] - 2 * y[:, 1]).abs() > 1e-11 * scale * length
-            todo = (present & closed).nonzero().squeeze(1)
+            probes = torch.stack([mix @ delta, delta[:, 0], 2 * delta[:, 0]], 1)
+            isolated = IsolatedHeads(self.oracle, D[todo], v0)
+            y[todo] = isolated.at_once(self.x, probes)
+            present = y.abs().amax(1) > NOTHING * self.scale * length
+            doubled = y[:, 2] - 2 * y[:, 1]
+            shut = doubled.abs() > 1e-11 * self.scale * length
+            todo = (present & shut).nonzero()[:, 0]
             if not len(todo):
                 delta = length[present, None, None] * Q[present]
-                rest = IsolatedHeads(self.oracle, D[present], v0).at_once(
-                    x, delta[:, 1:]
-                )
-                answers = torch.cat([y[present, 1:2], rest], 1)
-                values = (answers.unsqueeze(1) @ delta).squeeze(1)
-                return present, values / length[present].unsqueeze(1) ** 2
+                isolated = IsolatedHeads(self.oracle, D[present], v0)
+                others = isolated.at_once(self.x, delta[:, 1:])
+                answers = torch.cat([y[present, 1:2], others], 1)
+                values = (answers[:, None] @ delta)[:, 0]
+                return present, values / length[present, None] ** 2
             length[todo] *= 8
         return None
 
@@ -186,9 +193,9 @@ def _settle(
             return lines, rays
         part = rays.part(todo)
         values = rays.other_values()[todo]
-        g, single = _near_field(oracle, lines, part, values, stream)
-        rays.g[todo] = torch.where(single.unsqueeze(1), g, part.g)
-        todo = todo[~single]
+        g, is_single = _near_field(oracle, lines, part, values, stream)
+        rays.g[todo] = torch.where(is_single[:, None], g, part.g)
+        todo = todo[~is_single]
         lines = _sharpened(lines, rays, todo)
     for ray in todo.tolist():
         rays = fit_ray(oracle, lines, rays, ray, stream)
@@ -202,33 +209,27 @@ def _near_field(
     rows = Rows.design(rays.frame[None], rays)
     count, k, d = rows.deltas.shape
     tests = normal(stream, count, 3, d) / math.sqrt(d)
-    tests = tests + (rays.g / lengths(rays.g).unsqueeze(1)).unsqueeze(1)
-    tests = tests * (_TESTS / (tests @ rays.g.unsqueeze(2)).squeeze(2)).unsqueeze(2)
-    zero = zeros(count, 1, d)
-    both = torch.cat([rows.deltas, tests], 1)
-    reach = (both @ lines.g.mT).abs().amax(1) + 5
+    tests = tests + normalized(rays.g)[:, None]
+    tests = tests * (_TESTS / matvec(tests, rays.g))[..., None]
+    probes = torch.cat([rows.deltas, tests], 1)
+    reach = (probes @ lines.g.mT).abs().amax(1) + 5
     masks = mask_others(lines, rays.line, rays.sign, reach, stream, values)
     isolated = IsolatedHeads(oracle, masks.D, rays.v0)
     x = rays.x[None]
-    owner = torch.arange(count)
-    fixed = torch.cat([zero, tests], 1)
-    y = isolated.grid(x, fixed.view(-1, d), owner.repeat_interleave(4)).view(count, 4)
-    flat = rows.deltas.view(-1, d)
-    z = read_logits(
-        isolated, rays, x, y[:, 0][None], flat, owner.repeat_interleave(k), 2
-    )
-    g = rows.solve(z.view(1, count, k)).squeeze(1)
-    signal = (tests @ rays.v.unsqueeze(2)).squeeze(2)
-    expected = torch.sigmoid((tests @ g.unsqueeze(2)).squeeze(2)) * signal
-    noise = (
-        1e-14
-        * float(lengths(rays.V).max())
-        * (lengths(masks.D).amax(1) + lengths(both).amax(1))
-    )
-    allowed = _EXACT * lengths(tests) * lengths(rays.v).unsqueeze(1) + noise.unsqueeze(
-        1
-    )
-    return g, ((y[:, 1:] - y[:, :1] - expected).abs() < allowed).all(1)
+    ray = torch.arange(count)
+    with_zero = torch.cat([zeros(count, 1, d), tests], 1).flatten(0, 1)
+    y = isolated.grid(x, with_zero, ray.repeat_interleave(4)).view(count, 4)
+    base = y[:, 0]
+    deltas = rows.deltas.flatten(0, 1)
+    owner = ray.repeat_interleave(k)
+    z = read_logits(isolated, rays, x, base[None], deltas, owner, tries=2)
+    g = rows.solve(z.view(1, count, k))[:, 0]
+    expected = torch.sigmoid(matvec(tests, g)) * matvec(tests, rays.v)
+    sizes = lengths(masks.D).amax(1) + lengths(probes).amax(1)
+    noise = 1e-14 * float(lengths(rays.V).max()) * sizes
+    allowed = _LOGISTIC * lengths(tests) * lengths(rays.v)[:, None] + noise[:, None]
+    residual = y[:, 1:] - y[:, :1] - expected
+    return g, (residual.abs() < allowed).all(1)
 
 
 def _sharpened(lines: Lines, rays: Rays, unknown: Tensor) -> Lines:
@@ -241,13 +242,13 @@ def _sharpened(lines: Lines, rays: Rays, unknown: Tensor) -> Lines:
     settled[rays.line[unknown]] = False
     size = lengths(rays.g)
     slope = size * torch.where((rays.V != 0).any(2), rays.c, torch.inf).amin(1)
-    fastest = torch.zeros_like(lines.slow).scatter_reduce(0, rays.line, size, "amax")
-    slowest = torch.full_like(lines.slow, torch.inf).scatter_reduce(
-        0, rays.line, slope, "amin"
-    )
+    fastest = torch.zeros_like(lines.slow)
+    fastest = fastest.scatter_reduce(0, rays.line, size, "amax")
+    slowest = torch.full_like(fastest, torch.inf)
+    slowest = slowest.scatter_reduce(0, rays.line, slope, "amin")
     g = lines.g.clone()
-    rows = ((size == fastest[rays.line]) & settled[rays.line]).nonzero().squeeze(1)
-    g[rays.line[rows]] = rays.sign[rows].unsqueeze(1) * rays.g[rows]
+    chosen = (size == fastest[rays.line]) & settled[rays.line]
+    g[rays.line[chosen]] = rays.sign[chosen, None] * rays.g[chosen]
     return Lines(g, torch.where(settled, slowest / fastest, lines.slow), lines.scale)
 
 
@@ -265,11 +266,10 @@ def _sharpened(lines: Lines, rays: Rays, unknown: Tensor) -> Lines:
 # It is an assumption that the factors c_k are the same at every x; the judge's fresh
 # queries test it.
 
-MOST = 4  # slopes on a ray
+MAX_SLOPES = 4  # on a ray
 _PROFILE = 48  # answers along one direction
-_GRID = torch.logspace(
-    -1.4, 1.3, 19, dtype=torch.float64
-)  # slopes relative to the guess
+# slopes relative to the guess
+_GRID = torch.logspace(-1.4, 1.3, 19, dtype=torch.float64)
 _STARTS = 10
 _LIKELY = 1e-8  # like `_FITS`, along one direction
 _FITS = 1e-10  # smaller residuals, relative to the answers, are rounding
@@ -289,50 +289,47 @@ def fit_ray(
     def ask(delta: Tensor) -> Tensor:
         reach = (delta @ lines.g.mT).abs().amax(0) + 5
         masks = mask_others(lines, part.line, part.sign, reach[None], stream, values)
-        return (
-            IsolatedHeads(oracle, masks.D, rays.v0)
-            .at_once(rays.x, delta[None])
-            .squeeze(0)
-        )
+        isolated = IsolatedHeads(oracle, masks.D, rays.v0)
+        return isolated.at_once(rays.x, delta[None])[0]
 
     t, e = _profile(guess, stream)
-    profile = ask(t.unsqueeze(1) * e) / t
+    profile = ask(t[:, None] * e) / t
     delta = zeros(0, len(v))
     y = zeros(0)
-    for count in range(1, MOST + 1):
+    for count in range(1, MAX_SLOPES + 1):
         slopes = _slopes(t, profile, float(v @ e), count)
         if slopes is None:
             continue
         more = int(1.5 * (len(v) * (count + 1) + count - 1)) + 8 - len(y)
         new = _spread_probes(guess * slopes[0], more, stream)
-        delta, y = torch.cat([delta, new]), torch.cat([y, ask(new)])
+        delta = torch.cat([delta, new])
+        y = torch.cat([y, ask(new)])
         fitted = _fit(delta, y, slopes[0] * guess, slopes / slopes[0], v)
         if fitted is not None:
             return _with_ray(rays, ray, *fitted)
     raise BadToken(
         Status.NOT_APPLICABLE,
-        f"a direction W x whose gate no {MOST} heads explain: more heads than that have "
+        f"a direction W x whose gate no {MAX_SLOPES} heads explain: more heads than that have "
         "proportional W, or it is no attention",
     )
 
 
 def _with_ray(rays: Rays, ray: int, g: Tensor, c: Tensor, V: Tensor) -> Rays:
     """Return the rays with g, c and V of one of them replaced."""
-    more = max(rays.c.shape[1], len(c)) - rays.c.shape[1]
-    all_c = torch.nn.functional.pad(rays.c, (0, more), value=1.0)
-    all_V = torch.nn.functional.pad(rays.V, (0, 0, 0, more))
+    more = max(0, len(c) - rays.c.shape[1])
+    all_c = pad(rays.c, (0, more), value=1.0)
+    all_V = pad(rays.V, (0, 0, 0, more))
+    all_g = rays.g.clone()
     all_c[ray, : len(c)] = c
     all_V[ray, : len(c)] = V
-    all_g = rays.g.clone()
     all_g[ray] = g
     return replace(rays, g=all_g, c=all_c, V=all_V)
 
 
 def _profile(guess: Tensor, stream: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return multiples t of a direction e with gᵀe about 1: both signs, from 1/16 to 24."""
-    e = normal(stream, len(guess))
-    norm = lengths(guess)
-    e = guess / norm + 0.5 * e / lengths(e)
+    aside = normal(stream, len(guess))
+    e = normalized(guess) + 0.5 * aside / lengths(aside)
     t = torch.logspace(-1.2, 1.4, _PROFILE // 2, dtype=torch.float64)
     return torch.cat([t, -t]), e / (e @ guess)
 
@@ -341,12 +338,11 @@ def _spread_probes(g: Tensor, count: int, stream: torch.Generator) -> Tensor:
     """Return δ with gᵀδ of both signs from 0.2 to 16 and a random part orthogonal to g."""
     norm = lengths(g)
     across = normal(stream, count, len(g))
-    across = across - (across @ g).unsqueeze(1) * g / norm**2
-    z = torch.exp(4.3 * torch.rand(count, generator=stream, dtype=torch.float64) - 1.5)
-    z = torch.where(
-        torch.rand(count, generator=stream, dtype=torch.float64) < 0.5, -z, z
-    )
-    return (across * 2 / len(g) ** 0.5 + z.unsqueeze(1) * g / norm) / norm
+    across = across - (across @ g)[:, None] * g / norm**2
+    size, side = torch.rand(2, count, generator=stream, dtype=torch.float64)
+    z = torch.exp(4.3 * size - 1.5)
+    z = torch.where(side < 0.5, -z, z)
+    return (across * 2 / len(g) ** 0.5 + z[:, None] * g / norm) / norm
 
 
 def _slopes(t: Tensor, profile: Tensor, total: float, count: int) -> Tensor | None:
@@ -354,32 +350,24 @@ def _slopes(t: Tensor, profile: Tensor, total: float, count: int) -> Tensor | No
     wanted = torch.cat([profile, tensor([total])])
 
     def gates(kappa: Tensor) -> Tensor:
-        return torch.cat(
-            [
-                torch.sigmoid(t.unsqueeze(1) * kappa),
-                ones(*kappa.shape[:-2], 1, count),
-            ],
-            -2,
-        )
+        sum_of_A = ones(*kappa.shape[:-2], 1, count)
+        return torch.cat([torch.sigmoid(t[:, None] * kappa), sum_of_A], -2)
 
     def model(log_kappa: Tensor) -> tuple[Tensor, Tensor]:
         kappa = log_kappa.exp()
         gate = gates(kappa[None])
-        slope = (
-            gate * (1 - gate) * torch.nn.functional.pad(t, (0, 1)).unsqueeze(1) * kappa
-        )
+        slope = gate * (1 - gate) * pad(t, (0, 1))[:, None] * kappa
         return _projected(gate, wanted, lambda A: slope * A)
 
     grid = tensor(list(combinations(_GRID.tolist(), count)))
-    trial = gates(grid.unsqueeze(1))
-    span = torch.linalg.qr(trial).Q
-    inside = (span @ (span.mT @ wanted.unsqueeze(1))).squeeze(2)
-    miss = lengths(wanted - inside)
+    span = torch.linalg.qr(gates(grid[:, None])).Q
+    inside = (span @ (span.mT @ wanted[:, None]))[..., 0]
+    residual = lengths(wanted - inside)
     enough = _LIKELY * float(lengths(wanted))
     # The best start for each largest slope: the best of all often lead to one local
     # minimum.
-    best = {float(grid[k, -1]): k for k in miss.argsort(descending=True).tolist()}
-    starts = sorted(best.values(), key=miss.tolist().__getitem__)
+    best = {float(grid[k, -1]): k for k in residual.argsort(descending=True).tolist()}
+    starts = sorted(best.values(), key=residual.tolist().__getitem__)
     for start in starts[: _STARTS if count > 1 else 1]:
         log_kappa, left = levenberg(model, grid[start].log(), steps=200)
         if left < enough:
@@ -397,7 +385,7 @@ def _projected(
     """
     Q, R = torch.linalg.qr(Phi)
     inside = Q.mT @ wanted
-    A = torch.linalg.solve_triangular(R, inside.unsqueeze(1), upper=True).squeeze(1)
+    A = torch.linalg.solve_triangular(R, inside[:, None], upper=True)[:, 0]
     J = slope(A)
     return Q @ inside - wanted, J - Q @ (Q.mT @ J)
 
@@ -413,17 +401,16 @@ def _fit(
     wanted = torch.cat([y, weight * v])
 
     def split(unknowns: Tensor) -> tuple[Tensor, Tensor]:
-        return unknowns[:d], torch.nn.functional.pad(unknowns[d:], (1, 0)).exp()
+        return unknowns[:d], pad(unknowns[d:], (1, 0)).exp()
 
     def linear(g: Tensor, c: Tensor) -> Tensor:
-        return torch.cat([_by_values(delta, g, c), tie])
+        return torch.cat([_by_values(delta, g, c).flatten(1), tie])
 
     def model(unknowns: Tensor) -> tuple[Tensor, Tensor]:
         g, c = split(unknowns)
 
         def slope(V: Tensor) -> Tensor:
-            by_others = _by_others(delta, g, c, V.view(count, d))
-            return torch.nn.functional.pad(by_others, (0, 0, 0, d))
+            return pad(_by_others(delta, g, c, V.view(count, d)), (0, 0, 0, d))
 
         return _projected(linear(g, c), wanted, slope)
 
@@ -431,20 +418,20 @@ def _fit(
     if not left < _FITS * float(lengths(wanted)):
         return None
     g, c = split(unknowns)
-    V = least_squares(linear(g, c), wanted.unsqueeze(1)).view(count, d)
+    V = least_squares(linear(g, c), wanted[:, None]).view(count, d)
     _require_sharp(delta, g, c, V)
     return g, c, V
 
 
 def _by_values(delta: Tensor, g: Tensor, c: Tensor) -> Tensor:
-    """Return the derivatives of y by the values: y is linear in them."""
-    gate = torch.sigmoid((delta @ g).unsqueeze(1) * c)
-    return (gate.unsqueeze(2) * delta.unsqueeze(1)).flatten(1)
+    """Return the derivatives of y by the values, (n, K, d): y is linear in them."""
+    gate = torch.sigmoid((delta @ g)[:, None] * c)
+    return gate[..., None] * delta[:, None]
 
 
 def _by_others(delta: Tensor, g: Tensor, c: Tensor, V: Tensor) -> Tensor:
     """Return the derivatives of y by (g, log c_2 …)."""
-    z = (delta @ g).unsqueeze(1) * c
+    z = (delta @ g)[:, None] * c
     gate = torch.sigmoid(z)
     slope = gate * (1 - gate) * (delta @ V.mT)
     return torch.cat([(slope * c).sum(1, keepdim=True) * delta, (slope * z)[:, 1:]], 1)
@@ -452,13 +439,12 @@ def _by_others(delta: Tensor, g: Tensor, c: Tensor, V: Tensor) -> Tensor:
 
 def _require_sharp(delta: Tensor, g: Tensor, c: Tensor, V: Tensor) -> None:
     """Raise BadToken if rounding of 1e-14 in the answers moves the unknowns too far."""
-    count, d = V.shape
-    by_values = _by_values(delta, g, c).view(-1, count, d)
+    by_values = _by_values(delta, g, c)
     by_difference = (by_values[:, 1:] - by_values[:, :1]).flatten(1)  # ΣV is known
     J = torch.cat([_by_others(delta, g, c, V), by_difference], 1)
-    sizes = torch.linalg.svdvals(J / torch.linalg.vector_norm(J, dim=0))
-    if not sizes[-1] > _SHARP * float(sizes[0]):
+    sizes = torch.linalg.svdvals(J / J.norm(dim=0))
+    if not sizes[-1] > _SHARP * sizes[0]:
         raise BadToken(
             Status.NOT_APPLICABLE,
-            f"{count} heads share a direction W x with slopes too close to be separated",
+            f"{len(c)} heads share a direction W x with slopes too close to be separated",
         )
