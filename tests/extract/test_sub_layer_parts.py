@@ -49,9 +49,9 @@ def test_planes_and_their_frequencies():
         frequencies.tolist(), rel=1e-9
     )
     turned = planes.turned(
-        planes.coordinates(at(0)), torch.full((8,), 17.0, dtype=torch.float64)
+        at(0) @ planes.basis, torch.full((8,), 17.0, dtype=torch.float64)
     )
-    assert torch.allclose(turned, planes.coordinates(at(17)), rtol=0, atol=1e-11)
+    assert torch.allclose(turned, at(17) @ planes.basis, rtol=0, atol=1e-11)
     with pytest.raises(Unsuccessful, match="otherwise than rotary positions"):
         find_planes(at(0), [2 * at(1), at(61)], (1, 61))
 

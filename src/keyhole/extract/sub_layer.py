@@ -54,7 +54,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.float64 import ones, random_stream, zeros
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.extraction import Step
+from keyhole.extract.extraction import Step, expect_finite_weights
 from keyhole.extract.judge import Method
 from keyhole.extract.sub_layer_values import (
     Probe,
@@ -72,23 +72,18 @@ from keyhole.oracle.protocol import Oracle
 from keyhole.oracle.sub_layer import SubLayer, rotated
 
 _AXES = 6  # the dimension of the subspace from which points are drawn
-_OPEN = (
-    0.75,
-    0.92,
-)  # the range in which the mean of |tanh(z/2)| = |2·gate − 1| should lie
+# the range in which the mean of |tanh(z/2)| = |2·gate − 1| should lie
+_OPEN = (0.75, 0.92)
 _SCALES = 16
 _PAIRS = 3
-_SHORTER = (
-    -1 / 8
-)  # with positions, all tokens are scaled by reach to this power, x like δ
+# with positions, all tokens are scaled by reach to this power, x like δ
+_SHORTER = -1 / 8
 _FAINT = 0.5  # scores below this, on average, cost too many digits
-_BOUND = (
-    0.67  # share of the norm's radius: two such orthogonal tokens have their sum inside
-)
-_WIDEST = 0.95  # share of the radius, for one token
-_INWARDS = (
-    0.45  # the length of δ relative to the last token, if the latter is prescribed
-)
+# share of the norm's radius: two such orthogonal tokens have their sum inside
+_BOUND = 0.67
+_LONGEST = 0.95  # share of the radius, for one token
+# the length of δ relative to the last token, if the latter is prescribed
+_INWARDS = 0.45
 _SCORES = 0.7  # the size of scores at which logarithms of weights lose least
 
 
@@ -106,12 +101,16 @@ class AttentionSubLayer(Method):
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = random_stream(self.seed)
         model = read_attention(open_surroundings(oracle, stream), stream)
+        parts = heads_described(model)
+        if model.epsilon is not None:
+            parts.append(f"an RMS norm in front (epsilon {model.epsilon:.2e})")
+        parts.append("the input added" if model.residual else "no residual")
         yield Step(
             model,
             model.unknowns,
             model.unknowns,
             numbers=model.outputs,
-            remark=_described(model),
+            remark=", ".join(parts),
         )
 
 
@@ -127,36 +126,54 @@ def read_attention(
     larger.
     """
     d = view.dim
+    prescribed = view.last_norm is not None
     length = min(math.sqrt(d), _BOUND * view.radius)
     if total is None:
         total = read_total(view, length, stream)
     if view.last_norm is not None:
         length = _INWARDS * view.last_norm
     positions = _positions_matter(view, length, stream)
-    if view.last_norm is None:
-        # With positions, the score of x with itself counts, so all tokens are made
-        # shorter instead.
-        share, reach = (reach**_SHORTER, 1.0) if positions else (1.0, reach)
+    if not prescribed:
+        share = 1.0
+        if positions:
+            # The score of x with itself counts, so all tokens are made shorter instead.
+            share = reach**_SHORTER
+            reach = 1.0
         length = share * _fitting_length(view, total, length, reach, stream)
     subspace = random_orthogonal(d, stream)[: min(_AXES, d // 2)]
     probe = Probe(view, total, subspace, length, positions, reach)
     anchor = find_anchor(probe, stream)
     scores = float(anchor.scores.square().mean().sqrt())  # of random directions
-    bounded = view.last_norm is not None or length >= _BOUND * view.radius
-    if scores < _FAINT and bounded:
+    if scores < _FAINT and (prescribed or length >= _BOUND * view.radius):
         probe = strengthened(probe, anchor, stream)
         anchor = find_anchor(probe, stream, anchor.delta)
     view, total = find_residual(view, total, anchor)
     probe = replace(probe, view=view, total=total)
-    values = Values.of(total, *read_vectors(probe, anchor, stream)).completed(
-        probe, stream
-    )
+    values = Values.of(total, *read_vectors(probe, anchor, stream))
+    values = values.completed(probe, stream)
     stronger = _SCORES / max(2 * scores, 1e-3)
-    length = length * (math.sqrt(stronger) if view.last_norm is None else stronger)
+    length = length * (stronger if prescribed else math.sqrt(stronger))
+    length = min(length, _LONGEST * view.radius)
     reader = Reader(view, values.of_heads, values.O, total, positions)
-    length = min(length, _WIDEST * view.radius)
     factors = read_factors(reader, values.groups, length, reach, stream)
-    return _assembled(view, values, factors)
+    order = [head for group in values.groups for head in group]
+    layer = {
+        "Q": factors.Q[order],
+        "q": factors.q[order],
+        "K": factors.K,
+        "V": values.V,
+        "O": values.O[order],
+        "b": view.b,
+        "frequencies": factors.frequencies,
+    }
+    expect_finite_weights(*layer.values())
+    return SubLayer(
+        **{name: part.contiguous() for name, part in layer.items()},
+        epsilon=view.epsilon,
+        residual=view.residual,
+        every_token=view.every_token,
+        causal=view.causal,
+    )
 
 
 def _fitting_length(
@@ -168,23 +185,20 @@ def _fitting_length(
 ) -> float:
     """The length of δ at which most gates of `[x + δ ; x]` are not near 0, ½ or 1."""
     length /= math.sqrt(reach)
-    most = _BOUND * view.radius
+    longest = _BOUND * view.radius
     for _ in range(_SCALES):
-        pairs = [
-            length * random_orthogonal(view.dim, stream)[:2] for _ in range(_PAIRS)
-        ]
-        x, delta = torch.stack(pairs, 1)
+        pairs = [random_orthogonal(view.dim, stream)[:2] for _ in range(_PAIRS)]
+        x, delta = length * torch.stack(pairs, 1)
         x = reach * x
-        forward, backward = (
-            view.answer(torch.stack([x + sign * delta, x], 1)) - x @ total
-            for sign in (1, -1)
-        )
+        alone = x @ total
+        forward = view.answer(torch.stack([x + delta, x], 1)) - alone
+        backward = view.answer(torch.stack([x - delta, x], 1)) - alone
         # the size of Σ_h tanh(z_h/2)·δM_h relative to Σ_h δM_h
         ratio = float((forward + backward).norm() / (forward - backward).norm())
         if ratio > _OPEN[1]:
             length /= 1.5 if ratio < 1.5 else 3
-        elif ratio < _OPEN[0] and length < most:
-            length = min(length * (1.5 if ratio > 0.1 else 4), most)
+        elif ratio < _OPEN[0] and length < longest:
+            length = min(length * (1.5 if ratio > 0.1 else 4), longest)
         else:
             break
     return length
@@ -195,34 +209,12 @@ def _positions_matter(
 ) -> bool:
     """Return whether an answer changes if a key moves by one position."""
     x, key = length * random_orthogonal(view.dim, stream)[:2]
-    x = x if view.last_norm is None else x * view.last_norm / length
-    near, further = view.answer(
-        torch.stack([torch.stack([0 * x, key, x]), torch.stack([key, 0 * x, x])])
-    )
+    if view.last_norm is not None:
+        x = x * view.last_norm / length
+    zero = 0 * x
+    both = torch.stack([torch.stack([zero, key, x]), torch.stack([key, zero, x])])
+    near, further = view.answer(both)
     return bool((near - further).abs().max() > 1e-9 * near.abs().max())
-
-
-def _assembled(view: Surroundings, values: Values, factors: Factors) -> SubLayer:
-    order = [head for group in values.groups for head in group]
-    layer = {
-        "Q": factors.Q[order],
-        "q": factors.q[order],
-        "K": factors.K,
-        "V": values.V,
-        "O": values.O[order],
-        "b": view.b,
-        "frequencies": factors.frequencies,
-    }
-    if not all(bool(torch.isfinite(part).all()) for part in layer.values()):
-        raise Unsuccessful(Status.MISMATCH, "no finite weights explain the answers")
-    layer = {name: part.contiguous() for name, part in layer.items()}
-    return SubLayer(
-        **layer,
-        epsilon=view.epsilon,
-        residual=view.residual,
-        every_token=view.every_token,
-        causal=view.causal,
-    )
 
 
 def heads_described(model: SubLayer) -> list[str]:
@@ -232,14 +224,6 @@ def heads_described(model: SubLayer) -> list[str]:
     if len(model.K) < heads:
         parts.append(f"{heads // len(model.K)} share keys and values each")
     return [*parts, "rotary positions"] if model.rotary else parts
-
-
-def _described(model: SubLayer) -> str:
-    parts = heads_described(model)
-    if model.epsilon is not None:
-        parts.append(f"an RMS norm in front (epsilon {model.epsilon:.2e})")
-    parts.append("the input added" if model.residual else "no residual")
-    return ", ".join(parts)
 
 
 # Reads queries and keys of every head: keys by a low-rank factorisation, queries by
@@ -258,8 +242,10 @@ _ROWS_TURNED = 3 / 2
 _KEYS = 9 / 8
 _KEYS_TURNED = 5 / 4
 _SHIFTS = (1, 61)  # places by which keys are moved: for fast planes, and for slow ones
-_RANK = 1e-6  # singular values below this share of the largest count as noise,
-_GROWN = 1e5  # and so do those below this multiple of the answers' precision
+# singular values below this share of the largest count as noise,
+_RANK = 1e-6
+# and so do those below this multiple of the answers' precision
+_GROWN = 1e5
 
 
 @dataclass(frozen=True)
@@ -280,12 +266,13 @@ def read_factors(
     stream: torch.Generator,
 ) -> Factors:
     """Read Q, q and K with keys of norm `length`; x is `reach` times longer, or as prescribed."""
-    (d, k) = reader.values.shape[1:]
+    d, k = reader.values.shape[1:]
     positions = reader.positions
     longer = reader.view.last_norm or reach * length
     keys = length * random_orthogonal(d, stream)
-    count = math.ceil((_ROWS_TURNED if positions else _ROWS) * k / len(groups[0]))
-    xs = reader.moderate(longer * random_orthogonal(d, stream)[: min(count, d)], stream)
+    rows_each = _ROWS_TURNED if positions else _ROWS
+    count = min(math.ceil(rows_each * k / len(groups[0])), d)
+    xs = reader.moderate(longer * random_orthogonal(d, stream)[:count], stream)
     blocks = keys.split(reader.keys)
     # How far in front of x each key stands.
     places = torch.cat([torch.arange(len(part), 0, -1.0).double() for part in blocks])
@@ -295,22 +282,19 @@ def read_factors(
         some = blocks[: math.ceil(wanted / reader.keys)]
         return torch.cat([reader.scores(part, xs, gap) for part in some], -1)
 
-    own = scores(0, d)
+    measured = [scores(0, d)]
     if positions:
-        moved = [scores(gap, math.ceil(_KEYS_TURNED * k)) for gap in _SHIFTS]
-    else:
-        moved = []
+        measured += [scores(gap, math.ceil(_KEYS_TURNED * k)) for gap in _SHIFTS]
+    noise = max(_RANK, _GROWN * reader.view.precision) * reach
     K: list[Tensor] = []
     planes: list[Planes | None] = []
     for group in groups:
-        noise = max(_RANK, _GROWN * reader.view.precision) * reach
-        parts = [part[:, group].flatten(0, 1) for part in (own, *moved)]
+        parts = [part[:, group].flatten(0, 1) for part in measured]
         right, plane = _keys_of(parts, places, k, noise)
         K.append(keys.mT @ right / length**2)
         planes.append(plane)
     Q, q = _read_queries(reader, groups, K, planes, (length, longer), stream)
-    none = zeros(0)
-    frequencies = [none if plane is None else plane.frequencies for plane in planes]
+    frequencies = [zeros(0) if plane is None else plane.frequencies for plane in planes]
     return Factors(Q, q, torch.stack(K), torch.stack(frequencies))
 
 
@@ -323,7 +307,7 @@ def _keys_of(
     moved ones.
     """
     left, sizes, right = torch.linalg.svd(scores[0], full_matrices=False)
-    if len(sizes) > k and sizes[k] > noise * float(sizes[0]):
+    if len(sizes) > k and sizes[k] > noise * sizes[0]:
         raise Unsuccessful(
             Status.MISMATCH,
             f"the scores of heads that share values have a rank above {k}, the width of the values",
@@ -333,7 +317,7 @@ def _keys_of(
         return right, None
     inverse = (left[:, :k] / sizes[:k]).mT
     plane = find_planes(right, [(inverse @ part).mT for part in scores[1:]], _SHIFTS)
-    return plane.turned(plane.coordinates(right), -places), plane
+    return plane.turned(right @ plane.basis, -places), plane
 
 
 def _read_queries(
@@ -345,7 +329,7 @@ def _read_queries(
     stream: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
     """Q and q from the queries q(x) at d + 1 points x, each by least squares."""
-    d, k = reader.values.shape[1:]
+    heads, d, k = reader.values.shape
     basis = random_orthogonal(d, stream)
     points = torch.cat([basis, -basis.sum(0, keepdim=True) / math.sqrt(d)])
     points = reader.moderate(lengths[1] * points, stream)
@@ -355,24 +339,20 @@ def _read_queries(
     keys = [lengths[0] * random_orthogonal(d, stream)[:size] for _ in range(count)]
     scores = [reader.scores(part, points) for part in keys]
     places = torch.arange(size, 0, -1.0, dtype=torch.float64)
-    heads = sum(len(group) for group in groups)
-    Q = torch.empty(heads, d, k, dtype=torch.float64)
-    q = torch.empty(heads, k, dtype=torch.float64)
+    Q = zeros(heads, d, k)
+    q = zeros(heads, k)
     affine = torch.cat([ones(d + 1, 1), points], 1)
     for group, keys_of, plane in zip(groups, K, planes, strict=True):
         parts = [part @ keys_of for part in keys]
         if plane is not None:
             parts = [plane.turned(part, places) for part in parts]
         measured = torch.cat([part[:, group] for part in scores], -1)
-        solved = least_squares(
-            torch.cat(parts), measured.flatten(0, 1).mT
-        )  # (k, points and heads)
-        solved = solved.unflatten(1, (d + 1, -1)).transpose(0, 1)
-        both = (
-            least_squares(affine, solved.flatten(1)).unflatten(1, (k, -1)).movedim(2, 0)
-        )
-        q[group] = both[:, 0]
-        Q[group] = both[:, 1:]
+        # q(x) of every point and head, (k, points and heads)
+        queries = least_squares(torch.cat(parts), measured.flatten(0, 1).mT)
+        queries = queries.unflatten(1, (d + 1, -1)).transpose(0, 1).flatten(1)
+        maps = least_squares(affine, queries).unflatten(1, (k, -1)).movedim(2, 0)
+        q[group] = maps[:, 0]
+        Q[group] = maps[:, 1:]
     return Q, q
 
 
@@ -387,9 +367,8 @@ def _read_queries(
 # with all positions and goes into the queries. A step of one place separates fast
 # planes, a long step slow ones.
 
-_WEIGHT = (
-    0.7  # of the long step relative to the short one, so that all eigenvalues differ
-)
+# of the long step relative to the short one, so that all eigenvalues differ
+_WEIGHT = 0.7
 _TURN = 1e-3  # how far the modulus of a rotation's computed eigenvalue may be from 1
 
 
@@ -400,12 +379,9 @@ class Planes:
     basis: Tensor
     frequencies: Tensor
 
-    def coordinates(self, keys: Tensor) -> Tensor:
-        return keys @ self.basis
-
     def turned(self, coordinates: Tensor, places: Tensor) -> Tensor:
         """Keys moved to earlier places: R_{−m} applied to each row (n, k), with m from `places`."""
-        return rotated(coordinates, -places.unsqueeze(1) * self.frequencies)
+        return rotated(coordinates, -places[:, None] * self.frequencies)
 
 
 def find_planes(
@@ -414,23 +390,22 @@ def find_planes(
     """Planes from keys (n, k) and, for each of two `steps`, the first keys that much earlier."""
     short, long = (least_squares(keys[: len(part)], part) for part in moved)
     values, vectors = torch.linalg.eig(short + _WEIGHT * long)
-    values, vectors = values[values.imag != 0], vectors[:, values.imag != 0]
-    turns = [_turn(vectors, matrix) for matrix in (short, long)]
-    fits = torch.stack([(turn.abs() - 1).abs() for turn in turns]).amax()
-    if vectors.shape[1] < keys.shape[1] or not (fits < _TURN):
+    vectors = vectors[:, values.imag != 0]
+    turns = torch.stack([_turn(vectors, matrix) for matrix in (short, long)])
+    fits = (turns.abs() - 1).abs().amax()
+    if vectors.shape[1] < keys.shape[1] or not fits < _TURN:
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
             "positions change the scores otherwise than rotary positions do",
         )
     # One place earlier, keys are turned by −θ: take that eigenvalue of each conjugate
     # pair.
-    once = -turns[0].angle() / steps[0]
-    first = once > 0
-    once = once[first]
-    vectors = vectors[:, first]
+    fast, slow = -turns.angle() / torch.tensor(steps)[:, None]
+    is_first = fast > 0
     cycle = 2 * math.pi / steps[1]
-    rough = -turns[1].angle()[first] / steps[1]
-    theta = rough + cycle * ((once - rough) / cycle).round()
+    theta = slow + cycle * ((fast - slow) / cycle).round()
+    theta = theta[is_first]
+    vectors = vectors[:, is_first]
     if len(theta) * 2 != keys.shape[1]:
         raise Unsuccessful(
             Status.MISMATCH, "the turns of rotary positions do not come in pairs"
@@ -465,10 +440,9 @@ def _turn(vectors: Tensor, matrix: Tensor) -> Tensor:
 
 # share of the weights that an answer could determine: the last ones cost many digits
 _FULL = 0.6
-_ALONE = (
-    0.997  # if the weight of x in [0 ; x] exceeds this, others are too small to measure
-)
-_AGAIN = 8  # rounds in which points are replaced
+# if the weight of x in [0 ; x] exceeds this, others are too small to measure
+_ALONE = 0.997
+_REPLACEMENTS = 8  # rounds in which points are replaced
 
 
 @dataclass(frozen=True)
@@ -494,73 +468,62 @@ class Reader:
 
     def _written(self, tokens: Tensor) -> Tensor:
         """`t M_h` for tokens t (n, d): (n, H, m)."""
-        return torch.einsum(
-            "nhk,hkm->nhm",
-            torch.einsum("nd,hdk->nhk", tokens, self.values),
-            self.outputs,
-        )
+        read = torch.einsum("nd,hdk->nhk", tokens, self.values)
+        return torch.einsum("nhk,hkm->nhm", read, self.outputs)
 
     def scores(self, keys: Tensor, xs: Tensor, gap: int = 0) -> Tensor:
         """Scores z (len(xs), H, p), with `gap` zero tokens between the keys and x.
 
         If keys are added to x, scores are relative to that of x with itself.
         """
-        (p, d) = keys.shape
-        heads = len(self.outputs)
+        p, d = keys.shape
+        heads, k, m = self.outputs.shape
+        written = self._written(keys).transpose(0, 1).flatten(0, 1)
         if self.added:
             tokens = torch.cat([keys, keys.new_zeros(1 + gap, d)]) + xs[:, None]
-            written = self._written(keys).transpose(0, 1).flatten(0, 1)
             if self.view.within is None:
                 rows = self.view.answer(tokens) - xs @ self.total
             else:
                 rows = self.view.within(tokens, written)
             weights = least_squares(written.mT, rows.mT).mT.unflatten(1, (heads, p))
             return _logarithms(weights, 1 - weights.sum(-1, keepdim=True))
-        if (
-            p + 1 > min(self.outputs.shape[1], self.outputs.shape[2] / heads)
-            and not gap
-        ):
+        if p + 1 > min(k, m / heads) and not gap:
             return self._in_pairs(keys, xs)
-        zero = zeros(1, d)
-        ahead = torch.cat([zero, keys, zero.expand(gap, d)]).expand(len(xs), -1, -1)
-        sequences = torch.cat([ahead, xs.unsqueeze(1)], 1)
+        ahead = torch.cat([zeros(1, d), keys, zeros(gap, d)]).expand(len(xs), -1, -1)
+        answers = self.view.answer(torch.cat([ahead, xs[:, None]], 1))[..., None]
         own = self._written(xs).mT
-        answers = self.view.answer(sequences).unsqueeze(-1)
         # The keys' part of the system is the same for all x: it is factored once.
-        Q, R = torch.linalg.qr(self._written(keys).transpose(0, 1).flatten(0, 1).mT)
-        outside, rest = (part - Q @ (Q.mT @ part) for part in (own, answers))
-        of_x = torch.linalg.lstsq(outside, rest).solution
-        of_keys = torch.linalg.solve_triangular(
-            R, Q.mT @ (answers - own @ of_x), upper=True
-        )
+        Q, R = torch.linalg.qr(written.mT)
+        outside, residual = (part - Q @ (Q.mT @ part) for part in (own, answers))
+        of_x = least_squares(outside, residual)
+        inside = Q.mT @ (answers - own @ of_x)
+        of_keys = torch.linalg.solve_triangular(R, inside, upper=True)
         weights = of_keys.reshape(-1, heads, p)
-        rest = 1 - weights.sum(-1, keepdim=True) - of_x
-        return _logarithms(weights, rest / (1 + gap))
+        of_zeros = 1 - weights.sum(-1, keepdim=True) - of_x
+        return _logarithms(weights, of_zeros / (1 + gap))
 
     def moderate(self, points: Tensor, stream: torch.Generator) -> Tensor:
         """The points, of which those that saturate a head are replaced if the norm is prescribed.
 
         One query for each, `[0 ; x]`, shows whether a weight exceeds `_ALONE`.
         """
-        length, points, new = (
-            self.view.last_norm,
-            points.clone(),
-            torch.arange(len(points)),
-        )
-        for _ in range(_AGAIN):
-            if length is None or not len(new):
+        length = self.view.last_norm
+        if length is None:
+            return points
+        points = points.clone()
+        new = torch.arange(len(points))
+        for _ in range(_REPLACEMENTS):
+            if not len(new):
                 break
             x = points[new]
             answers = self.view.answer(torch.stack([torch.zeros_like(x), x], 1))
-            weights = torch.linalg.lstsq(
-                self._written(x).mT, answers[..., None]
-            ).solution
+            weights = least_squares(self._written(x).mT, answers[..., None])
             new = new[weights[..., 0].amax(1) > _ALONE]
-            kept = points[~torch.isin(torch.arange(len(points)), new)]
-            if not len(kept):
+            others = points[~torch.isin(torch.arange(len(points)), new)]
+            if not len(others):
                 break
-            others = torch.randint(len(kept), (len(new),), generator=stream)
-            points[new] = length * normalize(points[new] + kept[others], dim=1)
+            drawn = torch.randint(len(others), (len(new),), generator=stream)
+            points[new] = length * normalize(points[new] + others[drawn], dim=1)
         return points
 
     def _in_pairs(self, key: Tensor, xs: Tensor) -> Tensor:
@@ -571,15 +534,11 @@ class Reader:
         own = self._written(xs)
         other = self._written(key)
         pairs = torch.stack([torch.zeros_like(xs), xs, key.expand_as(xs), xs], 1)
-        alone, both = (
-            self.view.answer(pairs.view(-1, 2, xs.shape[1]))
-            .view(len(xs), 2, -1)
-            .unbind(1)
-        )
-        s = torch.linalg.lstsq(own.mT, alone[..., None]).solution[..., 0]
-        rest = (both - own.sum(1))[..., None]
-        z = torch.linalg.lstsq((other - own).mT, rest).solution[..., 0]
-        weights = torch.stack([z, s], -1)
+        answers = self.view.answer(pairs.view(-1, 2, xs.shape[1]))
+        alone, both = answers.view(len(xs), 2, -1, 1).unbind(1)
+        s = least_squares(own.mT, alone)
+        z = least_squares((other - own).mT, both - own.sum(1)[..., None])
+        weights = torch.cat([z, s], -1)
         if not ((weights > 0) & (weights < 1)).all():
             raise out_of_range()
         return torch.logit(weights).sum(-1, keepdim=True)
