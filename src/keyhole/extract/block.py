@@ -57,9 +57,10 @@ norms, or with positions, are refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,9 +87,8 @@ from keyhole.oracle.block import Block
 from keyhole.oracle.protocol import NotFinite, Oracle, ask
 from keyhole.oracle.sub_layer import SubLayer
 
-_SCORES_LENGTH = (
-    2.0**12
-)  # of the last token, relative to √d, where heads are read from scores
+# of the last token, relative to √d, where heads are read from scores
+_SCORES_LENGTH = 2.0**12
 # Lengths of the last token, relative to the others', at which scores are fitted, and
 # what changes.
 _REFITTED = {16.0: ["O"], 1.0: ["Q", "q", "O"]}
@@ -120,7 +120,36 @@ _PRE_NORM_ATTEMPTS = 6  # to read attention with norms in front
 _CHECKED = 8
 _TOKENS = 4
 _ROUGH = 1e-3  # how far answers may be off before the last fit, relative to the largest
-_MOST_FITTED = 3000  # numbers that are fitted together in the end
+_MAX_FITTED = 3000  # numbers that are fitted together in the end
+
+
+def explain_precision_failure(steps: Callable[[Any, Oracle], Iterator[Step]]) -> Any:
+    """Let steps that fail because the answers are inexact give that as the reason."""
+
+    def explained(self: Method, oracle: Oracle) -> Iterator[Step]:
+        try:
+            yield from steps(self, oracle)
+        except (Unsuccessful, LinAlgError, NotFinite) as end:
+            error = _relative_error(oracle)
+            if error <= EXACT:
+                raise
+            raise Unsuccessful(
+                Status.UNVERIFIED,
+                f"{end}; the answers are exact to {error:.0e}, and units are told apart by "
+                "differences of answers exact to 1e-12: float64 would do",
+            ) from end
+
+    return explained
+
+
+def _relative_error(oracle: Oracle) -> float:
+    x = identity(oracle.dim)[:2][None]
+    y = ask(oracle, x)
+    decimals = exact_decimals(y)
+    error, _ = measured_errors(oracle, x, y, y)
+    if decimals is None:
+        return error
+    return 10.0**-decimals / float(y.abs().max().clamp(min=1e-300))
 
 
 @dataclass(frozen=True)
@@ -131,10 +160,8 @@ class TransformerBlock(Method):
     tolerance: float = 1e-8
     device: str = "cpu"  # where a wide block is solved for
 
+    @explain_precision_failure
     def steps(self, oracle: Oracle) -> Iterator[Step]:
-        yield from blaming_inexact_answers(oracle, self._steps(oracle))
-
-    def _steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = random_stream(self.seed)
         device = torch.device(self.device)
         view = View.open(oracle, stream)
@@ -163,6 +190,7 @@ class TransformerBlock(Method):
         """
         tokens = normal(stream, _CHECKED, _TOKENS, view.dim)
         answers = last(view.oracle, tokens)
+        allowed = _ROUGH * float(answers.abs().max())
         why = "what was read gives other answers"
         for reach in REACHES.get(view.norm, (1.0,) * _PRE_NORM_ATTEMPTS):
             try:
@@ -171,40 +199,16 @@ class TransformerBlock(Method):
                 else:
                     layer = peeled.attention(stream, reach)
                     model = peeled.block(peeled.polished(layer, stream))
-                off = (last(model, tokens) - answers).abs().max()
-                if off <= _ROUGH * float(answers.abs().max()):
+                if (last(model, tokens) - answers).abs().max() <= allowed:
                     return _fitted_together(view, model, stream)
             except (Unsuccessful, LinAlgError, NotFinite, LostSum) as error:
                 why = str(error)
+        units = peeled.units
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
-            f"{len(peeled.units.A)} {peeled.units.activation} units were read, but not the "
-            f"attention in front of them: {why}",
+            f"{len(units.A)} {units.activation} units were read, but not the attention in "
+            f"front of them: {why}",
         )
-
-
-def blaming_inexact_answers(oracle: Oracle, steps: Iterator[Step]) -> Iterator[Step]:
-    """Yield the steps; if they fail and the answers are not exact, raise that as the reason."""
-    try:
-        yield from steps
-    except (Unsuccessful, LinAlgError, NotFinite) as end:
-        if (error := _relative_error(oracle)) > EXACT:
-            raise Unsuccessful(
-                Status.UNVERIFIED,
-                f"{end}; the answers are exact to {error:.0e}, and units are told apart by "
-                "differences of answers exact to 1e-12: float64 would do",
-            ) from end
-        raise
-
-
-def _relative_error(oracle: Oracle) -> float:
-    x = identity(oracle.dim)[:2][None]
-    y = ask(oracle, x)
-    decimals = exact_decimals(y)
-    error, _ = measured_errors(oracle, x, y, y)
-    if decimals is None:
-        return error
-    return 10.0**-decimals / float(y.abs().max().clamp(min=1e-300))
 
 
 def _fitted_together(view: View, model: Block, stream: torch.Generator) -> Block:
@@ -219,26 +223,27 @@ def _fitted_together(view: View, model: Block, stream: torch.Generator) -> Block
 
     names = [name for name in model.NAMES if getattr(model, name).numel()]
     answers_each = _ANSWERS
-    if count(names) > _MOST_FITTED:
+    if count(names) > _MAX_FITTED:
         answers_each = _MORE_ANSWERS
         names = [name for name in names if name in SubLayer.NAMES]
     if count(names) > MANY:
         return model
-    names = [name for name in names if name != "b" or model.norm != "none"]
+    if model.norm == "none":
+        names.remove("b")
     sequences = math.ceil(answers_each * count(names) / view.numbers) + 16
     tokens = normal(stream, sequences, _TOKENS, view.dim)
     if model.norm == "behind":  # both ε have been read one by one so far
         names = [*names, "epsilon", "epsilon_behind"]
         # The first ε counts most next to short tokens, so half of them are short.
-        tokens[::2] *= torch.logspace(-3, 0, len(tokens[::2]), dtype=torch.float64)[
-            :, None, None
-        ]
+        short = tokens[::2]
+        short *= torch.logspace(-3, 0, len(short), dtype=torch.float64)[:, None, None]
     y = ask(view.oracle, tokens)
     model = refined(model, names, [(tokens, y, torch.ones_like(y))])
-    epsilon, behind = (
-        max(0.0, float(each)) for each in (model.epsilon, model.epsilon_behind)
+    return replace(
+        model,
+        epsilon=max(0.0, float(model.epsilon)),
+        epsilon_behind=max(0.0, float(model.epsilon_behind)),
     )
-    return replace(model, epsilon=epsilon, epsilon_behind=behind)
 
 
 def _without_norm(view: View, seed: int, stream: torch.Generator) -> Peeled:
@@ -263,8 +268,8 @@ def _without_norm(view: View, seed: int, stream: torch.Generator) -> Peeled:
             units = kinks.find_relu_units(view.ask, d, seed, stream)
             lengths = pre_norm.LENGTHS[:-1]
         x = pre_norm.tokens_of_lengths(view, units, lengths, stream, _MORE_ANSWERS)
-        units, _, linear, left = fit(units, Known(x, with_ones(x)), view.ask(x))
-        expect_fitted(left)
+        units, _, linear, residual = fit(units, Known(x, with_ones(x)), view.ask(x))
+        expect_fitted(residual)
         return units, linear
 
     units, linear = attempted(
@@ -304,8 +309,7 @@ def _from_scores(peeled: Peeled, stream: torch.Generator) -> Block:
     """
     view = peeled.view
     M = peeled.M
-    # e is d, or d − 1 behind a LayerNorm
-    (d, e) = view.axes.shape
+    d, e = view.axes.shape  # e is d, or d − 1 behind a LayerNorm
     w = view.residual
 
     def value(t: Tensor, last_token: Tensor) -> Tensor:
@@ -313,12 +317,10 @@ def _from_scores(peeled: Peeled, stream: torch.Generator) -> Block:
         share = 1 - t.square().sum(1, keepdim=True) / d
         # N(x) = x/√(|x|²/d + ε) is t if x = t·√(ε/share).
         first_token = (peeled.epsilon / share).sqrt() * t
-        tokens = (
-            torch.stack([first_token, _SCORES_LENGTH * last_token], 1) @ view.axes.mT
-        )
-        return last(view.oracle, tokens) - peeled.network(
-            peeled.added_alone(tokens[:, -1])
-        )
+        pair = torch.stack([first_token, _SCORES_LENGTH * last_token], 1)
+        tokens = pair @ view.axes.mT
+        alone = peeled.network(peeled.added_alone(tokens[:, -1]))
+        return last(view.oracle, tokens) - alone
 
     heads = read_heads(value, e, math.sqrt(d), stream)
     count = len(heads.v)
@@ -346,12 +348,11 @@ def _from_scores(peeled: Peeled, stream: torch.Generator) -> Block:
         tokens[:, -1] *= length
         y = ask(view.oracle, tokens)
         model = refined(model, names, [(tokens, y, torch.ones_like(y))])
-    seen = (
-        view.axes @ view.axes.mT
-    )  # the fit may leave directions in Q that no token has
-    Q, K = factored(seen @ model.Q @ model.K.mT)
+    # The fit may leave directions in Q that no token has.
+    possible = view.axes @ view.axes.mT
+    Q, K = factored(possible @ model.Q @ model.K.mT)
     V, O = factored(model.V @ model.O)  # noqa: E741
-    q = torch.linalg.lstsq(K, model.K @ model.q[..., None]).solution[..., 0]
+    q = least_squares(K, model.K @ model.q[..., None])[..., 0]
     return replace(model, Q=Q, K=K, q=q, V=V, O=O.mT.contiguous())
 
 
@@ -370,9 +371,8 @@ def _described(model: Block) -> str:
         parts.append(
             f"a bias of positions up to a distance of {model.places.shape[1] - 1}"
         )
-    parts.append(
-        f"{len(model.A)} {model.activation} units" + " with gates" * bool(len(model.G))
-    )
+    gates = " with gates" if len(model.G) else ""
+    parts.append(f"{len(model.A)} {model.activation} units{gates}")
     norm = {
         "none": "no norms",
         "rms": "RMS norms",

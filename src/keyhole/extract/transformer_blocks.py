@@ -54,9 +54,10 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.float64 import identity, normal, random_stream, zeros
 from keyhole.core.numerics import least_squares
+from keyhole.core.text import counted
 from keyhole.extract.attention_layers import find_network, fit_network
 from keyhole.extract.bilinear import random_units
-from keyhole.extract.block import blaming_inexact_answers, factored
+from keyhole.extract.block import explain_precision_failure, factored
 from keyhole.extract.blocks.heads import attempted
 from keyhole.extract.blocks.pre_norm import far_units
 from keyhole.extract.blocks.units import Units
@@ -69,28 +70,20 @@ from keyhole.oracle.planted import Parametric
 from keyhole.oracle.protocol import Oracle, ask
 
 _ATTEMPTS = 3  # to find the units
-_LENGTHS = (
-    1.0,
-    0.7,
-    1.3,
-    0.5,
-)  # of δ, relative to √d: the next one if heads are not found
+# of δ, relative to √d: the next one if heads are not found
+_LENGTHS = (1.0, 0.7, 1.3, 0.5)
 _NEAR = (0.3, 0.1)  # how far the next δ are from the first, relative to its length
 _RANK = 1e-3  # the least singular value that counts, relative to the largest
-_SHORTER = (
-    64.0,
-    16.0,
-    4.0,
-)  # lengths of single tokens that show which block a unit is in
+# lengths of single tokens that show which block a unit is in
+_SHORTER = (64.0, 16.0, 4.0)
 _DEEPEST = 3  # the most blocks that are tried
 _STARTS = 3  # starts of the shares: equal ones, then random ones
-_CLOSE = (
-    1e-3  # the share of y − x that may be unexplained before all numbers are fitted
-)
+# the share of y − x that may be unexplained before all numbers are fitted
+_CLOSE = 1e-3
 _WHOLE = 0.1  # how far from 0 or 1 a share may be
 _ANSWERS = 1.5  # answers for each unknown
 _TOKENS = 4  # of a sequence in the last fit
-_EXACT = 1e-7  # the share of the answers that may be unexplained in the end
+_MAX_RESIDUAL = 1e-7  # the share of the answers that may be unexplained in the end
 
 
 @dataclass(frozen=True)
@@ -100,10 +93,8 @@ class TransformerBlocks(Method):
     seed: int = 0
     tolerance: float = 1e-8
 
+    @explain_precision_failure
     def steps(self, oracle: Oracle) -> Iterator[Step]:
-        yield from blaming_inexact_answers(oracle, self._steps(oracle))
-
-    def _steps(self, oracle: Oracle) -> Iterator[Step]:
         stream = random_stream(self.seed)
         view = View.open(oracle, stream)
         if view.norm not in ("rms", "layer"):
@@ -117,9 +108,8 @@ class TransformerBlocks(Method):
         flips = units.flips(linear[:-1] - heads.M.sum(0))
         if flips is None:
             raise _refusal("heads and units do not add up to what single tokens answer")
-        model = _polished(
-            view, _assigned(view, units.flipped(flips), heads, stream), stream
-        )
+        model = _assigned(view, units.flipped(flips), heads, stream)
+        model = _polished(view, model, stream)
         yield Step(
             model,
             model.unknowns,
@@ -139,29 +129,21 @@ class _Heads:
 
     def g(self, delta: Tensor) -> Tensor:
         """Return g_h (H, e) of all heads at δ."""
-        return (
-            self.B @ delta
-            - 2 * (self.r @ delta / delta.square().sum())[:, None] * delta
-        )
+        across = self.r @ delta / delta.square().sum()
+        return self.B @ delta - 2 * across[:, None] * delta
 
     @classmethod
     def of(cls, deltas: Tensor, g: Tensor, moved: Tensor) -> _Heads:
         """Return the heads, given g_h (n, H, e) and δM_h (n, H, d) at δ (n, e) of one length."""
         n, e = deltas.shape
+        square = deltas[0].square().sum()
         of_B = torch.einsum("ab,nc->nabc", identity(e), deltas).reshape(n * e, e * e)
-        of_r = (
-            -2 * torch.einsum("na,nb->nab", deltas, deltas) / deltas[0].square().sum()
-        )
-        solved = least_squares(
-            torch.cat([of_B, of_r.reshape(n * e, e)], 1),
-            g.transpose(1, 2).reshape(n * e, -1),
-        )
-        M = (
-            least_squares(deltas, moved.flatten(1))
-            .unflatten(1, moved.shape[1:])
-            .transpose(0, 1)
-        )
-        return cls(solved[: e * e].mT.unflatten(1, (e, e)), solved[e * e :].mT, M)
+        of_r = -2 * torch.einsum("na,nb->nab", deltas, deltas) / square
+        system = torch.cat([of_B, of_r.reshape(n * e, e)], 1)
+        solved = least_squares(system, g.transpose(1, 2).reshape(n * e, -1))
+        B = solved[: e * e].mT.unflatten(1, (e, e))
+        M = least_squares(deltas, moved.flatten(1)).unflatten(1, moved.shape[1:])
+        return cls(B, solved[e * e :].mT, M.transpose(0, 1))
 
 
 def _sigmoid(z: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,8 +163,8 @@ class _Pairs:
         """Return tokens u of length √d with u + δ of the same length."""
         along = normalize(delta, dim=0)
         across = self.directions - (self.directions @ along)[:, None] * along
-        rest = math.sqrt(self.view.dim - float(delta.square().sum()) / 4)
-        return rest * normalize(across, dim=1) - delta / 2
+        length = math.sqrt(self.view.dim - float(delta.square().sum()) / 4)
+        return length * normalize(across, dim=1) - delta / 2
 
     def answers(self, delta: Tensor) -> tuple[Tensor, Tensor]:
         """Return the points u, and what the pairs add to y([Λu]): Σ_h σ(u·g_h)·δM_h."""
@@ -216,9 +198,8 @@ def _read_heads(view: View, stream: torch.Generator) -> _Heads:
             if heads is None:
                 continue
             deltas = length * random_units(e + 6, e, stream)
-            heads = _fitted_heads(
-                fewer, deltas, torch.stack([heads.g(each) for each in deltas])
-            )
+            starts = torch.stack([heads.g(each) for each in deltas])
+            heads = _fitted_heads(fewer, deltas, starts)
             if heads is not None:
                 return heads
     raise _refusal(
@@ -228,15 +209,14 @@ def _read_heads(view: View, stream: torch.Generator) -> _Heads:
 
 def _fitted_heads(pairs: _Pairs, deltas: Tensor, starts: Tensor) -> _Heads | None:
     """Return the heads from g_h that are fitted at each δ, given starts; None if a fit fails."""
-    g = list[Tensor]()
-    moved = list[Tensor]()
+    g: list[Tensor] = []
+    moved: list[Tensor] = []
     for delta, start in zip(deltas, starts, strict=True):
-        g_here, moved_here, explained = fit_network(
-            _sigmoid, *pairs.answers(delta), start
-        )
+        u, y = pairs.answers(delta)
+        here, moved_here, explained = fit_network(_sigmoid, u, y, start)
         if not explained:
             return None
-        g.append(g_here)
+        g.append(here)
         moved.append(moved_here)
     return _Heads.of(deltas, torch.stack(g), torch.stack(moved))
 
@@ -259,9 +239,8 @@ class _Shares(Parametric):
     kind = "shares"
 
     def tensors(self) -> dict[str, Tensor]:
-        return {
-            name: getattr(self, name) for name in ("of_heads", "of_units", "b", "c")
-        }
+        names = ("of_heads", "of_units", "b", "c")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def shares(self) -> tuple[Tensor, Tensor]:
@@ -287,13 +266,12 @@ class _Shares(Parametric):
             each.argmax(0).sort(stable=True) for each in self.shares
         )
         view = self.view
-        units = self.known
-        scores, keys = factored(
-            torch.cat([heads.B, heads.r[:, None]], 1)[by_head], _RANK
-        )
-        mixed, out = factored(heads.M[by_head], _RANK)
         lift = view.axes
-        gated = len(units.G) > 0
+        B = torch.cat([heads.B, heads.r[:, None]], 1)
+        scores, keys = factored(B[by_head], _RANK)
+        mixed, out = factored(heads.M[by_head], _RANK)
+        units = self.known
+        gated = by_unit[: len(units.G)]  # all of them or none
         parts = {
             "Q": lift @ scores[:, :-1],
             "q": scores[:, -1],
@@ -302,8 +280,8 @@ class _Shares(Parametric):
             "O": out.mT,
             "A": units.A[by_unit] @ lift.mT,
             "a": units.a[by_unit],
-            "G": (units.G[by_unit] if gated else units.G) @ lift.mT,
-            "g": units.g[by_unit] if gated else units.g,
+            "G": units.G[gated] @ lift.mT,
+            "g": units.g[gated],
             "C": units.C[:, by_unit],
             "b": self.b,
             "c": self.c,
@@ -324,12 +302,8 @@ class _Shares(Parametric):
         for heads, units, b, c in zip(*self.shares, self.b, self.c, strict=True):
             M = torch.einsum("h,hed->ed", heads, self.M)
             x = x + self.view.normed(x, 0.0) @ M + b
-            x = (
-                x
-                + (units * self.known.features(self.view.normed(x, 0.0)))
-                @ self.known.C.mT
-                + c
-            )
+            features = units * self.known.features(self.view.normed(x, 0.0))
+            x = x + features @ self.known.C.mT + c
         return x
 
 
@@ -340,35 +314,31 @@ def _assigned(
     width = len(units.A)
     count = len(heads.M)
     unknowns = (_DEEPEST - 1) * (count + width) + 2 * _DEEPEST * view.dim
-    asked: list[tuple[Tensor, Tensor]] = []
+    per_length = math.ceil(_ANSWERS * unknowns / view.dim) + 8
+    samples: list[tuple[Tensor, Tensor]] = []
     for length in _SHORTER:
-        tokens = view.tokens(
-            math.ceil(_ANSWERS * unknowns / view.dim) + 8, length, stream
-        )
-        asked.append((tokens.unsqueeze(1), view.ask(tokens)))
-    left = math.inf
+        tokens = view.tokens(per_length, length, stream)
+        samples.append((tokens[:, None], view.ask(tokens)))
+    residual = math.inf
     for depth in range(1, _DEEPEST + 1):
         bias = zeros(depth, view.dim)
         for start in range(_STARTS if depth > 1 else 1):
             sizes = torch.rand(
                 depth, count + width, generator=stream, dtype=torch.float64
             )
-            sizes = torch.ones_like(sizes) if not start else sizes
-            free = (sizes / sizes.sum(0))[:-1]
-            model = _Shares(
-                view, units, heads.M, free[:, :count], free[:, count:], bias, bias
-            )
-            for tokens, y in asked:
-                model = refined(
-                    model, tuple(model.tensors()), [(tokens, y, torch.ones_like(y))]
-                )
-                left = float(
-                    (model.answers(tokens) - y).norm() / (y - tokens[:, 0]).norm()
-                )
-            if left <= _CLOSE and model.are_whole:
+            if start == 0:
+                sizes = torch.ones_like(sizes)
+            of_heads, of_units = (sizes / sizes.sum(0))[:-1].split([count, width], 1)
+            model = _Shares(view, units, heads.M, of_heads, of_units, bias, bias)
+            for tokens, y in samples:
+                answers = [(tokens, y, torch.ones_like(y))]
+                model = refined(model, tuple(model.tensors()), answers)
+                change = (y - tokens[:, 0]).norm()
+                residual = float((model.answers(tokens) - y).norm() / change)
+            if residual <= _CLOSE and model.are_whole:
                 return model.blocks(heads)
     raise _refusal(
-        f"{count} heads and {width} units in up to {_DEEPEST} blocks leave {left:.0e} of what "
+        f"{count} heads and {width} units in up to {_DEEPEST} blocks leave {residual:.0e} of what "
         "ordinary tokens answer"
     )
 
@@ -383,10 +353,10 @@ def _polished(view: View, model: Blocks, stream: torch.Generator) -> Blocks:
     tokens[::2] /= 4  # short ones show every ε
     y = ask(view.oracle, tokens)
     model = refined(model, free, [(tokens, y, torch.ones_like(y))])
-    left = float((model(tokens) - y).norm() / y.norm())
-    if not left <= _EXACT:
+    residual = float((model(tokens) - y).norm() / y.norm())
+    if not residual <= _MAX_RESIDUAL:
         raise _refusal(
-            f"{_described(model)} leave {left:.0e} of the answers unexplained"
+            f"{_described(model)} leave {residual:.0e} of the answers unexplained"
         )
     return replace(model, epsilon=model.epsilon.clamp(min=0.0))
 
@@ -394,13 +364,9 @@ def _polished(view: View, model: Blocks, stream: torch.Generator) -> Blocks:
 def _described(model: Blocks) -> str:
     """Return the parts of each block, in words."""
 
-    def counted(count: int, what: str) -> str:
-        return f"{count} {what}{'s' * (count != 1)}"
-
-    if not len(model.G):
-        unit = f"{model.activation} unit"
-    else:
-        unit = f"gated {model.activation} unit"
+    unit = f"{model.activation} unit"
+    if len(model.G):
+        unit = f"gated {unit}"
     each = [
         f"{counted(len(block.Q), 'head')} and {counted(len(block.A), unit)}"
         for block in model.blocks
