@@ -23,8 +23,12 @@ attack gives up.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,17 +66,15 @@ from keyhole.oracle.links import Link, Linked, Undone, uncertain, undone
 from keyhole.oracle.protocol import BudgetExhausted, Counted, Oracle, OracleError, ask
 
 _SAME = 1e-7  # relative difference up to which two answers count as equal
-_DECIMALS = 9  # rounding to more decimals than this cannot be told from chance
+_MAX_DECIMALS = 9  # rounding to more decimals than this cannot be told from chance
 _FAR = 1e6  # length of the tokens to send if shorter ones all get the same answer
-_NOT_ODD = "answers to a token and to its opposite are not opposite"
 _NEARLY_FLAT = 0.02  # relative change of answers that a norm's ε may cause
-_WIDEST = 128  # largest dimension for which heads are fitted
-_WIDEST_SIGNS = 32  # the same where answers are signs
+_MAX_DIM_FITTED = 128  # largest dimension for which heads are fitted
+_MAX_DIM_SIGNS = 32  # the same where answers are signs
 _RECOVERED = (Status.RECOVERED, Status.WITHIN)
 _CLAIMS = (*_RECOVERED, Status.INEXACT)
-_COARSE = (
-    1e-5  # if the relative error of answers is larger, all weights are fitted together
-)
+# if the relative error of answers is larger, all weights are fitted together
+_COARSE = 1e-5
 _ANOTHER_KIND = (Status.MISMATCH, Status.SATURATED, Status.NOT_APPLICABLE)
 
 
@@ -154,9 +156,8 @@ class Choice:
         """Return the oracle with its link inverted."""
         if self.link is None:
             return oracle
-        return Undone(
-            oracle, self.link, self.arithmetic.precision, self.arithmetic.absolute
-        )
+        arithmetic = self.arithmetic
+        return Undone(oracle, self.link, arithmetic.precision, arithmetic.absolute)
 
 
 @dataclass(frozen=True)
@@ -169,17 +170,15 @@ class Auto(Method):
     def __call__(self, oracle: Oracle) -> Extraction:
         counted = Counted(oracle)
         early = Witness(counted)
+        unchosen = partial(Extraction, method=repr(self), model=None, seconds=0.0)
         try:
             choice = choose(early, self.seed)
         except BudgetExhausted:
             reason = f"stopped after {counted.queries:,} queries; nothing is known"
-            return Extraction(
-                Status.BUDGET, reason, repr(self), None, counted.queries, 0.0
-            )
+            return unchosen(Status.BUDGET, reason, queries=counted.queries)
         except (OracleError, InputError) as error:
-            return Extraction(
-                Status.ORACLE_FAILED, str(error), repr(self), None, counted.queries, 0.0
-            )
+            reason = str(error)
+            return unchosen(Status.ORACLE_FAILED, reason, queries=counted.queries)
         view = choice.view(oracle)
         result = choice.method(view)
         spent = counted.queries
@@ -200,11 +199,11 @@ class Auto(Method):
                 not inexact and second.status not in _ANOTHER_KIND
             ):
                 why = f"{type(fallback).__name__}, since {why} was wrong"
-                spent = spent + _cost(result)
+                spent += _cost(result)
                 result = second
                 break
             spent += _cost(second)
-        result = self._asked_again(result, early, choice)
+        result = _repeated(result, early, choice.arithmetic)
         model = result.model
         if model is not None and choice.link is not None:
             model = Linked(model, choice.link)
@@ -216,38 +215,35 @@ class Auto(Method):
             trace=tuple((queries + spent, error) for queries, error in result.trace),
         )
 
-    def _asked_again(
-        self, result: Extraction, early: Witness, choice: Choice
-    ) -> Extraction:
-        """Repeat the first queries: the result stands only if the target still answers the same."""
-        if result.check is None or result.status not in _CLAIMS:
-            return result
-        before = early.queries
-        arithmetic = choice.arithmetic
-
-        def same(now: Tensor, before: Tensor, allowed: float) -> bool:
-            off = float((now - before).abs().max())
-            return off <= 2 * arithmetic.absolute or within(now, before, allowed)
-
-        changed = early.contradicted(same, arithmetic.repeated, arithmetic.precision)
-        asked = early.queries - before
-        result = replace(
-            result, check=replace(result.check, queries=result.check.queries + asked)
-        )
-        if changed:
-            reason = f"when repeated, {changed} of {asked} queries {CHANGED}"
-            return replace(
-                result,
-                status=Status.MISMATCH,
-                reason=reason,
-                guarantee=None,
-                guarantee_v=None,
-            )
-        return result
-
 
 def _cost(result: Extraction) -> int:
     return result.queries + (0 if result.check is None else result.check.queries)
+
+
+def _repeated(result: Extraction, early: Witness, arithmetic: Arithmetic) -> Extraction:
+    """Repeat the first queries: the result stands only if the target still answers the same."""
+    if result.check is None or result.status not in _CLAIMS:
+        return result
+    before = early.queries
+
+    def same(now: Tensor, before: Tensor, allowed: float) -> bool:
+        difference = (now - before).abs().max()
+        small = bool(difference <= 2 * arithmetic.absolute)
+        return small or within(now, before, allowed)
+
+    changed = early.contradicted(same, arithmetic.repeated, arithmetic.precision)
+    repeated = early.queries - before
+    check = replace(result.check, queries=result.check.queries + repeated)
+    if not changed:
+        return replace(result, check=check)
+    return replace(
+        result,
+        status=Status.MISMATCH,
+        reason=f"when repeated, {changed} of {repeated} queries {CHANGED}",
+        check=check,
+        guarantee=None,
+        guarantee_v=None,
+    )
 
 
 def choose(oracle: Oracle, seed: int = 0) -> Choice:
@@ -256,55 +252,52 @@ def choose(oracle: Oracle, seed: int = 0) -> Choice:
     a, b, x, y = random_units(4, oracle.dim, stream)
     first = torch.stack([torch.stack([a, b]), torch.stack([x, y])])
     pairs = ask(oracle, first)
-    alone = ask(oracle, torch.stack([a, -a, b, -b, x, -x]).unsqueeze(1))
-    seen = torch.cat([pairs.flatten(), alone.flatten()])
-    if ((seen == 0) | (seen == 1)).all() and seen.any():
-        several = (FittedSigns(seed=seed),) if oracle.dim <= _WIDEST_SIGNS else ()
-        return Choice(
-            Kind.SIGNS,
-            SignOnly(seed=seed),
-            "the answers are 0 and 1",
-            fallbacks=several,
-        )
-    if pairs.ndim == 1 and (seen == seen[0]).all():
-        seen = _further(oracle, torch.stack([a, -a, b, -b]), seen)
-    if pairs.ndim == 1 and (seen == seen[0]).all():
-        link = None if not float(seen[0]) else Link("identity", seen[0].clone())
+    alone = ask(oracle, torch.stack([a, -a, b, -b, x, -x])[:, None])
+    answers = torch.cat([pairs.flatten(), alone.flatten()])
+    scores = pairs.ndim == 1
+    if ((answers == 0) | (answers == 1)).all() and answers.any():
+        several = (FittedSigns(seed=seed),) if oracle.dim <= _MAX_DIM_SIGNS else ()
+        why = "the answers are 0 and 1"
+        return Choice(Kind.SIGNS, SignOnly(seed=seed), why, fallbacks=several)
+    if scores and (answers == answers[0]).all():
+        # Rounding may hide shorter tokens.
+        with suppress(OracleError, InputError):
+            far = _FAR * torch.stack([a, -a, b, -b])
+            answers = torch.cat([answers[:1], ask(oracle, far[:, None])])
+    if scores and (answers == answers[0]).all():
+        link = Link("identity", answers[0].clone()) if answers[0] else None
         return Choice(Kind.HEAD, LowRank(seed=seed), "every answer is the same", link)
-    precision, absolute = measured_errors(oracle, first[:1], pairs[:1], seen)
-    decimals = exact_decimals(seen, most=_DECIMALS) if digits(seen) <= EXACT else None
+    precision, absolute = measured_errors(oracle, first[:1], pairs[:1], answers)
+    decimals = None
+    if digits(answers) <= EXACT:
+        decimals = exact_decimals(answers, most=_MAX_DECIMALS)
     noisy = absolute > 0 and decimals is None
     if decimals is not None:  # this rounding hides the smaller errors of the arithmetic
-        precision = digits(seen)
+        precision = digits(answers)
         absolute = 0.5 * 10.0**-decimals
-    if pairs.ndim == 1 and _flat(oracle, torch.stack([a, b]), alone[:4]):
+    if scores and _behind_norm(oracle, torch.stack([a, b]), alone[:4]):
         fit = Fitted(precision=max(precision, 1e-14), answer_error=absolute, seed=seed)
         why = "answers do not grow with a token"
         return Choice(Kind.HEAD, fit, why, arithmetic=Arithmetic(precision))
     link, odd = find_link(oracle, seed, precision, absolute)
     if noisy and (link.offset.abs() <= 2 * absolute).all():
-        link = Link(
-            link.name, torch.zeros_like(link.offset)
-        )  # the offset is only noise
+        link = replace(link, offset=torch.zeros_like(link.offset))  # it is only noise
     plain = link.name == "identity" and not link.offset.any()
-    if pairs.ndim > 1 and link.name != "softmax":
+    if not scores and link.name != "softmax":
         absolute = 0.0  # the methods for vectors have no absolute tolerance
     elif link.name != "identity":
         absolute = max(absolute, smallest(precision))
     arithmetic = Arithmetic(precision, plain, absolute)
     view = oracle if arithmetic.exact else Undone(oracle, link, precision, absolute)
     choice = _choice(view, link.scores(pairs), (a, b, x), odd, seed, arithmetic)
-    if decimals is not None and arithmetic.absolute:
-        choice = replace(
-            choice, why=f"the answers have {decimals} decimals and {choice.why}"
-        )
-    elif noisy and arithmetic.absolute:
-        choice = replace(
-            choice, why=f"the answers are off by up to {absolute:.0e}, {choice.why}"
-        )
+    why = choice.why
+    if decimals is not None and absolute:
+        why = f"the answers have {decimals} decimals and {why}"
+    elif noisy and absolute:
+        why = f"the answers are off by up to {absolute:.0e}, {why}"
     if plain:
-        return choice
-    return replace(choice, link=link, why=f"behind {link} {choice.why}")
+        return replace(choice, why=why)
+    return replace(choice, link=link, why=f"behind {link} {why}")
 
 
 def _choice(
@@ -316,11 +309,16 @@ def _choice(
     arithmetic: Arithmetic,
 ) -> Choice:
     """Choose by the kind of answers, once the link is inverted; `odd` means f([−x]) = −f([x])."""
-    accepted = arithmetic.accepted
+    choice = partial(Choice, arithmetic=arithmetic)
     # Behind a link such as a sigmoid, scores have fewer digits than answers.
     unbounded = not isinstance(view, Undone) or view.link.name == "identity"
-    precision = max(arithmetic.precision, 1e-14 if unbounded else 1e-8)
-    answer_error = arithmetic.absolute if unbounded else 0.0
+    errors: dict[str, Any] = {
+        "precision": max(arithmetic.precision, 1e-14 if unbounded else 1e-8),
+        "answer_error": arithmetic.absolute if unbounded else 0.0,
+    }
+
+    def made(kind: Callable[..., Method], **settings: float) -> Method:
+        return kind(seed=seed, tolerance=arithmetic.accepted, **settings)
 
     def refined(method: Method) -> Method:
         if arithmetic.exact:
@@ -332,60 +330,43 @@ def _choice(
         # With biases, a residual, a norm or positions, the target is an attention
         # sub-layer. With a feed-forward layer as well it is a block, whose answers have
         # a token's dimension.
-        others: tuple[Method, ...] = (AttentionSubLayer(seed=seed, tolerance=accepted),)
-        if pairs.shape[-1] == view.dim:
-            whole = (TransformerBlock, TransformerBlocks)
-            others = (*others, *(each(seed=seed, tolerance=accepted) for each in whole))
-        method = refined(FullOutput(seed=seed, tolerance=accepted))
+        others = (made(AttentionSubLayer),)
+        method = refined(made(FullOutput))
         why = "the answers are vectors"
-        if pairs.shape[-1] == view.dim and _deep(
-            view, tokens[0], tokens[2], arithmetic.same
-        ):
-            method = AttentionLayers(seed=seed, tolerance=accepted)
-            why = "one layer would weigh long tokens and short differences alike"
-        return Choice(kind, method, why, arithmetic=arithmetic, fallbacks=others)
+        if pairs.shape[-1] == view.dim:
+            others += (made(TransformerBlock), made(TransformerBlocks))
+            if _deep(view, tokens[0], tokens[2], arithmetic.same):
+                method = made(AttentionLayers)
+                why = "one layer would weigh long tokens and short differences alike"
+        return choice(kind, method, why, fallbacks=others)
     if not odd:
-        method = OneLayerTransformer(
-            seed=seed, tolerance=accepted, resolution=arithmetic.linear
-        )
-        fit = FittedLayer(precision=precision, answer_error=answer_error, seed=seed)
+        why = "answers to a token and to its opposite are not opposite"
+        fit = FittedLayer(**errors, seed=seed)
         if arithmetic.absolute or arithmetic.precision > _COARSE:
-            return Choice(Kind.LAYER, fit, _NOT_ODD, arithmetic=arithmetic)
-        block = TransformerBlock(seed=seed, tolerance=accepted)
-        fallbacks = (block,) if arithmetic.exact else (fit,)
-        return Choice(
-            Kind.LAYER,
-            refined(method),
-            _NOT_ODD,
-            arithmetic=arithmetic,
-            fallbacks=fallbacks,
-        )
-    fit = None
-    if view.dim <= _WIDEST:
-        fit = Fitted(precision=precision, answer_error=answer_error, seed=seed)
-    others = () if fit is None else (fit,)
+            return choice(Kind.LAYER, fit, why)
+        method = refined(made(OneLayerTransformer, resolution=arithmetic.linear))
+        fallback = made(TransformerBlock) if arithmetic.exact else fit
+        return choice(Kind.LAYER, method, why, fallbacks=(fallback,))
+    fits: tuple[Method, ...] = ()
+    if view.dim <= _MAX_DIM_FITTED:
+        fits = (Fitted(**errors, seed=seed),)
     if arithmetic.plain and arithmetic.absolute:
         # `choose` puts "the answers have 3 decimals and" or the like in front of "no
         # more".
         tolerant = Tolerant(tolerance=arithmetic.absolute, seed=seed)
-        return Choice(
-            Kind.ROUNDED, tolerant, "no more", arithmetic=arithmetic, fallbacks=others
-        )
-    if arithmetic.rounded and fit is not None:
+        return choice(Kind.ROUNDED, tolerant, "no more", fallbacks=fits)
+    if arithmetic.rounded and fits:
         why = f"the answers are exact to {arithmetic.precision:.0e}"
-        return Choice(Kind.HEAD, fit, why, arithmetic=arithmetic)
+        return choice(Kind.HEAD, fits[0], why)
     if _one_head(view, *tokens, arithmetic.same):
-        kind = Kind.HEAD
+        method = made(LowRank, resolution=arithmetic.rank)
         why = "its logits add up as one head's do"
-        method = LowRank(seed=seed, tolerance=accepted, resolution=arithmetic.rank)
-    else:
-        kind = Kind.HEADS
-        why = "its logits do not add up as one head's would"
-        method = MultiHead(seed=seed, tolerance=accepted)
-        if fit is not None and not arithmetic.exact:
-            method = fit
-            others = ()
-    return Choice(kind, method, why, arithmetic=arithmetic, fallbacks=others)
+        return choice(Kind.HEAD, method, why, fallbacks=fits)
+    method = made(MultiHead)
+    why = "its logits do not add up as one head's would"
+    if fits and not arithmetic.exact:
+        return choice(Kind.HEADS, fits[0], why)
+    return choice(Kind.HEADS, method, why, fallbacks=fits)
 
 
 def _deep(oracle: Oracle, delta: Tensor, x: Tensor, same: float) -> bool:
@@ -395,29 +376,21 @@ def _deep(oracle: Oracle, delta: Tensor, x: Tensor, same: float) -> bool:
     a residual, `s·(y([sx + δ/s ; sx]) − y([sx]))` is the same for every s; with several
     layers it is not.
     """
-    y, other, both = last(oracle, torch.stack([x, delta, x + delta]).unsqueeze(1))
+    y, other, both = last(oracle, torch.stack([x, delta, x + delta])[:, None])
     pair = torch.stack([x + delta, x])
     long = torch.stack([2 * x + delta / 2, 2 * x])
     near, minus, far = last(oracle, torch.stack([pair, -pair, long]))
-    apart = torch.stack([y + other - both, near + minus])
-    moved = (near - y) - 2 * (far - 2 * y)
-    limit = same * float(both.abs().max())
-    return float(apart.abs().max()) <= limit < float(moved.abs().max())
+    nonlinear = torch.stack([y + other - both, near + minus])
+    change = (near - y) - 2 * (far - 2 * y)
+    limit = same * both.abs().max()
+    return bool(nonlinear.abs().max() <= limit < change.abs().max())
 
 
-def _further(oracle: Oracle, tokens: Tensor, seen: Tensor) -> Tensor:
-    """Return answers to longer tokens if the target takes them: rounding may hide shorter ones."""
-    try:
-        return torch.cat([seen[:1], ask(oracle, _FAR * tokens.unsqueeze(1))])
-    except (OracleError, InputError):
-        return seen
-
-
-def _flat(oracle: Oracle, tokens: Tensor, alone: Tensor) -> bool:
+def _behind_norm(oracle: Oracle, tokens: Tensor, alone: Tensor) -> bool:
     """Return whether a token eight times as long gets the same answer, as it does behind a norm."""
-    signs = alone.view(-1, 2)
-    off = (ask(oracle, 8 * tokens.unsqueeze(1)) - signs[:, 0]).abs().max()
-    flat = bool(off <= _NEARLY_FLAT * (signs[:, 0] - signs[:, 1]).abs().max())
+    plus, minus = alone.view(-1, 2).unbind(1)
+    change = (ask(oracle, 8 * tokens[:, None]) - plus).abs().max()
+    flat = bool(change <= _NEARLY_FLAT * (plus - minus).abs().max())
     return flat and find_norm(oracle, random_stream(0)).normed
 
 
@@ -428,9 +401,9 @@ def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> b
     for _ in range(12):
         s = math.sqrt(square)
         tokens = torch.stack([s * (x + deltas), (s * x).expand_as(deltas)], dim=1)
-        base = ask(oracle, (s * torch.stack([x, a, b])).unsqueeze(1))
-        signal = torch.stack([base[1], base[2], base[1] + base[2]])
-        alpha = (ask(oracle, tokens) - base[0]) / signal
+        of_x, of_a, of_b = ask(oracle, (s * torch.stack([x, a, b]))[:, None])
+        signal = torch.stack([of_a, of_b, of_a + of_b])
+        alpha = (ask(oracle, tokens) - of_x) / signal
         if ((alpha < 1e-3) | (alpha > 1 - 1e-3)).any():
             square /= 16  # saturated, or several heads, whose α can be any number
             continue
@@ -452,9 +425,9 @@ def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> b
 # the errors of the answers explain. y(0) is the offset, and y(1) + y(−1) = 2y(0) if the
 # target has only heads.
 
-_STEPS = tensor([0.0, 1.0, 2.0, -1.0, -2.0])
+_ALONG = tensor([0.0, 1.0, 2.0, -1.0, -2.0])  # t
 _RAYS = 3
-_TRIES = 16
+_LENGTHS = 16  # of tokens that are tried
 _FURTHER = 16.0  # factor on the length of tokens while the answers do not differ yet
 _BEYOND = 3.0  # a link is refuted if it is off by so many errors of the answers
 _ORDER: tuple[str, ...] = ("softmax", "identity", "sigmoid", "tanh")
@@ -468,57 +441,58 @@ def find_link(
     `precision` is the relative error of an answer, `absolute` its absolute error.
     """
     stream = random_stream(seed ^ 0x4C494E4B)
-    rays = _STEPS[1:, None, None] * random_units(_RAYS, oracle.dim, stream)
-    questions = torch.cat(
-        [torch.zeros_like(rays[0, :1]), rays.flatten(0, 1)]
-    ).unsqueeze(1)
+    rays = _ALONG[1:, None, None] * random_units(_RAYS, oracle.dim, stream)
+    zero = torch.zeros_like(rays[0, :1])
+    questions = torch.cat([zero, rays.flatten(0, 1)])[:, None]
     names = list(_ORDER)
     odd = dict.fromkeys(_ORDER, True)
     scale = 1.0
-    kept = dict[str, Tensor]()
-    for _ in range(_TRIES):
+    first: dict[str, Tensor] = {}  # the first answers that did not refute a link
+    for _ in range(_LENGTHS):
         try:
             flat = ask(oracle, scale * questions)
         except (OracleError, InputError):
             break  # the target refuses such long tokens
         answers = _by_ray(flat)
-        if kept and ((answers.abs() == 1) | (answers == 0)).all():
+        if first and ((answers.abs() == 1) | (answers == 0)).all():
             break  # saturated
         error = max(precision, 1e-10) * answers.abs() + absolute
         names = [name for name in names if _possible(name, answers)]
-        if "softmax" in names and answers.shape[-1] == 2 and "sigmoid" in names:
-            names.remove(
-                "sigmoid"
-            )  # each of two classes behind a softmax is also a sigmoid
+        if {"softmax", "sigmoid"} <= {*names} and answers.shape[-1] == 2:
+            # Each of two classes behind a softmax is also a sigmoid.
+            names.remove("sigmoid")
         unmeasured = precision > EXACT and flat.ndim == 1
         for name in list(names):
-            bent, uneven = _misses(name, answers, error)
-            if (
-                bent or uneven
-            ) and unmeasured:  # the real error exceeds that of the last digit
-                own = _by_ray(own_error(oracle, scale * questions, flat, precision))
-                error = torch.maximum(error, own)
+            bent, uneven = _refutes(name, answers, error)
+            if unmeasured and (bent or uneven):
+                # The real error exceeds that of the last digit.
+                own = own_error(oracle, scale * questions, flat, precision)
+                error = torch.maximum(error, _by_ray(own))
                 unmeasured = False
-                bent, uneven = _misses(name, answers, error)
+                bent, uneven = _refutes(name, answers, error)
             odd[name] &= not uneven
             if bent:
                 names.remove(name)
             else:
-                kept.setdefault(name, answers)
-        spread = (answers - answers[:1]).abs().max()
-        if len(names) < 2 and spread > 8 * error.max():
+                first.setdefault(name, answers)
+        differ = (answers - answers[:1]).abs().max() > 8 * error.max()
+        if len(names) < 2 and differ:
             break
-        scale *= 2 if spread > 8 * error.max() else _FURTHER
+        scale *= 2 if differ else _FURTHER
     if not names:  # no link makes answers linear: a target of another kind
         return Link("identity", zeros()), odd["identity"]
     best = names[0]
-    return Link(best, _offset(best, kept[best])), odd[best]
+    # The zero token's scores; if every token answers, those of its only position.
+    offset = undone(best, first[best])[0, 0]
+    while offset.ndim > 1:
+        offset = offset[0]
+    return Link(best, offset), odd[best]
 
 
 def _by_ray(flat: Tensor) -> Tensor:
     """Return answers as (steps, rays, …), where step 0 is the zero token on every ray."""
-    moved = flat[1:].unflatten(0, (len(_STEPS) - 1, _RAYS))
-    return torch.cat([flat[:1].expand_as(moved[0])[None], moved])
+    others = flat[1:].unflatten(0, (-1, _RAYS))
+    return torch.cat([flat[:1].expand_as(others[0])[None], others])
 
 
 def _possible(name: str, answers: Tensor) -> bool:
@@ -527,36 +501,27 @@ def _possible(name: str, answers: Tensor) -> bool:
     if name == "identity" or labels:
         return name == "identity"
     if name == "softmax":
-        whole = answers.ndim > 2 and answers.shape[-1] > 1
-        if not whole or ((answers.sum(-1) - 1).abs() >= 1e-2).any():
+        several = answers.ndim > 2 and answers.shape[-1] > 1
+        if not several or ((answers.sum(-1) - 1).abs() >= 1e-2).any():
             return False
     low = -1.0 if name == "tanh" else 0.0
     inside = bool((answers >= low).all() & (answers <= 1).all())
     return inside and bool(undone(name, answers[0]).isfinite().all())
 
 
-def _misses(name: str, answers: Tensor, error: Tensor) -> tuple[bool, bool]:
+def _refutes(name: str, answers: Tensor, error: Tensor) -> tuple[bool, bool]:
     """Return whether scores at 0, ±1, ±2 are off two straight rays, and off one straight line."""
-    scores = undone(name, answers)
-    errors = uncertain(name, answers, error)
-    zero, single, double, minus, minus_double = scores.unbind(0)
-    e0, e1, e2, f1, f2 = errors.unbind(0)
-    bent = torch.stack([double + zero - 2 * single, minus_double + zero - 2 * minus])
-    allowed = torch.stack([e2 + e0 + 2 * e1, f2 + e0 + 2 * f1])
-    uneven = torch.stack([single + minus - 2 * zero, double + minus_double - 2 * zero])
-    most = torch.stack([e1 + f1 + 2 * e0, e2 + f2 + 2 * e0])
-    return _beyond(bent, allowed), _beyond(uneven, most)
+    y = undone(name, answers)
+    e = uncertain(name, answers, error)
+    bent = y[[2, 4]] + y[0] - 2 * y[[1, 3]]
+    uneven = y[[1, 2]] + y[[3, 4]] - 2 * y[0]
+    return (
+        _beyond(bent, e[[2, 4]] + e[0] + 2 * e[[1, 3]]),
+        _beyond(uneven, e[[1, 2]] + e[[3, 4]] + 2 * e[0]),
+    )
 
 
-def _beyond(off: Tensor, allowed: Tensor) -> bool:
+def _beyond(residual: Tensor, allowed: Tensor) -> bool:
     """Return whether anything is off by more than its error explains, where both are finite."""
-    known = off.isfinite() & allowed.isfinite()
-    return bool((off.abs() > _BEYOND * allowed)[known].any())
-
-
-def _offset(name: str, answers: Tensor) -> Tensor:
-    """Return the zero token's scores; if every token answers, those of its only position."""
-    zero = undone(name, answers)[0, 0]
-    while zero.ndim > 1:
-        zero = zero[0]
-    return zero
+    known = residual.isfinite() & allowed.isfinite()
+    return bool((residual.abs() > _BEYOND * allowed)[known].any())
