@@ -81,6 +81,17 @@ def ask_scores(oracle: Oracle, sequences: Tensor) -> Tensor:
     return torch.cat(answers)
 
 
+@dataclass(frozen=True)
+class Derived:
+    """An oracle whose answers are computed from those of another."""
+
+    dim: int
+    answers: Callable[[Tensor], Tensor]
+
+    def __call__(self, sequences: Tensor) -> Tensor:
+        return self.answers(sequences)
+
+
 def ask_through(
     oracle: Oracle,
     sequences: Tensor,

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -140,6 +141,14 @@ class SignMethod(Method):
 
     def examine(self, oracle: Oracle, step: Step) -> Exam:
         return SignExam.near(oracle, self.seed, step, self.finest)
+
+    def step(self, model: Head, entry_bits: Tensor, **more: Any) -> Step:
+        """Return the step with a head of which so many bits of every entry of W are known."""
+        d = model.dim
+        bits = math.log2(1 / self.accuracy)
+        known = (d - 1) * bits + float(entry_bits.clamp(0, bits).sum())
+        unknowns = (d * d + d - 1) * bits  # ‖v‖ stays open
+        return Step(model, math.ceil(known), math.ceil(unknowns), **more)
 
 
 def _near_zero(

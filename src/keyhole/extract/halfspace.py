@@ -15,7 +15,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.float64 import EPSILON, ones, zeros
-from keyhole.extract.bilinear import ask_scores, lengths, random_orthogonal
+from keyhole.extract.bilinear import ask_scores, lengths, normalized, random_orthogonal
 from keyhole.oracle.protocol import Oracle
 
 EPSILON = EPSILON
@@ -38,9 +38,9 @@ class Ratios:
     def __init__(self, oracle: Oracle, stream: torch.Generator) -> None:
         self._oracle = oracle
         Q = random_orthogonal(oracle.dim, stream)
-        Q = torch.where(self._positive(Q).unsqueeze(1), Q, -Q)
+        Q = torch.where(self._positive(Q)[:, None], Q, -Q)
         towards = Q.sum(0)  # vᵀ of it is Σ|q_iᵀv| > 0, unless v = 0
-        with_v, against_v = self._positive(torch.stack([towards, -towards])).tolist()
+        with_v, against_v = self._positive(torch.stack([towards, -towards]))
         if not with_v and not against_v:
             raise Unsuccessful(
                 Status.NOT_IDENTIFIABLE,
@@ -52,11 +52,10 @@ class Ratios:
                 "the signs of single tokens are not those of a linear function",
             )
         largest = self._largest(Q)
-        others = [i for i in range(len(Q)) if i != largest]
         self._top = Q[largest]
-        self._Q = Q[others]
-        self._low = zeros(len(others))
-        self._high = ones(len(others))
+        self._Q = torch.cat([Q[:largest], Q[largest + 1 :]])
+        self._low = zeros(len(self._Q))
+        self._high = ones(len(self._Q))
 
     @property
     def _raw(self) -> Tensor:
@@ -64,14 +63,13 @@ class Ratios:
 
     @property
     def v(self) -> Tensor:
-        return self._raw / lengths(self._raw)
+        return normalized(self._raw)
 
     @property
     def error(self) -> float:
         """A bound on ‖v̂ − v‖: the sine of the angle is at most the error over the length."""
-        norm = float(lengths(self._raw))
         error = float(lengths(self._high - self._low)) / 2
-        sine = min(1.0, error / norm)
+        sine = min(1.0, error / float(lengths(self._raw)))
         return 2 * math.sin(math.asin(sine) / 2) + len(self._top) * EPSILON
 
     def sharpen(self, error: float) -> None:
@@ -81,31 +79,30 @@ class Ratios:
         width = max(width, 4 * EPSILON)
 
         def above(rows: Tensor, middle: Tensor) -> Tensor:
-            return self._positive(self._Q[rows] - middle[rows].unsqueeze(1) * self._top)
+            return self._positive(self._Q[rows] - middle[rows, None] * self._top)
 
         for _ in bisect(self._low, self._high, lambda: width, centre, above):
             pass
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """Return both ends of every bracket: after a wrong label, the truth is outside of one."""
-        low, high = (
-            self._Q - end.unsqueeze(1) * self._top for end in (self._low, self._high)
-        )  # as in `sharpen`
+        low = self._Q - self._low[:, None] * self._top  # as in `sharpen`
+        high = self._Q - self._high[:, None] * self._top
         tokens = torch.cat([self._top[None], low, high])
         return tokens, torch.arange(len(tokens)) <= len(low)
 
     def _positive(self, tokens: Tensor) -> Tensor:
-        return signs(self._oracle, tokens.unsqueeze(1))
+        return signs(self._oracle, tokens[:, None])
 
     def _largest(self, Q: Tensor) -> int:
         """Find the largest q_iᵀv by a tournament: d − 1 queries in log₂ d batches."""
         left = torch.arange(len(Q))
         while len(left) > 1:
-            a = left[: len(left) // 2]
-            b = left[len(left) // 2 :][: len(left) // 2]
-            odd = left[-1:]
+            half = len(left) // 2
+            a = left[:half]
+            b = left[half : 2 * half]
             winners = torch.where(self._positive(Q[a] - Q[b]), a, b)
-            left = torch.cat([winners, odd]) if len(left) % 2 else winners
+            left = torch.cat([winners, left[2 * half :]])
         return int(left[0])
 
 
@@ -122,7 +119,7 @@ def bisect(
 ) -> Iterator[int]:
     """Narrow brackets in place, all at once, until none exceeds `width()`; yield each level."""
     for level in range(_LEVELS):
-        rows = (high - low > width()).nonzero().squeeze(1)
+        rows = (high - low > width()).nonzero()[:, 0]
         if not len(rows):
             return
         middle = split(low, high)

@@ -33,7 +33,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
 from keyhole.core.float64 import zeros
-from keyhole.extract.bilinear import ask_through, lengths
+from keyhole.extract.bilinear import Derived, ask_through, lengths
 from keyhole.extract.extraction import Step, setting
 from keyhole.extract.judge import Method
 from keyhole.extract.relu_network import ReluNetwork
@@ -43,12 +43,10 @@ from keyhole.oracle.protocol import Oracle, ask
 
 # if ‖Aᵀw‖ is below this share of the network's size, one region gives more digits
 _WEAK = 1e-3
-_MARGIN = (
-    1.01  # the nearest wall of the region must be so many times farther away than x + δ
-)
-_FARTHEST = (
-    1e12  # the largest t²: with a larger one, the difference is lost in rounding
-)
+# the nearest wall of the region must be so many times farther away than x + δ
+_MARGIN = 1.01
+# the largest t²: with a larger one, the difference is lost in rounding
+_FARTHEST = 1e12
 
 
 @dataclass(frozen=True)
@@ -96,11 +94,8 @@ class OneLayerTransformer(Method):
                 network = step.model
                 known = step.known
                 unknowns = step.unknowns
-                yield Step(
-                    OneLayer(nothing, network.A, network.w),
-                    known,
-                    _sum(unknowns, d * d),
-                )
+                model = OneLayer(nothing, network.A, network.w)
+                yield Step(model, known, _sum(unknowns, d * d))
         for step in self.attention.steps(_as_head(oracle, network)):
             if not isinstance(step.model, Head):
                 raise Unsuccessful(
@@ -128,33 +123,31 @@ def _as_head(oracle: Oracle, network: ReluFfn) -> Oracle:
         )
     v = network.w @ network.A
     if lengths(v) > _WEAK * size:
-        return _Antisymmetric(oracle, v)
+        return _antisymmetric(oracle, v)
     return _InOneRegion(oracle, network)
 
 
-class _Antisymmetric:
-    """`F(X) − F(−X)`: a head with v = Aᵀw, which is known."""
+def _antisymmetric(oracle: Oracle, v: Tensor) -> Oracle:
+    """Return `F(X) − F(−X)`: a head with v = Aᵀw, which is known."""
 
-    def __init__(self, inner: Oracle, v: Tensor) -> None:
-        self._inner = inner
-        self._v = v
-        self.dim = inner.dim
-
-    def __call__(self, sequences: Tensor) -> Tensor:
+    def answers(sequences: Tensor) -> Tensor:
         if sequences.shape[1] == 1:
-            return sequences[:, 0] @ self._v
-        return _ask_pairs(
-            self._inner, sequences, -sequences, lambda F: F[:, 0] - F[:, 1]
-        )
+            return sequences[:, 0] @ v
+        return _ask_pairs(oracle, sequences, -sequences, lambda F: F[:, 0] - F[:, 1])
+
+    return Derived(oracle.dim, answers)
 
 
+@dataclass(frozen=True)
 class _InOneRegion:
     """A head with v = (1, …, 1), read inside single regions of φ; for one token or two."""
 
-    def __init__(self, inner: Oracle, network: ReluFfn) -> None:
-        self._inner = inner
-        self._network = network
-        self.dim = network.dim
+    oracle: Oracle
+    network: ReluFfn
+
+    @property
+    def dim(self) -> int:
+        return self.network.dim
 
     def __call__(self, sequences: Tensor) -> Tensor:
         x = sequences[:, -1]
@@ -166,32 +159,32 @@ class _InOneRegion:
             )
         delta = sequences[:, 0] - x
         sign, t = self._place(x, delta)
-        far = x * t.unsqueeze(1)
-        end = far + delta * (sign / t).unsqueeze(1)
+        far = x * t[:, None]
+        end = far + delta * (sign / t)[:, None]
         different, same = torch.unique(x, dim=0, return_inverse=True)
-        start = t * ask(self._inner, different.unsqueeze(1))[same]  # φ(tx) = t·φ(x)
+        start = t * ask(self.oracle, different[:, None])[same]  # φ(tx) = t·φ(x)
 
         def answer(F: Tensor) -> Tensor:
-            rise, whole = (F - start[: len(F)].unsqueeze(1)).unbind(1)
-            alpha = 0.5 + sign[: len(F)] * (rise / whole - 0.5)  # σ(−z) = 1 − σ(z)
-            return sequences[: len(F), 1].sum(1) + alpha * delta[: len(F)].sum(1)
+            count = len(F)
+            rise, whole = (F - start[:count, None]).unbind(1)
+            alpha = 0.5 + sign[:count] * (rise / whole - 0.5)  # σ(−z) = 1 − σ(z)
+            return x[:count].sum(1) + alpha * delta[:count].sum(1)
 
         # Two equal tokens attend to that token, whatever the weights: F([y ; y]) =
         # φ(y).
-        both = torch.stack([end, far], 1), torch.stack([end, end], 1)
-        return _ask_pairs(self._inner, *both, answer)
+        pairs = torch.stack([end, far], 1)
+        equal = torch.stack([end, end], 1)
+        return _ask_pairs(self.oracle, pairs, equal, answer)
 
     def _place(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sign of δ with the farther wall, and a t so that x ± δ/t² is before it."""
-        at = x @ self._network.A.mT
-        move = delta @ self._network.A.mT
-        towards = (-move / at).nan_to_num(0.0, _FARTHEST, -_FARTHEST)
-        ahead = towards.amax(1)
-        behind = (-towards).amax(1)
-        sign = torch.where(ahead <= behind, 1.0, -1.0).to(torch.float64)
-        return sign, (_MARGIN * torch.minimum(ahead, behind)).clamp(
-            1.0, _FARTHEST
-        ).sqrt()
+        ratio = -(delta @ self.network.A.mT) / (x @ self.network.A.mT)
+        ratio = ratio.nan_to_num(0.0, _FARTHEST, -_FARTHEST)
+        ahead = ratio.amax(1)
+        behind = (-ratio).amax(1)
+        sign = torch.where(ahead <= behind, 1.0, -1.0).double()
+        square = _MARGIN * torch.minimum(ahead, behind)
+        return sign, square.clamp(1.0, _FARTHEST).sqrt()
 
 
 def _ask_pairs(

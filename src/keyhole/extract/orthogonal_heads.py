@@ -20,6 +20,7 @@ docs/orthogonal_heads.md shows, with figures, where this works and where it fail
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,16 +31,19 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.core.files import read_tensors
-from keyhole.core.float64 import identity, normal, random_stream, zeros
+from keyhole.core.float64 import identity, normal, random_stream, tensor, zeros
 from keyhole.extract.bilinear import (
+    MAX_SCALES,
     BilinearForms,
+    Derived,
     ProbeBasis,
     ask_scores,
     lengths,
+    normalized,
     random_orthogonal,
     read_values,
 )
-from keyhole.extract.extraction import Extraction, Step, setting
+from keyhole.extract.extraction import Extraction, Step, expect_finite_weights, setting
 from keyhole.extract.judge import Method
 from keyhole.oracle.planted import MultiHead
 from keyhole.oracle.protocol import Oracle, ask
@@ -96,52 +100,52 @@ class OrthogonalHeads(Method):
     def _inside(self, oracle: Oracle, bases: Sequence[Tensor]) -> Iterator[Step]:
         """Apply Theorem 4.1 in each subspace; heads with v_h = 0 never answer and are left out."""
         d = oracle.dim
-        unknowns = sum(basis.shape[1] * (basis.shape[1] + 1) for basis in bases)
-        v = read_values(_Inside(oracle, torch.cat(list(bases), dim=1)))
-        values = v.split([basis.shape[1] for basis in bases])
-        stream = random_stream(self.seed)
-        nothing = zeros(d, d)
-        heads = [
-            (nothing, basis @ v_h, basis)
-            for basis, v_h in zip(bases, values, strict=True)
-            if lengths(v_h) > _SILENT * lengths(v)
-        ]
+        widths = [basis.shape[1] for basis in bases]
+        unknowns = sum(k * (k + 1) for k in widths)
+        v = read_values(_inside(oracle, torch.cat(list(bases), dim=1)))
+        heads: list[tuple[Tensor, Tensor]] = []
+        shown: list[Tensor] = []
+        for basis, values in zip(bases, v.split(widths), strict=True):
+            if lengths(values) > _SILENT * lengths(v):
+                heads.append((zeros(d, d), basis @ values))
+                shown.append(basis)
         known = len(v)
-        yield Step(_heads([(W, v) for W, v, _ in heads]), known, unknowns)
-        for h, (_, v_h, basis) in enumerate(heads):
-            W = _one_head(_Inside(oracle, basis), basis.mT @ v_h, stream)
-            heads[h] = basis @ W @ basis.mT, v_h, basis
-            known += basis.shape[1] ** 2
-            yield Step(_heads([(W, v) for W, v, _ in heads]), known, unknowns)
+        yield Step(_heads(heads), known, unknowns)
+        stream = random_stream(self.seed)
+        for h, basis in enumerate(shown):
+            v_h = heads[h][1]
+            W = _one_head(_inside(oracle, basis), basis.mT @ v_h, stream)
+            heads[h] = (basis @ W @ basis.mT, v_h)
+            known += len(W) ** 2
+            yield Step(_heads(heads), known, unknowns)
 
     def _search(self, oracle: Oracle) -> Iterator[Step]:
         """Find the subspaces by Hessians, and grow each head from its part."""
         d = oracle.dim
         stream = random_stream(self.seed)
         v = read_values(oracle)
-        nothing = zeros(d, d)
-        yield Step(MultiHead([nothing], [v]), known=d, unknowns=d * d + d)
+        no_weights = MultiHead([zeros(d, d)], [v])
+        yield Step(no_weights, known=d, unknowns=d * d + d)
         blocks = self._blocks(oracle, v, stream)
         heads: list[_Growth] = []
         for h, block in enumerate(blocks):
-            others = [head.basis for head in heads] + [
-                block.mT for block in blocks[h + 1 :]
-            ]
+            others = [head.basis for head in heads]
+            others += [block.mT for block in blocks[h + 1 :]]
             heads.append(_Growth(oracle, v, block, others, self.resolution))
             heads[-1].run(block.mT)
             yield _step(heads, v, self.resolution)
         if not heads:  # nothing curves: W = 0
-            yield Step(MultiHead([nothing], [v]), known=d, unknowns=d)
+            yield Step(no_weights, known=d, unknowns=d)
             return
         # Directions that no row led to may still be columns of some W_h. Leave out the
         # direction where a head with W_h = 0 would answer too.
-        rest = _rest(heads, v, self.resolution)
-        left = _complement([*(head.basis for head in heads), rest], d)
-        if len(left):
+        constant = _constant_direction(heads, v, self.resolution)
+        free = _complement([*(head.basis for head in heads), constant], d)
+        if len(free):
             for head in heads:
-                head.extend(left, stream)
-        last = _step(heads, v, self.resolution)
-        yield replace(last, unknowns=last.known)
+                head.extend(free, stream)
+        final = _step(heads, v, self.resolution)
+        yield replace(final, unknowns=final.known)
 
     @property
     def step(self) -> float:
@@ -166,44 +170,35 @@ class OrthogonalHeads(Method):
         xs = random_orthogonal(oracle.dim, stream)[: self.points]
         hessians = [forms.hessian(x, stream) for x in xs]
         blocks = finest_blocks(hessians, self.noise, stream)
-        return [
-            block
-            for block in blocks
-            if lengths(block.mT @ v) > self.resolution * lengths(v)
-        ]
+        least = self.resolution * lengths(v)
+        return [block for block in blocks if lengths(block.mT @ v) > least]
 
 
 def _one_head(oracle: Oracle, v: Tensor, stream: torch.Generator) -> Tensor:
     """Apply Theorem 4.1 with v known: d² queries."""
     probes = ProbeBasis.draw(v, stream)
     X = random_orthogonal(len(v), stream)
-    Zt = torch.empty(len(v), len(v), dtype=torch.float64)  # row j: Δ W x_j
+    Zt = zeros(len(v), len(v))  # row j: Δ W x_j
     BilinearForms(oracle, v).grid(probes.deltas, X, Zt)
     return probes.solve(Zt.mT) @ X
 
 
-class _Inside:
-    """The oracle on sequences inside one subspace, in its coordinates."""
+def _inside(oracle: Oracle, basis: Tensor) -> Oracle:
+    """Return the oracle on sequences inside one subspace, in its coordinates."""
 
-    def __init__(self, oracle: Oracle, basis: Tensor) -> None:
-        self._oracle = oracle
-        self._basis = basis
-        self.dim = basis.shape[1]
+    def answers(sequences: Tensor) -> Tensor:
+        return ask(oracle, sequences @ basis.mT)
 
-    def __call__(self, sequences: Tensor) -> Tensor:
-        return ask(self._oracle, sequences @ self._basis.mT)
+    return Derived(basis.shape[1], answers)
 
 
-class _Alone:
-    """The oracle less `v_hᵀx`, which other heads add to `[x+δ ; x]` where their v_hᵀδ is zero."""
+def _alone(oracle: Oracle, others: Tensor) -> Oracle:
+    """Return the oracle less `v_hᵀx` of other heads, which add it to `[x+δ ; x]` if v_hᵀδ = 0."""
 
-    def __init__(self, oracle: Oracle, others: Tensor) -> None:
-        self._oracle = oracle
-        self._others = others
-        self.dim = oracle.dim
+    def answers(sequences: Tensor) -> Tensor:
+        return ask(oracle, sequences) - sequences[:, -1] @ others
 
-    def __call__(self, sequences: Tensor) -> Tensor:
-        return ask(self._oracle, sequences) - sequences[:, -1] @ self._others
+    return Derived(oracle.dim, answers)
 
 
 class _Growth:
@@ -218,13 +213,13 @@ class _Growth:
         resolution: float,
     ) -> None:
         self.v = block @ (block.mT @ v)
-        self._forms = BilinearForms(_Alone(oracle, v - self.v), self.v)
+        self._forms = BilinearForms(_alone(oracle, v - self.v), self.v)
         # W_h x = 0 for x in the known parts of the other subspaces.
         self._X = _complement(others, len(v))
         self._resolution = resolution
-        self._unit = self.v / lengths(self.v)
-        self._along_v = self._measure(self._unit[None])
+        self._unit = normalized(self.v)
         self.basis = self._unit[None]  # orthonormal rows
+        self._along_v = self._measure(self.basis)
         self._rows = self._along_v  # W_hᵀ of each
 
     def weights(self) -> Tensor:
@@ -238,10 +233,8 @@ class _Growth:
 
     def extend(self, directions: Tensor, stream: torch.Generator) -> None:
         """Add directions that this head may have too, if one query shows that it has any."""
-        mix = normal(stream, len(directions)) @ directions
-        x = normal(stream, len(self._X)) @ self._X
-        mix = mix / lengths(mix)
-        x = x / lengths(x)
+        mix = normalized(normal(stream, len(directions)) @ directions)
+        x = normalized(normal(stream, len(self._X)) @ self._X)
         form = self._forms.pairs((mix + self._unit)[None], x[None])[0]
         if (form - self._along_v[0] @ x).abs() > self._resolution * self._rows.norm():
             self._add(directions)
@@ -255,30 +248,31 @@ class _Growth:
 
     def _measure(self, deltas: Tensor) -> Tensor:
         """Return `δᵀW_h` for each δ."""
-        out = torch.empty(len(self._X), len(deltas), dtype=torch.float64)
+        out = zeros(len(self._X), len(deltas))
         self._forms.grid(deltas, self._X, out)
         return out.mT @ self._X
 
     def _outside(self, rows: Tensor) -> Tensor:
         """Return orthonormal directions of the rows that are not in the basis yet."""
-        size = lengths(rows).max()
+        least = self._resolution * lengths(rows).max()
         for _ in range(2):
             rows = rows - (rows @ self.basis.mT) @ self.basis
         _, sizes, directions = torch.linalg.svd(rows, full_matrices=False)
-        return directions[sizes > self._resolution * size]
+        return directions[sizes > least]
 
 
-def _rest(heads: list[_Growth], v: Tensor, resolution: float) -> Tensor:
+def _constant_direction(heads: list[_Growth], v: Tensor, resolution: float) -> Tensor:
     """Return the direction of what the heads leave of v, as a row; no row if they leave nothing."""
-    rest = v - torch.stack([head.v for head in heads]).sum(0)
-    return (rest / lengths(rest))[None][: int(lengths(rest) > resolution * lengths(v))]
+    constant = v - torch.stack([head.v for head in heads]).sum(0)
+    found = bool(lengths(constant) > resolution * lengths(v))
+    return normalized(constant)[None][: int(found)]
 
 
 def _step(heads: list[_Growth], v: Tensor, resolution: float) -> Step:
     """Return what is known: the heads so far, and one with W = 0 for what they leave of v."""
     d = len(v)
     parts = [(head.weights(), head.v) for head in heads]
-    for unit in _rest(heads, v, resolution):
+    for unit in _constant_direction(heads, v, resolution):
         parts.append((zeros(d, d), (v @ unit) * unit))
     known = d + sum(len(head.basis) ** 2 for head in heads)
     return Step(_heads(parts), known, max(known, d * d + d))
@@ -293,12 +287,11 @@ def _complement(parts: list[Tensor], d: int) -> Tensor:
 
 
 def _heads(parts: list[tuple[Tensor, Tensor]]) -> MultiHead:
-    finite = all(
-        bool(torch.isfinite(W).all() and torch.isfinite(v).all()) for W, v in parts
-    )
-    if not (parts and finite):
+    expect_finite_weights(*itertools.chain(*parts))
+    if not parts:
         raise Unsuccessful(Status.MISMATCH, "no finite weights explain the answers")
-    return MultiHead([W for W, _ in parts], [v for _, v in parts])
+    W, v = zip(*parts, strict=True)
+    return MultiHead(list(W), list(v))
 
 
 def load_bases(path: str | Path) -> list[Tensor]:
@@ -317,19 +310,13 @@ def _check_bases(bases: Sequence[Tensor]) -> None:
     if not len(bases):
         raise InputError("bases must hold at least one basis")
     for basis in bases:
-        if (
-            basis.ndim != 2
-            or basis.shape[0] != bases[0].shape[0]
-            or basis.dtype != torch.float64
-        ):
-            shape = tuple(basis.shape)
-            kind = basis.dtype
+        same_space = basis.ndim == 2 and basis.shape[0] == bases[0].shape[0]
+        if not same_space or basis.dtype != torch.float64:
             raise InputError(
-                f"expected float64 bases of shape (d, k), got {shape} in {kind}"
+                f"expected float64 bases of shape (d, k), got {tuple(basis.shape)} in {basis.dtype}"
             )
     every = torch.cat(list(bases), dim=1)
-    eye = identity(every.shape[1])
-    apart = float((every.mT @ every - eye).abs().max())
+    apart = float((every.mT @ every - identity(every.shape[1])).abs().max())
     if not apart <= _ORTHOGONAL:
         raise InputError(
             f"the bases must be orthonormal and orthogonal to each other: off by {apart:.1e}"
@@ -358,7 +345,6 @@ def _check_bases(bases: Sequence[Tensor]) -> None:
 _REACH = 2.0**40
 _START = 2.0**-16  # s² at which the size of the scores is first measured
 _LARGEST = 2.0**30
-_TRIES = 12
 _LARGE = 1e-2
 
 
@@ -380,14 +366,13 @@ class QuadraticForms:
         if square is None:
             return zeros(d, d)
         # (q_i + q_j)/√2 has length 1 off the diagonal, q_i on it.
-        pairs = torch.where((i == j).unsqueeze(1), Q[i], (Q[i] + Q[j]) / 2**0.5)
-        forms = self._extrapolated(pairs, x, square)
+        pairs = torch.where((i == j)[:, None], Q[i], (Q[i] + Q[j]) / 2**0.5)
         H = zeros(d, d)
-        H[i, j] = H[j, i] = 2 * forms
+        H[i, j] = H[j, i] = 2 * self._extrapolated(pairs, x, square)
         half = H.diagonal() / 2
-        off = H - half[None] - half.unsqueeze(1)
-        off.diagonal().copy_(H.diagonal())
-        return Q.mT @ off @ Q
+        entries = H - half[None] - half[:, None]
+        entries.diagonal().copy_(H.diagonal())
+        return Q.mT @ entries @ Q
 
     def _extrapolated(self, deltas: Tensor, x: Tensor, square: float) -> Tensor:
         """Extrapolate by Richardson: errors are even powers of the scale, halved each time."""
@@ -401,25 +386,20 @@ class QuadraticForms:
 
     def _forms(self, deltas: Tensor, x: Tensor, square: float) -> Tensor:
         """Return `(φ_x(tδ) − ½t·vᵀδ) / t²` with `t·x` in place of x: the score is square·δᵀWx."""
-        long = _REACH
         short = square / _REACH
-        tokens = torch.empty(len(deltas), 2, len(x), dtype=torch.float64)
-        tokens[:, 1] = short * x
-        tokens[:, 0] = long * deltas + tokens[:, 1]
-        answers = ask_scores(self.oracle, tokens)
-        return (
-            answers / long - short / long * (self.v @ x) - deltas @ self.v / 2
-        ) / square
+        last = short * x
+        tokens = torch.stack([_REACH * deltas + last, last.expand_as(deltas)], 1)
+        answers = ask_scores(self.oracle, tokens) / _REACH
+        alone = short / _REACH * (self.v @ x)
+        return (answers - alone - deltas @ self.v / 2) / square
 
     def _scale(self, Q: Tensor, x: Tensor) -> float | None:
         """Return the square with scores of about the size `step`; None if nothing is curved."""
-        probes = (self.v / lengths(self.v) + Q[:4]) / 2**0.5
+        probes = (normalized(self.v) + Q[:4]) / 2**0.5
         square = _START
-        for _ in range(_TRIES):
-            size = (
-                float((self._forms(probes, x, square) / (probes @ self.v)).abs().max())
-                * 4
-            )
+        for _ in range(MAX_SCALES):
+            curvature = self._forms(probes, x, square) / (probes @ self.v)
+            size = float(curvature.abs().max()) * 4
             if size * square > 0.1:
                 square /= 2.0**12
             elif size * square > 1e-9:
@@ -439,7 +419,7 @@ def finest_blocks(
     `noise` is the error of the matrices, relative to the largest.
     """
     left, sizes, _ = torch.linalg.svd(torch.cat(hessians, dim=1))
-    if not (sizes[0] > 0):
+    if not sizes[0] > 0:
         return []
     frame = left[:, : _gap(sizes / sizes[0], noise)]
     commuting = _commutant([frame.mT @ H @ frame / sizes[0] for H in hessians], noise)
@@ -447,17 +427,14 @@ def finest_blocks(
     values, vectors = torch.linalg.eigh(torch.einsum("c,cij->ij", mix, commuting))
     # There are as many eigenvalues as the commutant has dimensions: cut at the widest
     # gaps.
-    cuts = (
-        values.diff().argsort(descending=True)[: len(commuting) - 1].sort().values + 1
-    )
-    return [
-        frame @ block for block in torch.tensor_split(vectors, cuts.tolist(), dim=1)
-    ]
+    widest = values.diff().argsort(descending=True)[: len(commuting) - 1]
+    cuts = (widest.sort().values + 1).tolist()
+    return [frame @ block for block in torch.tensor_split(vectors, cuts, dim=1)]
 
 
 def _gap(sizes: Tensor, noise: float) -> int:
     """Return how many of the falling sizes are above their widest gap, if noise has this size."""
-    logs = torch.cat([sizes, sizes.new_tensor([noise])]).clamp(min=noise).log()
+    logs = torch.cat([sizes, tensor([noise])]).clamp(min=noise).log()
     drops = logs[:-1] - logs[1:]
     drops[sizes[1:].ge(_LARGE).nonzero()] = 0  # large sizes are not noise
     return int(drops.argmax()) + 1
@@ -467,10 +444,11 @@ def _commutant(matrices: list[Tensor], noise: float) -> Tensor:
     """Return an orthonormal basis (c, n, n) of the symmetric matrices that commute with all."""
     n = len(matrices[0])
     i, j = torch.triu_indices(n, n)
-    basis = zeros(len(i), n, n)
-    weight = torch.where(i == j, 1.0, 0.5**0.5).to(torch.float64)
     index = torch.arange(len(i))
-    basis[index, i, j] = basis[index, j, i] = weight
+    basis = zeros(len(i), n, n)
+    basis[index, i, j] = basis[index, j, i] = torch.where(
+        i == j, 1.0, 0.5**0.5
+    ).double()
     brackets = torch.cat([(basis @ H - H @ basis).flatten(1) for H in matrices], dim=1)
     left, sizes, _ = torch.linalg.svd(brackets, full_matrices=False)
     # The identity commutes with everything, so the last size is always noise.

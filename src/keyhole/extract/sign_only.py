@@ -42,21 +42,20 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_number
-from keyhole.core.float64 import TINY, full, random_stream
+from keyhole.core.float64 import EPSILON, TINY, full, random_stream
 from keyhole.extract.bilinear import ProbeBasis
 from keyhole.extract.exams import SignMethod, labels_again
 from keyhole.extract.extraction import Step, setting
-from keyhole.extract.halfspace import EPSILON, Ratios, bisect, centre, signs
+from keyhole.extract.halfspace import Ratios, bisect, centre, signs
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
 _SHARE = 0.15  # share of W's allowed error that the error of v may cause
 _SCOUTS = 8
-_LOOK = 3  # levels of bisection between two steps
+_LEVELS = 3  # of bisection between two steps
 _SCALES = 32  # factors of four that are tried for a scale
-_BEYOND = (
-    3.0  # times the error of a threshold: so far from it, only a wrong label differs
-)
+# times the error of a threshold: so far from it, only a wrong label differs
+_BEYOND = 3.0
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class SignOnly(SignMethod):
         yield self._step(direction, forms)
         try:
             for level in forms.bisect(self.accuracy):
-                if level % _LOOK == 0:
+                if level % _LEVELS == 0:
                     yield self._step(direction, forms)
         except BudgetExhausted:
             yield self._step(direction, forms)
@@ -105,20 +104,18 @@ class SignOnly(SignMethod):
     def _step(self, direction: Ratios, forms: _Forms) -> Step:
         """Return what the brackets show so far."""
         W, error = forms.solve()
-        d = len(W)
-        bits = math.log2(1 / self.accuracy)
-        known = (d - 1) * bits + float((1 - forms.width.log2()).clamp(0, bits).sum())
         finite = math.isfinite(error)
-        return Step(
+
+        def confirm(oracle: Oracle) -> tuple[int, int]:
+            return labels_again(oracle, *direction.ends(), *forms.ends())
+
+        return self.step(
             Head(W, direction.v),
-            known=math.ceil(known),
-            unknowns=math.ceil((d * d + d - 1) * bits),
+            1 - forms.width.log2(),
             guarantee=error if finite else None,
             guarantee_v=direction.error if finite else None,
             assumed="no label is wrong",
-            confirm=lambda oracle: labels_again(
-                oracle, *direction.ends(), *forms.ends()
-            ),
+            confirm=confirm,
         )
 
 
@@ -130,15 +127,13 @@ class _Forms:
     ) -> None:
         self._oracle = oracle
         self._direction = direction
+        self._stream = stream
         self._P = ProbeBasis.draw(direction.v, stream).Q
         self._X = -ProbeBasis.draw(direction.v, stream).Q
-        d = oracle.dim
-        self._low = full(-math.inf, d * d)
-        self._high = -self._low
-        self._stream = stream
-        self.largest = (
-            1.0  # approximate; tokens are scaled so that such forms give z = ±1
-        )
+        self._high = full(math.inf, oracle.dim**2)
+        self._low = -self._high
+        # approximate; tokens are scaled so that such forms give z = ±1
+        self.largest = 1.0
 
     @property
     def width(self) -> Tensor:
@@ -150,11 +145,14 @@ class _Forms:
         zero = torch.zeros_like(self._low)
         positive = self._compare(rows, zero)
         sides = zero.index_put((rows,), positive.double() * 2 - 1)
+
+        def reached(rows: Tensor) -> Tensor:
+            """Return which forms are not nearer to zero than the scale."""
+            return self._compare(rows, sides * self.largest) == (sides[rows] > 0)
+
         beyond = rows
         for _ in range(_SCALES):
-            beyond = beyond[
-                self._compare(beyond, sides * self.largest) == (sides[beyond] > 0)
-            ]
+            beyond = beyond[reached(beyond)]
             if not len(beyond):
                 break
             self.largest *= 4
@@ -167,7 +165,7 @@ class _Forms:
             # A scale that was found too small by 4 may be too large by 2, no more.
             step = 4 if self.largest <= 1 else 2
             self.largest /= step
-            if (self._compare(rows, sides * self.largest) == (sides[rows] > 0)).any():
+            if reached(rows).any():
                 self.largest *= step
                 return
 
@@ -183,13 +181,10 @@ class _Forms:
 
         def median(low: Tensor, high: Tensor) -> Tensor:
             mass = (_student(low / prior) + _student(high / prior)) / 2
-            split = (
-                prior
-                * math.sqrt(2)
-                * mass
-                / (1 - mass * mass).clamp(min=EPSILON).sqrt()
-            )
-            inside = (split > low) & (split < high) & ~(high - low < prior / 4)
+            rest = (1 - mass * mass).clamp(min=EPSILON).sqrt()
+            split = prior * math.sqrt(2) * mass / rest
+            narrow_already = high - low < prior / 4
+            inside = (split > low) & (split < high) & ~narrow_already
             return torch.where(inside, split, centre(low, high))
 
         return bisect(self._low, self._high, narrow, median, self._above)
@@ -200,11 +195,8 @@ class _Forms:
         if relative >= 1:
             return torch.full_like(forms, math.inf)
         # logit(σ(t)·ρ) − t, for a ρ that differs from 1 by `relative`
-        return (
-            -math.log1p(-relative)
-            * (1 + torch.exp(forms / self.largest))
-            * self.largest
-        )
+        slope = 1 + torch.exp(forms / self.largest)
+        return -math.log1p(-relative) * slope * self.largest
 
     @property
     def _relative(self) -> float:
@@ -237,22 +229,17 @@ class _Forms:
         known = torch.isfinite(self.width)
         middle = torch.where(known, centre(self._low, self._high), 0.0)
         bound = self._P.abs().mT @ (self.width / 2).view(d, d) @ self._X.abs()
-        return self._P.mT @ middle.view(d, d) @ self._X, float(
-            bound.max()
-        ) + self.carried()
+        W = self._P.mT @ middle.view(d, d) @ self._X
+        return W, float(bound.max()) + self.carried()
 
     def _compare(self, rows: Tensor, thresholds: Tensor) -> Tensor:
         """Run `_above`, and narrow the brackets with a margin for the error of v."""
         above = self._above(rows, thresholds)
         slack = self.shift(thresholds)
-        low = thresholds - slack
-        high = thresholds + slack
-        self._low[rows] = torch.where(
-            above, low.maximum(self._low)[rows], self._low[rows]
-        )
-        self._high[rows] = torch.where(
-            above, self._high[rows], high.minimum(self._high)[rows]
-        )
+        low = (thresholds - slack).maximum(self._low)
+        high = (thresholds + slack).minimum(self._high)
+        self._low[rows] = torch.where(above, low[rows], self._low[rows])
+        self._high[rows] = torch.where(above, self._high[rows], high[rows])
         if (self._low > self._high).any():
             raise Unsuccessful(
                 Status.MISMATCH,
@@ -264,12 +251,9 @@ class _Forms:
         """Return pairs of tokens (m, 2, d) at the ends of all brackets, and which are positive."""
         rows = torch.arange(len(self._low))
         slack = _BEYOND * self.shift(self._high)
-        pairs = torch.cat(
-            [
-                self._pairs(rows, self._low - slack),
-                self._pairs(rows, self._high + slack),
-            ]
-        )
+        below = self._pairs(rows, self._low - slack)
+        above = self._pairs(rows, self._high + slack)
+        pairs = torch.cat([below, above])
         return pairs, torch.arange(len(pairs)) < len(rows)
 
     def _above(self, rows: Tensor, thresholds: Tensor) -> Tensor:
@@ -286,7 +270,7 @@ class _Forms:
         x = self._X[rows % d]
         c = 1 / self.largest
         gate = torch.sigmoid(thresholds[rows] * c).clamp(min=TINY)
-        scale = (gate * c * (p @ v) / -(x @ v)).sqrt().unsqueeze(1)
+        scale = (gate * c * (p @ v) / -(x @ v)).sqrt()[:, None]
         last = scale * x
         return torch.stack([last + c / scale * p, last], dim=1)
 

@@ -42,7 +42,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_number
 from keyhole.core.float64 import EPSILON, full, identity, random_stream, zeros
 from keyhole.core.text import percent
-from keyhole.extract.bilinear import lengths, random_units
+from keyhole.extract.bilinear import lengths, normalized, random_units
 from keyhole.extract.exams import SignMethod, labels_again
 from keyhole.extract.extraction import Extraction, Statement, Step, setting
 from keyhole.extract.halfspace import bisect, centre, signs
@@ -55,12 +55,11 @@ _SLOPE = 1 / (_LOW * _HIGH)  # κ, of the logit between them
 # The error on fresh queries up to which a model counts as recovered. An `accuracy` that
 # a budget allows leaves a larger one, and the result is inexact, with the errors that
 # are proved.
-_EXACT = 1e-6
-_ASIDE = (
-    1e-9  # relative to λ: repeated queries are so far outside a bracket, for rounding
-)
+_ACCEPTED = 1e-6
+# relative to λ: repeated queries are so far outside a bracket, for rounding
+_ASIDE = 1e-9
 CHANCE = 0.01  # the probability that an average of signs is further off than promised
-_MOST_SAMPLES = 10**10  # would take hours, even with a target in memory
+_MAX_SAMPLES = 10**10  # would take hours, even with a target in memory
 _SAMPLES_AT_ONCE = 1 << 14
 
 
@@ -72,7 +71,7 @@ def mean_length(d: int) -> float:
 def _average(oracle: Oracle, stream: torch.Generator, count: int) -> Tensor:
     """Return the paper's v̂ from `count` signs, with an error of the same size in every entry."""
     d = oracle.dim
-    if count > _MOST_SAMPLES:
+    if count > _MAX_SAMPLES:
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
             f"averaging would take {count:.1e} queries for this accuracy: bisect, or ask less",
@@ -80,7 +79,7 @@ def _average(oracle: Oracle, stream: torch.Generator, count: int) -> Tensor:
     total = zeros(d)
     for rows in range(count, 0, -_SAMPLES_AT_ONCE):
         x = random_units(min(rows, _SAMPLES_AT_ONCE), d, stream)
-        total += (signs(oracle, x.unsqueeze(1)).double() * 2 - 1) @ x
+        total += (signs(oracle, x[:, None]).double() * 2 - 1) @ x
     v = total / (count * mean_length(d))
     if lengths(v) < 0.5:  # it is about 1 for a halfspace
         raise Unsuccessful(
@@ -104,18 +103,16 @@ class Plan:
     @classmethod
     def of(cls, accuracy: float, bound: float, margin: float, dim: int) -> Plan:
         """Compute the plan from the theorem's ε, B, η and d."""
-        half = (
-            accuracy / dim / 2 / (bound * _SLOPE)
-        )  # what either term of the bound may be
+        # what either term of the bound may be
+        half = accuracy / dim / 2 / (bound * _SLOPE)
         u = half / (2 * _HIGH + half)
         values_error = min(margin * u, accuracy / math.sqrt(dim))
         least = math.sqrt(_LOW * margin / bound)
         most = math.sqrt(_HIGH / (margin * bound))
         scale_error = half * margin / (2 * bound * most)
         levels = max(0, math.ceil(math.log2((most - least) / (2 * scale_error))))
-        samples = math.ceil(
-            2 * math.log(2 * dim / CHANCE) / (mean_length(dim) * values_error) ** 2
-        )
+        deviation = mean_length(dim) * values_error
+        samples = math.ceil(2 * math.log(2 * dim / CHANCE) / deviation**2)
         return cls(values_error, scale_error, least, most, samples, levels)
 
     def queries(self, dim: int) -> int:
@@ -139,16 +136,16 @@ class SignOnlyAsPublished(SignMethod):
         expect_number("accuracy", self.accuracy, above=0, below=1)
 
     def __call__(self, oracle: Oracle) -> Extraction:
-        if self.margin > 1 / math.sqrt(oracle.dim) * (1 + 1e-9):
+        most = 1 / math.sqrt(oracle.dim)
+        if self.margin > most * (1 + 1e-9):
             raise InputError(
-                f"the margin must not exceed 1/√d = {1 / math.sqrt(oracle.dim):.3g}, since "
-                f"‖v‖ = 1: got {self.margin}"
+                f"the margin must not exceed 1/√d = {most:.3g}, since ‖v‖ = 1: got {self.margin}"
             )
         return super().__call__(oracle)
 
     @property
     def accepted(self) -> float:
-        return _EXACT
+        return _ACCEPTED
 
     def plan(self, dim: int) -> Plan:
         return Plan.of(self.accuracy, self.bound, self.margin, dim)
@@ -169,11 +166,11 @@ class SignOnlyAsPublished(SignMethod):
         plan = self.plan(oracle.dim)
         stream = random_stream(self.seed)
         v = _average(oracle, stream, plan.samples)
-        if v.abs().min() < self.margin - plan.values_error:
+        least = float(v.abs().min())
+        if least < self.margin - plan.values_error:
             raise Unsuccessful(
                 Status.NOT_APPLICABLE,
-                f"the margin {self.margin:g} does not hold: some |v_i| is about "
-                f"{float(v.abs().min()):.1e} of ‖v‖",
+                f"the margin {self.margin:g} does not hold: some |v_i| is about {least:.1e} of ‖v‖",
             )
         entries = _Entries(self, oracle, v, plan)
         yield self._step(entries)
@@ -187,27 +184,23 @@ class SignOnlyAsPublished(SignMethod):
     def _step(self, entries: _Entries) -> Step:
         """Return what the brackets show so far."""
         W, interval = entries.solve()
-        d = len(entries.v)
-        unit_v = entries.v / lengths(entries.v)
-        bits = math.log2(1 / self.accuracy)
-        known = (d - 1) * bits + float(
-            (-entries.relative_width.log2()).clamp(0, bits).sum()
-        )
-        stated = self.stated(d)
-        return Step(
-            Head(W, entries.v),
-            known=math.ceil(known),
-            unknowns=math.ceil((d * d + d - 1) * bits),  # ‖v‖ stays open
+        v = entries.v
+        stated = self.stated(len(v))
+
+        def confirm(oracle: Oracle) -> tuple[int, int]:
+            # No single label decides v̂, so only those of ±v̂ are repeated.
+            unit = normalized(v)
+            tokens = torch.stack([unit, -unit])
+            positive = torch.tensor([True, False])
+            return labels_again(oracle, tokens, positive, *entries.ends())
+
+        return self.step(
+            Head(W, v),
+            -entries.relative_width.log2(),
             guarantee=interval.furthest(W),
             guarantee_v=entries.plan.values_error,
             assumed=stated.provided,
-            # No single label decides v̂, so only those of ±v̂ are repeated.
-            confirm=lambda oracle: labels_again(
-                oracle,
-                torch.stack([unit_v, -unit_v]),
-                torch.tensor([True, False]),
-                *entries.ends(),
-            ),
+            confirm=confirm,
             stated=stated,
         )
 
@@ -224,7 +217,9 @@ class _Entries:
         self._bound = method.bound
         self._margin = method.margin
         self._oracle = oracle
-        self._i, self._j = torch.arange(d * d) // d, torch.arange(d * d) % d
+        index = torch.arange(d * d)
+        self._i = index // d
+        self._j = index % d
         self._c = -(v[self._i] * v[self._j]).sign() / method.bound
         self._low = full(plan.least, d * d)
         self._high = full(plan.most, d * d)
@@ -249,47 +244,38 @@ class _Entries:
         units = identity(len(self.v))
         scale = scales[rows, None]
         last = scale * units[self._j[rows]]
-        return torch.stack(
-            [last + self._c[rows, None] / scale * units[self._i[rows]], last], 1
-        )
+        delta = self._c[rows, None] / scale * units[self._i[rows]]
+        return torch.stack([last + delta, last], 1)
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """Return pairs of tokens at both ends of every bracket, and which of them are positive."""
         rows = torch.arange(len(self._low))
-        low = self._low * (1 - _ASIDE)
-        high = self._high * (1 + _ASIDE)
+        low = self._pairs(rows, self._low * (1 - _ASIDE))
+        high = self._pairs(rows, self._high * (1 + _ASIDE))
         with_v = self.v[self._j] > 0
-        return torch.cat([self._pairs(rows, low), self._pairs(rows, high)]), torch.cat(
-            [~with_v, with_v]
-        )
+        return torch.cat([low, high]), torch.cat([~with_v, with_v])
 
     def solve(self) -> tuple[Tensor, Interval]:
         """Return Ŵ as in the theorem, and the interval that the brackets prove."""
-        ratio, least, most = self._ratios()
+        ratios = self._ratios()
+        scales = (centre(self._low, self._high), self._low, self._high)
         W, first, second = (
-            (self._bound * scale.square() * r).clamp(_LOW, _HIGH).logit() / self._c
-            for scale, r in (
-                (centre(self._low, self._high), ratio),
-                (self._low, least),
-                (self._high, most),
-            )
+            (self._bound * scale.square() * ratio).clamp(_LOW, _HIGH).logit() / self._c
+            for scale, ratio in zip(scales, ratios, strict=True)
         )
-        shape = len(self.v), len(self.v)
+        shape = (len(self.v), len(self.v))
         rounding = 64 * EPSILON * self._bound
         low = torch.minimum(first, second) - rounding
         high = torch.maximum(first, second) + rounding
         return W.view(shape), Interval(low.view(shape), high.view(shape))
 
-    def _ratios(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _ratios(self) -> list[Tensor]:
         """Return the estimate of |v_j|/|v_i| and its lower and upper bound; 1 where i = j."""
         size = self.v.abs()
-        error = self.plan.values_error
-        below = (size - error).clamp(min=self._margin)
-        above = (size + error).clamp(max=1.0)
-        same = self._i == self._j
+        below = (size - self.plan.values_error).clamp(min=self._margin)
+        above = (size + self.plan.values_error).clamp(max=1.0)
         i = self._i
         j = self._j
-        limits = (self._margin, 1 / self._margin)
         ratios = (size[j] / size[i], below[j] / above[i], above[j] / below[i])
-        ratio, least, most = (r.clamp(*limits).masked_fill(same, 1.0) for r in ratios)
-        return ratio, least, most
+        limits = (self._margin, 1 / self._margin)
+        return [ratio.clamp(*limits).masked_fill(i == j, 1.0) for ratio in ratios]
