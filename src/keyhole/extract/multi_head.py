@@ -60,7 +60,7 @@ from keyhole.core.float64 import (
     tensor,
     zeros,
 )
-from keyhole.core.text import counted
+from keyhole.core.text import number
 from keyhole.extract.arithmetic import EXACT, digits, exact_decimals, own_error
 from keyhole.extract.bilinear import ask_scores, lengths, normalized
 from keyhole.extract.extraction import Extraction, Step, setting
@@ -267,7 +267,7 @@ def _remark(rays: Rays, columns: Columns | None) -> str:
     """Return how many heads were found, of which ranks, and how they are related."""
     constant = bool(rays.v0.any())
     heads = int(rays.slopes.sum()) + constant
-    parts = [counted(heads, "head")]
+    parts = [number(heads, "head", "heads")]
     if columns is not None:
         least = int(columns.rank.min())
         most = int(columns.rank.max())
@@ -278,9 +278,9 @@ def _remark(rays: Rays, columns: Columns | None) -> str:
     opposite = int((torch.bincount(rays.line) > 1).sum())
     proportional = int((rays.slopes > 1).sum())
     if opposite:
-        parts.append(counted(opposite, "opposite pair"))
+        parts.append(number(opposite, "opposite pair", "opposite pairs"))
     if proportional:
-        parts.append(f"{counted(proportional, 'group')} of proportional W")
+        parts.append(number(proportional, "group", "groups") + " of proportional W")
     if constant:
         parts.append("one with W = 0" if heads > 1 else "with W = 0")
     return ", ".join(parts)

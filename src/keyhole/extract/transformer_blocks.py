@@ -54,7 +54,7 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.float64 import identity, normal, random_stream, zeros
 from keyhole.core.numerics import least_squares
-from keyhole.core.text import counted
+from keyhole.core.text import number
 from keyhole.extract.attention_layers import find_network, fit_network
 from keyhole.extract.bilinear import random_units
 from keyhole.extract.block import explain_precision_failure, factored
@@ -364,14 +364,13 @@ def _polished(view: View, model: Blocks, stream: torch.Generator) -> Blocks:
 def _described(model: Blocks) -> str:
     """Return the parts of each block, in words."""
 
-    unit = f"{model.activation} unit"
-    if len(model.G):
-        unit = f"gated {unit}"
-    each = [
-        f"{counted(len(block.Q), 'head')} and {counted(len(block.A), unit)}"
-        for block in model.blocks
-    ]
-    return f"{counted(len(each), 'block')}: " + ", then ".join(each)
+    kind = f"gated {model.activation}" if len(model.G) else model.activation
+    parts: list[str] = []
+    for block in model.blocks:
+        heads = number(len(block.Q), "head", "heads")
+        units = number(len(block.A), f"{kind} unit", f"{kind} units")
+        parts.append(f"{heads} and {units}")
+    return number(len(parts), "block", "blocks") + ": " + ", then ".join(parts)
 
 
 def _refusal(why: str) -> Unsuccessful:
