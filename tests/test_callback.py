@@ -15,10 +15,9 @@ import tiny_classifiers
 import tiny_models as tiny
 from exposures import names
 from keyhole import AuditCallback
-from keyhole.callback import GaveAway, examples_in
+from keyhole.callback import GaveAway
 from keyhole.core import Audit
 from keyhole.core.errors import InputError
-from keyhole.data import NO_LABEL, Example
 
 WORDS = tiny.tokenizer()
 TEXTS = ["w1 w2 w3 w4"]
@@ -93,7 +92,7 @@ def test_the_end_of_training_has_a_report_and_figures(tmp_path):
 
 @pytest.mark.skipif(not os.environ.get("KEYHOLE_FULL"), reason="KEYHOLE_FULL=1 runs it")
 def test_without_exposures_every_attack_that_applies_is_tried(tmp_path):
-    callback = AuditCallback()
+    callback = AuditCallback(TEXTS)
     made = trainer(tmp_path, epochs=1)
     callback.attach_to(made)
     made.train()
@@ -117,7 +116,7 @@ def test_training_is_the_same_with_audits_between_epochs(tmp_path):
     """It is the same bit for bit: audits restore modes, gradients and random state."""
     plain = trainer(tmp_path / "plain", epochs=3)
     plain.train()
-    callback = AuditCallback(exposures=["hidden:1", "gradient"], every=1)
+    callback = AuditCallback(TEXTS, exposures=["hidden:1", "gradient"], every=1)
     audited = trainer(tmp_path / "audited", callback, epochs=3)
     audited.train()
     counted = [logs for logs in audited.state.log_history if "keyhole/exposed" in logs]
@@ -127,17 +126,6 @@ def test_training_is_the_same_with_audits_between_epochs(tmp_path):
     ):
         assert torch.equal(before, after)
         assert after.requires_grad
-
-
-def test_without_texts_the_data_are_read(tmp_path):
-    callback = AuditCallback(exposures=["hidden:1"])
-    made = trainer(tmp_path, epochs=1, eval_dataset=rows(5)[3:])
-    callback.attach_to(made)
-    made.train()
-    read = callback.audit.findings[0].texts[0].readings
-    assert [each.original for each in read] == [
-        each.text for each in tiny_classifiers.examples(5)[3:]
-    ]
 
 
 def test_a_model_that_gives_away_too_much_fails_at_the_end(tmp_path):
@@ -202,24 +190,9 @@ def test_other_processes_do_nothing(tmp_path):
 
 def test_wrong_input():
     with pytest.raises(InputError, match="fail_on must be one of none, unknown, low"):
-        AuditCallback(fail_on="bad")
+        AuditCallback(TEXTS, fail_on="bad")
     with pytest.raises(InputError, match="every must be 1 or more"):
-        AuditCallback(every=0)
-
-
-def test_rows_of_any_dataset():
-    given = [
-        {"text": "w1 w2", "label": 1},
-        {"sentence": "w3"},
-        {"text": "  "},
-        "no row",
-        {"input_ids": torch.tensor([2, 5, 6, 3, 0]), "labels": torch.tensor(1)},
-        {"input_ids": [5, 6], "labels": [5, 6]},  # a language model's
-    ]
-    assert examples_in(given, WORDS) == [
-        Example("row 1", 1, "w1 w2"),
-        Example("row 2", NO_LABEL, "w3"),
-        Example("row 5", 1, "w0 w1"),
-        Example("row 6", NO_LABEL, "w0 w1"),
-    ]
+        AuditCallback(TEXTS, every=0)
+    with pytest.raises(InputError, match="there are no texts"):
+        AuditCallback([])
     assert keyhole.AuditCallback is AuditCallback

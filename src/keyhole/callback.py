@@ -11,12 +11,11 @@ that a trained model is not lost, unless `strict` is set.
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from keyhole import report
 from keyhole.assess import Assessment, Severity, assess
@@ -25,20 +24,20 @@ from keyhole.audit.run import audit
 from keyhole.audit.target import target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.core import Audit, Skip
-from keyhole.core.errors import KeyholeError, expect_among, expect_count, first_line
+from keyhole.core.errors import (
+    InputError,
+    KeyholeError,
+    expect_among,
+    expect_count,
+    first_line,
+)
 from keyhole.core.exposure import NOT_CHECKED, Exposure
 from keyhole.core.files import write_text
-from keyhole.data import NO_LABEL, Example
-from keyhole.models import demo
+from keyhole.data import Example
 from keyhole.models.loading import lent, transformers
-from keyhole.models.pieces import decoded
 from keyhole.report import words
 
 _log = logging.getLogger("keyhole")
-# texts and examples that are taken from the data, if none are given
-_TEXTS = 3
-_FLIPS = 12
-_COLUMNS = ("text", "sentence")
 NAME = "keyhole-report"
 
 if TYPE_CHECKING:
@@ -56,8 +55,8 @@ class GaveAway(KeyholeError):
 class AuditCallback(TrainerCallback):
     """Audits the model at the end of training.
 
-    - `texts` are read back; by default the first of the evaluation data, or of the training data.
-      `examples` are flipped; by default the same texts with their labels.
+    - `texts` are read back, and are in the report. `examples` are flipped; by default the answers
+      to these texts.
     - `exposures` are names that `assert_withstands` takes. Without them, every attack that applies
       is tried, on `layers`.
     - `every`: audit after this many epochs as well, each time.
@@ -67,7 +66,7 @@ class AuditCallback(TrainerCallback):
 
     def __init__(
         self,
-        texts: Sequence[str] = (),
+        texts: Sequence[str],
         *,
         examples: Sequence[Example] = (),
         exposures: Sequence[str] = (),
@@ -79,8 +78,12 @@ class AuditCallback(TrainerCallback):
         seed: int = 0,
     ) -> None:
         expect_count("every", every)
+        if not texts:
+            raise InputError("there are no texts to read back: give one or more")
+        self.fail_on: Severity | None = None
         if fail_on is not None:
             expect_among("fail_on", fail_on, Severity)
+            self.fail_on = Severity(fail_on)
         self.texts = texts
         self.examples = examples
         self.exposures = exposures
@@ -88,8 +91,7 @@ class AuditCallback(TrainerCallback):
         self.every = every
         self.strict = strict
         self.seed = seed
-        self.fail_on = None if fail_on is None else Severity(fail_on)
-        self.folder = None if folder is None else Path(folder)
+        self.folder = folder
         self.audit: Audit | None = None
         self._trainer: Any = None
 
@@ -107,14 +109,10 @@ class AuditCallback(TrainerCallback):
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         del control
-        is_last = (
-            state.global_step >= state.max_steps
-        )  # then the end of training is next
-        if (
-            self.every is not None
-            and not is_last
-            and round(state.epoch or 0) % self.every == 0
-        ):
+        is_last = state.global_step >= state.max_steps  # the end of training is next
+        if is_last or self.every is None:
+            return
+        if round(state.epoch or 0) % self.every == 0:
             self._run(args, state, given)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -140,7 +138,7 @@ class AuditCallback(TrainerCallback):
             _log.warning("keyhole could not check the model: %s", reason)
             skip = Skip(Exposure(NOT_CHECKED, "model"), "–", reason, unchecked=True)
             self.audit = Audit(type(model).__name__, "", (), (skip,), self.seed)
-        self._write(self.audit, self.folder or Path(args.output_dir))
+        self._write(self.audit, Path(self.folder or args.output_dir))
         numbers = figures(assess(self.audit))
         if self._trainer is not None:
             self._trainer.log(numbers)
@@ -151,15 +149,8 @@ class AuditCallback(TrainerCallback):
 
     def _audit(self, model: Any, given: Mapping[str, Any]) -> Audit:
         with lent(model, given.get("processing_class"), type(model).__name__) as loaded:
-            examples = list(self.examples) or self._first_examples(
-                loaded.tokenizer, given
-            )
-            texts = list(self.texts) or [each.text for each in examples[:_TEXTS]]
             subject = TextTarget(
-                loaded,
-                texts or demo.TEXTS,
-                self.layers,
-                examples=[each for each in examples if each.label != NO_LABEL],
+                loaded, self.texts, self.layers, examples=self.examples
             )
             if not self.exposures:
                 return audit(subject, seed=self.seed)
@@ -176,78 +167,30 @@ class AuditCallback(TrainerCallback):
                 seconds=sum(part.seconds for part in parts),
             )
 
-    def _first_examples(
-        self, tokenizer: Any, given: Mapping[str, Any]
-    ) -> list[Example]:
-        """Return the first rows of the evaluation or training data as examples."""
-        loaders = [given.get("eval_dataloader"), given.get("train_dataloader")]
-        sets = [getattr(self._trainer, "eval_dataset", None)]
-        sets += [getattr(loader, "dataset", None) for loader in loaders]
-        rows = next(
-            (each for each in sets if each is not None and not isinstance(each, dict)),
-            (),
-        )
-        return examples_in(cast("Iterable[Any]", rows), tokenizer)
-
     def _write(self, audit: Audit, folder: Path) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             audit.save(folder / f"{NAME}.json")
             write_text(folder / f"{NAME}.html", report.render(audit))
-        except (
-            OSError,
-            KeyholeError,
-        ) as error:  # a full disk is no reason to lose a training
-            if self.strict:
+        except (OSError, KeyholeError) as error:
+            if self.strict:  # else a full disk is no reason to lose a training
                 raise
             _log.warning("keyhole could not write its report: %s", error)
 
 
 def figures(assessment: Assessment) -> dict[str, float]:
     """Return the numbers of an audit to compare from run to run."""
-    shares = {
-        f"keyhole/{card.family}": max(
-            (item.share for item in assessment.exposed if item.family is card.family),
-            default=0.0,
-        )
-        for card in assessment.families
-        if card.checked
-    }
+    shares = {f"keyhole/{item.family}": 0.0 for item in assessment.items}
+    for item in assessment.exposed:
+        name = f"keyhole/{item.family}"
+        shares[name] = max(shares[name], item.share)
+    scores = [item.score for item in assessment.items]
     return {
         "keyhole/exposed": float(len(assessment.exposed)),
         "keyhole/unchecked": float(assessment.audit.unchecked),
-        "keyhole/worst_score": float(
-            max((item.score for item in assessment.items), default=0)
-        ),
+        "keyhole/worst_score": float(max(scores, default=0)),
         **shares,
     }
-
-
-def examples_in(rows: Iterable[Any], tokenizer: Any) -> list[Example]:
-    """Return the first rows with a text or token ids as examples, with their labels if any."""
-    examples: list[Example] = []
-    for number, row in enumerate(itertools.islice(rows, _FLIPS), 1):
-        if not isinstance(row, Mapping):
-            continue
-        fields = cast("Mapping[str, Any]", row)
-        text = next(
-            (fields[name] for name in _COLUMNS if isinstance(fields.get(name), str)),
-            None,
-        )
-        if text is None and "input_ids" in fields:
-            text = decoded(tokenizer, [int(token) for token in fields["input_ids"]])
-        if text and text.strip():
-            label = fields.get("labels", fields.get("label", NO_LABEL))
-            examples.append(Example(f"row {number}", _class(label), text))
-    return examples
-
-
-def _class(label: Any) -> int:
-    """Return a label as a number; the labels of a language model are tokens, not a class."""
-    try:
-        return int(label)
-    except (TypeError, ValueError, RuntimeError):
-        return NO_LABEL
 
 
 def _expect_withheld(assessment: Assessment, least: Severity) -> None:

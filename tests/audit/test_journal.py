@@ -310,12 +310,12 @@ def test_the_time_left_is_told_by_the_weight_of_what_is_left():
 
     exposure = Exposure("KH-WEIGHTS-SIGNS")
     checks = {
-        name: Check(exposure, lambda _: Checked(), weight=w)
+        name: Check(exposure, lambda _: Checked(()), weight=w)
         for name, w in WEIGHTS.items()
     }
     with Journal(None, {}) as journal, Runner(0) as runner:
         run = Checking(checks, runner, journal, lambda name, total=None: Recorder())
-        run.begin(lambda key: lambda worker: Checked())
+        run.begin(lambda key: lambda worker: Checked((), seconds=2.0))
         for done in runner.run():
-            run.take(replace(done, seconds=2.0))
+            run.take(done)
     assert reported == [50 * 2.0, (1, 2), 0.0, (2, 2)]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
-from rich.console import Console
 
 from exposures import called
 from keyhole import report
@@ -46,12 +44,6 @@ def audit(readings):
     return Audit("a store", "identity", (finding,))
 
 
-def printed(audited):
-    console = Console(width=200, file=io.StringIO())
-    console.print(report.table(audited))
-    return console.file.getvalue()
-
-
 def test_spans_are_counted_by_length():
     (finding,) = audit(reading(*row) for row in READ).findings
     assert [(span.name, span.tried, span.exact) for span in lengths.spans(finding)] == [
@@ -73,20 +65,12 @@ def test_what_is_verified_but_not_the_text_is_not_exact():
     assert lengths.spans(finding)[0].exact == 0
 
 
-def test_page_and_terminal_say_the_same():
-    audited = audit(reading(*row) for row in READ)
-    page = report.render(audited)
-    words = printed(audited)
-    assert (
-        "1–9 tokens: 1 of 2 (50%); the others: F1 of tokens 0.50, cosine 0.9700"
-        in words
-    )
-    assert "10–16 tokens: 2 of 2 (100%)\n" in words.replace(" \n", "\n")
+def test_the_page_has_them():
+    page = report.render(audit(reading(*row) for row in READ))
     whose = "tokens of the store&#39;s own texts"
     for cell in ('<th scope="row">10–16</th>', "50% read exactly", whose):
         assert cell in page
     assert "cosine 0.9999, F1 of tokens 0.40" in page  # not 1.0000: it is not the text
-    assert "1–9 tokens" not in printed(Audit("t", "i", ()))
 
 
 def test_whose_lengths_they_are_is_said():

@@ -21,10 +21,11 @@ from keyhole.core.progress import Track
 
 @dataclass(frozen=True)
 class Checked:
-    """The findings of a check, and what it skipped."""
+    """The findings of a check, what it skipped, and how long it took."""
 
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[Finding, ...]
     skips: tuple[Skip, ...] = ()
+    seconds: float = 0.0
 
     @property
     def answered(self) -> bool:
@@ -95,11 +96,12 @@ def run_check(check: Check, track: Track) -> Checked:
     started = time.perf_counter()
     with stopping_on_ctrl_c():
         checked = check.run(track)
+    checked = replace(checked, seconds=time.perf_counter() - started)
     if not checked.answered:  # what all checks of a failed endpoint say is said once
         return checked
-    seconds = time.perf_counter() - started
     findings = tuple(
-        replace(each, seconds=each.seconds or seconds) for each in checked.findings
+        replace(each, seconds=each.seconds or checked.seconds)
+        for each in checked.findings
     )
     return replace(checked, findings=findings)
 
@@ -121,7 +123,7 @@ def one_finding(
 
 def one_skip(exposure: Exposure, attack: str, reason: str, **more: Any) -> Checked:
     """Return a single skip: the attack was not tried on the exposure, for this reason."""
-    return Checked(skips=(Skip(exposure, attack, reason, **more),))
+    return Checked((), (Skip(exposure, attack, reason, **more),))
 
 
 def skipped_check(skip: Skip, exposure: Exposure | None = None) -> Check:
@@ -130,7 +132,7 @@ def skipped_check(skip: Skip, exposure: Exposure | None = None) -> Check:
     `exposure` is the check's own, if that of the skip is wider.
     """
     return Check(
-        exposure or skip.exposure, lambda _: Checked(skips=(skip,)), weight=0.0
+        exposure or skip.exposure, lambda _: Checked((), (skip,)), weight=0.0
     )
 
 

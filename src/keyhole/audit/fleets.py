@@ -138,11 +138,14 @@ def fleet(
                 for done in runner.run():
                     take(done)
 
+        def read(record: dict[str, Any]) -> Audit:
+            return Audit.from_dict(record["audit"])
+
         left: list[Member] = []
         for member in members:
             record = finished_targets.records.get(member.name, {})
             if record.get("files") == fingerprints[member.name]:
-                add(member, finished_targets.recall(member.name, _read_record))
+                add(member, finished_targets.recall(member.name, read))
             else:
                 left.append(member)
         if audits:
@@ -161,10 +164,6 @@ def fleet(
         {each.name: audits[each.name] for each in members},
         time.perf_counter() - started,
     )
-
-
-def _read_record(record: dict[str, Any]) -> Audit:
-    return Audit.from_dict(record["audit"])
 
 
 def _audit_member(

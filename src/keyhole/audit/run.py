@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -248,14 +248,13 @@ class Checking:
         self._store = store
         self._notice = notice
         self._progress = track("audit")
-        # with the seconds that each took
-        self._finished: dict[str, tuple[Checked, float]] = {}
+        self._finished: dict[str, Checked] = {}
 
     def begin(self, work: Callable[[str], Work]) -> None:
         """Read finished checks from the journal, and make tasks of the others."""
         for key in self.checks:
             if key in self.journal:
-                self._finished[key] = self.journal.recall(key, _read_record)
+                self._finished[key] = self.journal.recall(key, partial(typed, Checked))
             else:
                 self.runner.add(Task(key, work(key)))
 
@@ -270,22 +269,19 @@ class Checking:
         else:
             checked: Checked = done.value
             if checked.answered:
-                self.journal.add({key: {**asdict(checked), "seconds": done.seconds}})
-        self._finished[key] = checked, done.seconds
+                self.journal.add({key: asdict(checked)})
+        self._finished[key] = checked
         latest = readings_in(checked.findings)
         if self._store is not None and latest:
-            tried = readings_in(
-                finding
-                for each, _ in self._finished.values()
-                for finding in each.findings
-            )
+            finished = self._finished.values()
+            tried = readings_in(each for part in finished for each in part.findings)
             rows = len(self._store.rows)
             self._notice(words.so_far(latest, tried, rows, self._store.count))
         self.report(words.in_full(exposure))
 
     @property
     def checked(self) -> Checked:
-        return joined(self._finished[key][0] for key in self.checks)
+        return joined(self._finished[key] for key in self.checks)
 
     @property
     def done(self) -> int:
@@ -294,7 +290,7 @@ class Checking:
     @property
     def seconds(self) -> float:
         """The time that all finished checks took."""
-        return sum(seconds for _, seconds in self._finished.values())
+        return sum(checked.seconds for checked in self._finished.values())
 
     def report(self, note: str = "") -> None:
         """Report progress; finished checks tell how long a weight of 1 takes here."""
@@ -303,20 +299,6 @@ class Checking:
             left = sum(self.checks[task.key].weight for task in self.runner.left())
             self._progress.expect(left * self.seconds / weight / len(self.runner))
         self._progress(self.done, len(self.checks) or None, note)
-
-
-@dataclass(frozen=True)
-class _Record:
-    """What the journal holds of a check."""
-
-    findings: tuple[Finding, ...]
-    skips: tuple[Skip, ...]
-    seconds: float
-
-
-def _read_record(data: dict[str, Any]) -> tuple[Checked, float]:
-    record = typed(_Record, data)
-    return Checked(record.findings, record.skips), record.seconds
 
 
 def reason_of(error: Exception) -> str:

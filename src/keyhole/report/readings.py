@@ -1,6 +1,6 @@
 """Recovered texts as a page shows them, and a table of how many were read, by length.
 
-Both are made of the `Readings` of a finding, for the page and the terminal.
+Both are made of the `Readings` of a finding.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from itertools import groupby
 from statistics import mean, median
 
 from keyhole.core import Finding, Piece, Reading
-from keyhole.core.text import percent
 from keyhole.report.words import SHOWN
 
 _MARKS = ("verified", "likely")  # any other mark counts as unread
@@ -110,17 +109,6 @@ class Span:
     @property
     def share(self) -> float:
         return self.exact / self.tried
-
-    def __str__(self) -> str:
-        words = f"{self.name} tokens: {self.exact:,} of {self.tried:,} ({percent(self.share)})"
-        parts: list[str] = []
-        if self.overlap is not None:
-            parts.append(f"F1 of tokens {self.overlap:.2f}")
-        if self.similarity is not None:
-            parts.append(f"cosine {cosine(self.similarity)}")
-        if not parts:
-            return words
-        return f"{words}; the others: {', '.join(parts)}"
 
 
 def spans(finding: Finding) -> list[Span]:

@@ -27,7 +27,7 @@ from keyhole.assess import Assessment, Item, Severity, assessed
 from keyhole.assess.severity import cost
 from keyhole.core import Audit, Skip
 from keyhole.core.text import percent, visible
-from keyhole.report import readings, words
+from keyhole.report import words
 from keyhole.report.page import groups
 
 if TYPE_CHECKING:  # reports need no torch
@@ -88,7 +88,6 @@ def table(audit: Audit | Assessment) -> Group:
         add(title, *(_line(f"  {name}") for name in names))
     if audit.skips:
         add("Not tried", _skips(audit.skips))
-    parts += _by_length(audit)
     note = words.assumed(assessment)
     if note:
         parts.append(_line(note, "dim"))
@@ -185,18 +184,6 @@ def _skips(skips: Iterable[Skip]) -> Table:
             word = "could not check"
         view.add_row(word, _line(words.skip(skip)), _line(skip.reason))
     return view
-
-
-def _by_length(audit: Audit) -> list[Text]:
-    """Return, for each store, how many texts of which length were read exactly."""
-    lines: list[Text] = []
-    for finding in audit.findings:
-        spans = readings.spans(finding)
-        if spans:
-            name = words.exposure(finding.exposure)
-            heading = f"{name}, read exactly, by length ({readings.whose(finding)})"
-            lines += [_line(f"  {heading}"), *(Text(f"    {span}") for span in spans)]
-    return lines
 
 
 def _line(text: str, style: str = "") -> Text:

@@ -20,7 +20,6 @@ from keyhole.audit.options import AuditOptions
 from keyhole.audit.target import ModelPart, Target, corpus_file, open_target, target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.core import Audit, Finding, Outcome
-from keyhole.core.endpoint import EndpointOptions
 from keyhole.core.errors import InputError, KeyholeError
 from keyhole.core.text import inert, visible
 from keyhole.data import NO_LABEL, Example, read_texts
@@ -50,14 +49,8 @@ def assert_withstands(
     share: float | None = None,
     budget: int | None = None,
     examples: Sequence[Labelled] = (),
-    model: str | None = None,
-    known: str | Path | None = None,
-    corpus: str | Path | None = None,
     sample: int = 20,
-    authorized: bool = False,
-    endpoint: EndpointOptions | None = None,
-    device: str = "cpu",
-    seed: int = 0,
+    **more: Any,
 ) -> Audit:
     """Fail if more than a share of `at_most` of the secret is recovered; else return the audit.
 
@@ -71,8 +64,8 @@ def assert_withstands(
       endpoint may make.
     - For flips, `share` is how much of the attention may be cut, and `examples` are texts with
       their right classes; for texts alone, the model's own answers count as right.
-    - `model`, `known`, `corpus` and `sample` are for vector stores, `authorized` and `endpoint` for
-      servers, as `keyhole.audit` takes them.
+    - Of a vector store, `sample` texts are read; its encoder is `model`. This and other options are
+      those of `keyhole.audit`.
     """
     __tracebackhide__ = True  # pytest shows the test instead
     if not 0 <= at_most <= 1:
@@ -81,15 +74,7 @@ def assert_withstands(
         raise InputError(
             f"examples are for {FLIPS}, not for {exposure}: leave them out"
         )
-    given: dict[str, Any] = {"known": known, "corpus": corpus, "endpoint": endpoint}
-    options = AuditOptions(
-        **given,
-        model=model,
-        texts=sample,
-        seed=seed,
-        authorized=authorized,
-        device=device,
-    )
+    options = AuditOptions(texts=sample, **more)
     with _opened(target, tokenizer, options) as opened:
         opened = _with_texts(
             opened, _list_of(texts), [_example(each) for each in examples]
@@ -101,7 +86,7 @@ def assert_withstands(
                 precision=precision,
                 share=share,
                 budget=budget,
-                seed=seed,
+                seed=options.seed,
             )
         except (OracleError, BudgetExhausted) as error:
             raise CouldNotCheck(f"{UNCHECKED}: {error}") from error
