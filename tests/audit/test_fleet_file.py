@@ -179,7 +179,6 @@ WRONG = {
     "twice": (ONE + ONE, "two targets called demo"),
     "no match": ('[[target]]\ntarget = "./nowhere/*"', "no target matches ./nowhere/"),
     "a bad pattern": ('[[target]]\ntarget = "a**b/*"', "is not a pattern of names"),
-    "a NUL": ('[[target]]\ntarget = "a\\u0000b"', "target in .* holds a NUL"),
     "a secret": (
         f'{ONE}header = "Authorization: hunter2"',
         "--header takes NAME=VARIABLE",

@@ -35,7 +35,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from keyhole.assess.assessment import (
     FAILED,
@@ -103,15 +103,14 @@ def read_policy(path: str | Path, environment: str | None = None) -> Policy:
     if path.name == FILES[1]:
         if "keyhole" not in _tool(table):
             raise InputError(f"{path} has no table [tool.keyhole]")
-        table = _table(_tool(table)["keyhole"], "tool.keyhole", path)
+        table = typed(_TABLE, _tool(table)["keyhole"], f"{path}, tool.keyhole")
     if not table:
         raise InputError(f"{path} is empty: give {', '.join(_KEYS)} or environment")
-    environments = _table(table.pop("environment", {}), "environment", path)
+    where = f"{path}, environment"
+    tables = typed(dict[str, _TABLE], table.pop("environment", {}), where)
     plain = _layer(Policy(source=str(path)), table, path)
-    policies = {  # all of them, so that any mistake shows
-        name: _layer(plain, _table(inner, f"environment.{name}", path), path)
-        for name, inner in environments.items()
-    }
+    # All of them, so that any mistake shows.
+    policies = {name: _layer(plain, inner, path) for name, inner in tables.items()}
     if environment is None:
         return plain
     if environment not in policies:
@@ -122,13 +121,12 @@ def read_policy(path: str | Path, environment: str | None = None) -> Policy:
     return replace(policies[environment], source=f"{path}, environment {environment}")
 
 
-def _tool(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    tool = table.get("tool")
-    if isinstance(tool, dict):
-        return cast("dict[str, Any]", tool)
-    return {}
+def _tool(table: Mapping[str, Any]) -> Any:
+    """Return the table [tool], or no key at all."""
+    return table.get("tool") or {}
 
 
+_TABLE = dict[str, Any]
 # The keys of a policy's file, and the fields of Policy that they set.
 _KEYS = {
     "targets": "targets",
@@ -165,7 +163,7 @@ def _value(key: str, value: Any, path: Path) -> object:
     if key == "allow-unchecked":
         return typed(bool, value, where)
     if key == "severity":
-        return _severities(_table(value, key, path), path)
+        return _severities(typed(dict[str, Severity], value, where), where)
     if key == "ignore":
         return _ignores(typed(tuple[Ignore, ...], value, where), path)
     if isinstance(value, str):
@@ -178,18 +176,13 @@ def _value(key: str, value: Any, path: Path) -> object:
     return tuple(map(condition, words))
 
 
-def _severities(table: Mapping[str, Any], path: Path) -> dict[str, Severity]:
+def _severities(table: Mapping[str, Severity], where: str) -> dict[str, Severity]:
     """Return a table of severities: first those of findings, then of rules, then wildcards."""
-    names = [severity.value for severity in Severity if severity != Severity.UNKNOWN]
-    for name, word in table.items():
-        if word not in names:
-            raise InputError(
-                f"the severity of {name[:60]} in {path} must be one of {', '.join(names)}, "
-                f"not {word!r:.40}"
-            )
-        _expect_rule(name, f"[severity] of {path}")
-    ordered = sorted(table, key=_generality)
-    return {name: Severity(table[name]) for name in ordered}
+    for name, severity in table.items():
+        _expect_rule(name, where)
+        if severity is Severity.UNKNOWN:
+            raise InputError(f"{where}: {name[:60]} cannot be unknown")
+    return {name: table[name] for name in sorted(table, key=_generality)}
 
 
 def _generality(pattern: str) -> tuple[bool, bool]:
@@ -213,10 +206,6 @@ def _expect_rule(word: str, where: str) -> None:
         raise InputError(
             f"{where} names {word[:60]}, which matches no rule (such as {RULES[0].id} or KH-TEXT-*)"
         )
-
-
-def _table(value: Any, key: str, path: Path) -> dict[str, Any]:
-    return typed(dict[str, Any], value, f"{path}, {key}")
 
 
 def _in_folder(path: Path, name: str) -> str:

@@ -131,9 +131,7 @@ def skipped_check(skip: Skip, exposure: Exposure | None = None) -> Check:
 
     `exposure` is the check's own, if that of the skip is wider.
     """
-    return Check(
-        exposure or skip.exposure, lambda _: Checked((), (skip,)), weight=0.0
-    )
+    return Check(exposure or skip.exposure, lambda _: Checked((), (skip,)), weight=0.0)
 
 
 def joined(parts: Iterable[Checked]) -> Checked:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from keyhole.audit.check import Checked
 from keyhole.audit.options import AuditOptions
@@ -204,12 +204,12 @@ def members_of(targets: Sequence[str], base: AuditOptions) -> list[Member]:
 
 
 def _targets_of_entry(
-    base: AuditOptions, given: dict[str, Any], folder: Path, where: str
+    base: AuditOptions, entry: dict[str, Any], folder: Path, where: str
 ) -> list[tuple[str, NamedTarget]]:
     """Return the target of a [[target]] with its name, or all targets that its pattern matches."""
-    options = _overridden(base, given, folder, where, [*_TYPES])
-    target = _typed(str, given.get("target", ""), "target", where)
-    name = _typed(str, given.get("name", ""), "name", where)
+    options = _overridden(base, entry, folder, where, [*_TYPES])
+    target: str = entry.get("target", "")
+    name: str = entry.get("name", "")
     if not target.strip():
         raise InputError(f"{where} has no target")
     found = _matches(target, folder, where)
@@ -257,7 +257,7 @@ def _is_target(path: Path) -> bool:
 # The keys of a fleet file are the fields of both classes, and the target itself.
 _ENDPOINT_TYPES = get_type_hints(EndpointOptions)
 _OPTIONS = options_of(AuditOptions) | options_of(EndpointOptions)
-_TYPES = {
+_TYPES: dict[str, Any] = {
     "target": str,
     "header": tuple[str, ...],
     **get_type_hints(AuditOptions),
@@ -297,23 +297,13 @@ def _option(key: str, value: Any, folder: Path, where: str) -> Any:
     option = _OPTIONS.get(key)
     if option and option.parse and isinstance(value, str):  # "all", or numbers
         return option.parse(value)
-    value = _typed(_TYPES[key], value, key, where)
+    kind = _TYPES[key]
+    if get_origin(kind) is tuple and not isinstance(value, list):
+        value = [value]  # one value stands for a list
+    value = typed(kind, value, f"{key} in {where}")
     if option and option.file:
         return str(folder / value)
     return value
-
-
-def _typed(kind: Any, value: Any, key: str, where: str) -> Any:
-    """Return `value`, or raise if it is not of this kind; one value may stand for a list."""
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            value = [value]
-        inner = get_args(kind)[0]
-        values = cast("list[Any]", value)
-        return tuple(_typed(inner, each, key, where) for each in values)
-    if isinstance(value, str) and "\0" in value:
-        raise InputError(f"{key} in {where} holds a NUL character")
-    return typed(kind, value, f"{key} in {where}")
 
 
 def _members(targets: list[tuple[str, NamedTarget]], path: str | Path) -> list[Member]:

@@ -30,7 +30,7 @@ from keyhole.audit.stores import StoreTarget, merged, readings_in
 from keyhole.audit.target import DECODER, NamedTarget, Target, target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.audit.texts import left_out as layers_left_out
-from keyhole.core import Audit, Finding, Skip, environment
+from keyhole.core import Audit, Skip, environment
 from keyhole.core.endpoint import without_password
 from keyhole.core.errors import InputError, KeyholeError, expect_count
 from keyhole.core.exposure import NOT_CHECKED, Exposure, is_chosen
