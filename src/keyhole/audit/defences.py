@@ -18,7 +18,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from keyhole.audit.check import Check, Checked, one_finding, one_skip
-from keyhole.audit.texts import PARTLY, TextTarget, exposure_of, readings_of
+from keyhole.audit.texts import (
+    PARTLY,
+    TextTarget,
+    exposure_of,
+    originals_of,
+    readings_of,
+)
 from keyhole.core import Outcome, Readings, Status, Unsuccessful
 from keyhole.core.exposure import Exposure
 from keyhole.core.progress import Track
@@ -32,11 +38,9 @@ from keyhole.oracle import Oracle, OracleError
 from keyhole.recover import leak_of, recover_texts
 from keyhole.recover.attack import Target
 from keyhole.recover.gradients.update import DELTA, epsilon_of
-from keyhole.recover.originals import Original
 from keyhole.recover.own_texts import ATTACKS, hidden, own_texts, secret, undone
 from keyhole.recover.registry import caches
 from keyhole.recover.secrets import SECRETS, Pairs
-from keyhole.recover.simulate import MAX_LENGTH
 from keyhole.report import words
 
 NEAREST = 10
@@ -131,8 +135,7 @@ def _check_model(
     model = target.loaded.model
     tokenizer = target.loaded.tokenizer
     attacked = Target.of(model, tokenizer)
-    max_length = min(MAX_LENGTH, attacked.parts.max_length)
-    originals = [Original.of(tokenizer, text, max_length) for text in target.texts]
+    originals = originals_of(target.loaded, target.texts)
     count = len(originals)
     leaks = [
         hidden(leak_of(model, tokenizer, text, leak), defence, seed + number)
