@@ -257,8 +257,8 @@ def _audit_fleet(
     if baseline is not None:
         baselines = sorted(baseline.glob("*.json"))
     kinds = ("json", "html")
-    files = [out / f"{member.stem}.{kind}" for member in members for kind in kinds]
-    files.append(index)
+    files = [index]
+    files += [out / f"{member.stem}.{kind}" for member in members for kind in kinds]
     # A run that resumes replaces its own files.
     force = run.force or any(out.glob(JOURNALS))
     expect_new(*files, force=force)
