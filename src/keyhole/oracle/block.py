@@ -33,6 +33,7 @@ from torch.nn import functional
 
 from keyhole import attention
 from keyhole.core.errors import InputError, expect_among
+from keyhole.core.float64 import full, tensor, zeros
 from keyhole.oracle.planted import Parametric
 from keyhole.oracle.sub_layer import SubLayer, no_places
 
@@ -43,10 +44,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "sigmoid": torch.sigmoid,
 }
-
-
-def _none() -> Tensor:
-    return torch.zeros(0, dtype=torch.float64)
 
 
 NORMS = ("none", "rms", "layer", "behind")
@@ -76,10 +73,10 @@ class Block(Parametric):
     C: Tensor
     c: Tensor
     places: Tensor = field(default_factory=no_places)
-    D: Tensor = field(default_factory=_none)
-    E: Tensor = field(default_factory=_none)
-    e: Tensor = field(default_factory=_none)
-    w: Tensor = field(default_factory=_none)
+    D: Tensor = field(default_factory=partial(zeros, 0))
+    E: Tensor = field(default_factory=partial(zeros, 0))
+    e: Tensor = field(default_factory=partial(zeros, 0))
+    w: Tensor = field(default_factory=partial(zeros, 0))
     activation: str = "relu"
     norm: str = "none"
     epsilon: float = 0.0
@@ -100,7 +97,7 @@ class Block(Parametric):
         "e",
         "w",
     )
-    SHAPES = (("Q", "h d k"), ("A", "u d"), ("a", "u"), ("C", "m u"), ("c", "m"))
+    SHAPES: ClassVar = {"Q": "h d k", "A": "u d", "a": "u", "C": "m u", "c": "m"}
 
     def __post_init__(self) -> None:
         expect_among("activation", self.activation, tuple(ACTIVATIONS))
@@ -108,12 +105,13 @@ class Block(Parametric):
         super().__post_init__()
         d = self.dim
         width = len(self.A)
-        self._require("G", self.G, width if len(self.G) else 0, d)
+        behind = d * (self.norm == "behind")
+        self._require("G", self.G, width * (len(self.G) > 0), d)
         self._require("g", self.g, len(self.G))
-        self._require("w", self.w, d if self.scores else 0)
+        self._require("w", self.w, d * self.scores)
         self._require("C", self.C, self.outputs, width)
         for name in ("D", "E", "e"):
-            self._require(name, getattr(self, name), d if self.norm == "behind" else 0)
+            self._require(name, getattr(self, name), behind)
         if self.scores and (self.norm == "behind" or self.every_token):
             raise InputError(
                 "a score is of the last token, without norms behind the sums"
@@ -150,17 +148,12 @@ class Block(Parametric):
         free += self.dim if self.norm == "none" else -2
         if self.norm == "layer":
             groups, _, k = self.K.shape
-            free += (
-                len(self.Q) * k
-                + groups * (k + self.V.shape[2])
-                + len(self.A)
-                + len(self.G)
-            )
+            free += len(self.Q) * k + groups * (k + self.V.shape[2])
+            free += len(self.A) + len(self.G)
         elif self.norm == "behind":
             free += len(self.Q) * self.V.shape[2] + 2 * len(self.A) + len(self.G) + 3
-        network = sum(
-            getattr(self, name).numel() for name in self.NAMES[len(SubLayer.NAMES) :]
-        )
+        names = self.NAMES[len(SubLayer.NAMES) :]
+        network = sum(getattr(self, name).numel() for name in names)
         return self.sub_layer.unknowns + network - free
 
     def normed(self, tokens: Tensor, epsilon: float | Tensor) -> Tensor:
@@ -177,7 +170,7 @@ class Block(Parametric):
     def answers(self, tokens: Tensor) -> Tensor:
         if self.norm != "behind":
             return self.added(tokens, self.epsilon, self.epsilon_behind)
-        asking = tokens if self.every_token else tokens[:, -1]
+        asking = self._asking(tokens)
         h = self.normed(asking + self.sub_layer.answers(tokens), self.epsilon)
         y = self.D * h + self.feed_forward(h)
         return self.E * self.normed(y, self.epsilon_behind) + self.e
@@ -186,10 +179,12 @@ class Block(Parametric):
         self, tokens: Tensor, epsilon: float | Tensor, behind: float | Tensor
     ) -> Tensor:
         """Return the answers of a block without norms behind the sums, for any two ε."""
-        asking = tokens if self.every_token else tokens[:, -1]
-        h = asking + self.sub_layer.answers(self.normed(tokens, epsilon))
+        h = self._asking(tokens) + self.sub_layer.answers(self.normed(tokens, epsilon))
         y = self.feed_forward(self.normed(h, behind))
         return h @ self.w + y[..., 0] if self.scores else h + y
+
+    def _asking(self, tokens: Tensor) -> Tensor:
+        return tokens if self.every_token else tokens[:, -1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,15 +216,15 @@ class Blocks(Parametric):
     every_token: bool = False
     causal: bool = False
     kind = "blocks"
-    SHAPES = (
-        ("A", "u d"),
-        ("Q", "h d k"),
-        ("epsilon", "l e"),
-        ("b", "l d"),
-        ("c", "l d"),
-        ("heads", "h"),
-        ("units", "u"),
-    )
+    SHAPES: ClassVar = {
+        "A": "u d",
+        "Q": "h d k",
+        "epsilon": "l e",
+        "b": "l d",
+        "c": "l d",
+        "heads": "h",
+        "units": "u",
+    }
     NUMBERS: ClassVar = (
         "Q",
         "q",
@@ -262,35 +257,32 @@ class Blocks(Parametric):
     def of(cls, blocks: Sequence[Block]) -> Blocks:
         """Stack blocks; the last one says which tokens have an answer."""
         last = blocks[-1]
-        if any(
-            (each.norm, each.activation) != (last.norm, last.activation)
-            for each in blocks
-        ):
+        if len({(each.norm, each.activation) for each in blocks}) > 1:
             raise InputError("stacked blocks must have the same norm and activation")
         if any(
             each.sub_layer.rotary or len(each.places) or len(each.K) < len(each.Q)
             for each in blocks
         ):
             raise InputError("stacked blocks must not have positions or shared keys")
+        parts = {
+            name: [getattr(each, name) for each in blocks]
+            for name in cls.NUMBERS
+            if name != "epsilon"
+        }
 
-        def joined(name: str, dim: int = 0) -> Tensor:
-            return torch.cat([getattr(each, name) for each in blocks], dim)
-
-        def places(name: str) -> Tensor:
-            counts = torch.tensor([len(getattr(each, name)) for each in blocks])
-            return torch.arange(len(blocks), dtype=torch.float64).repeat_interleave(
-                counts
+        def owners(name: str) -> Tensor:
+            return torch.cat(
+                [full(place, len(part)) for place, part in enumerate(parts[name])]
             )
 
-        epsilon = [(each.epsilon, each.epsilon_behind) for each in blocks]
         return cls(
-            **{name: joined(name) for name in cls.NUMBERS[:9]},
-            C=joined("C", 1),
-            b=torch.stack([each.b for each in blocks]),
-            c=torch.stack([each.c for each in blocks]),
-            epsilon=torch.tensor(epsilon, dtype=torch.float64),
-            heads=places("Q"),
-            units=places("A"),
+            **{name: torch.cat(parts[name]) for name in cls.NUMBERS[:9]},
+            C=torch.cat(parts["C"], 1),
+            b=torch.stack(parts["b"]),
+            c=torch.stack(parts["c"]),
+            epsilon=tensor([(each.epsilon, each.epsilon_behind) for each in blocks]),
+            heads=owners("Q"),
+            units=owners("A"),
             activation=last.activation,
             norm=last.norm,
             every_token=last.every_token,
@@ -309,22 +301,19 @@ class Blocks(Parametric):
         for place, (first, second) in enumerate(self.epsilon.tolist()):
             h = self.heads == place
             k = self.units == place
+            gates = k[: len(self.G)]  # all units have gates, or none
             top = place == len(self.epsilon) - 1
             found.append(
                 Block(
-                    self.Q[h],
-                    self.q[h],
-                    self.K[h],
-                    self.V[h],
-                    self.O[h],
-                    self.b[place],
-                    torch.zeros(int(h.sum()), 0, dtype=torch.float64),
-                    self.A[k],
-                    self.a[k],
-                    self.G[k] if len(self.G) else self.G,
-                    self.g[k] if len(self.G) else self.g,
-                    self.C[:, k],
-                    self.c[place],
+                    **{name: getattr(self, name)[h] for name in "QqKVO"},
+                    b=self.b[place],
+                    frequencies=zeros(int(h.sum()), 0),
+                    A=self.A[k],
+                    a=self.a[k],
+                    G=self.G[gates],
+                    g=self.g[gates],
+                    C=self.C[:, k],
+                    c=self.c[place],
                     activation=self.activation,
                     norm=self.norm,
                     epsilon=first,

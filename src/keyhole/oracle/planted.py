@@ -10,7 +10,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -29,11 +29,11 @@ class Parametric(ABC):
     """
 
     kind: str
-    SHAPES: ClassVar[tuple[tuple[str, str], ...]] = ()
+    SHAPES: ClassVar[dict[str, str]] = {}
 
     def __post_init__(self) -> None:
         sizes = {"1": 1}
-        for name, shape in self.SHAPES:
+        for name, shape in self.SHAPES.items():
             tensor = getattr(self, name)
             names = shape.split()
             if tensor.ndim == len(names):
@@ -42,13 +42,16 @@ class Parametric(ABC):
 
     @property
     def dim(self) -> int:
-        name, names = next((n, s.split()) for n, s in self.SHAPES if "d" in s.split())
-        return getattr(self, name).shape[names.index("d")]
+        shapes = {name: shape.split() for name, shape in self.SHAPES.items()}
+        name = next(name for name, sizes in shapes.items() if "d" in sizes)
+        return getattr(self, name).shape[shapes[name].index("d")]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the parameters by name, as they are stored."""
         return {
-            name: value for name, value in self._fields() if isinstance(value, Tensor)
+            name: value
+            for name, value in self._fields().items()
+            if isinstance(value, Tensor)
         }
 
     @abstractmethod
@@ -60,17 +63,15 @@ class Parametric(ABC):
 
     def flags(self) -> dict[str, str]:
         """Return the settings besides the tensors that determine the answers."""
-        settings = bool | int | float | str
         return {
             name: str(value)
-            for name, value in self._fields()
-            if isinstance(value, settings)
+            for name, value in self._fields().items()
+            if isinstance(value, bool | int | float | str)
         }
 
-    def _fields(self) -> list[tuple[str, Any]]:
-        return [
-            (each.name, getattr(self, each.name)) for each in fields(cast("Any", self))
-        ]
+    def _fields(self) -> dict[str, Any]:
+        names = [field.name for field in fields(cast("Any", self))]
+        return {name: getattr(self, name) for name in names}
 
     @property
     def unknowns(self) -> int:
@@ -108,12 +109,11 @@ class Head(Parametric):
     W: Tensor
     v: Tensor
     kind = "head"
-    SHAPES = (("v", "d"), ("W", "d d"))
+    SHAPES: ClassVar = {"v": "d", "W": "d d"}
 
     def answers(self, tokens: Tensor) -> Tensor:
-        return attention.output(tokens, self.W.mT, self.v[:, None], last=True).squeeze(
-            -1
-        )
+        V = self.v[:, None]
+        return attention.output(tokens, self.W.mT, V, last=True)[:, 0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,16 +140,15 @@ class MultiHead(Parametric):
 
     @cached_property
     def _stacked(self) -> tuple[Tensor, Tensor]:
-        return torch.stack([W.mT for W in self.W]), torch.stack(list(self.v)).unsqueeze(
-            -1
-        )
+        V = torch.stack(list(self.v))[..., None]
+        return torch.stack([W.mT for W in self.W]), V
 
     def tensors(self) -> dict[str, Tensor]:
         return {"W": torch.stack(list(self.W)), "v": torch.stack(list(self.v))}
 
     def answers(self, tokens: Tensor) -> Tensor:
         W, V = self._stacked
-        return attention.output(tokens, W, V, last=True).squeeze(-1)
+        return attention.output(tokens, W, V, last=True)[:, 0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,16 +171,15 @@ class BiasedHeads(Parametric):
     centred: bool = False
     epsilon: float = 0.0
     kind = "biased-heads"
-    SHAPES = (("v", "h d"), ("W", "h d d"), ("c", "h d"), ("b", "1"))
+    SHAPES: ClassVar = {"v": "h d", "W": "h d d", "c": "h d", "b": "1"}
 
     def answers(self, tokens: Tensor) -> Tensor:
         if self.normed:
             tokens = attention.normed(tokens, self.epsilon, centred=self.centred)
-        V = self.v.unsqueeze(-1)
-        return (
-            attention.output(tokens, self.W.mT, V, last=True, key_bias=self.c)[:, 0]
-            + self.b
-        )
+        W = self.W.mT
+        V = self.v[..., None]
+        scores = attention.output(tokens, W, V, last=True, key_bias=self.c)
+        return scores[:, 0] + self.b
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +190,7 @@ class OneLayer(Parametric):
     A: Tensor
     w: Tensor
     kind = "one-layer"
-    SHAPES = (("w", "k"), ("A", "k d"), ("W", "d d"))
+    SHAPES: ClassVar = {"w": "k", "A": "k d", "W": "d d"}
 
     def answers(self, tokens: Tensor) -> Tensor:
         hidden = attention.output(tokens, self.W.mT, self.A.mT, last=True)
@@ -206,7 +204,7 @@ class ReluFfn(Parametric):
     A: Tensor
     w: Tensor
     kind = "relu"
-    SHAPES = (("w", "k"), ("A", "k d"))
+    SHAPES: ClassVar = {"w": "k", "A": "k d"}
 
     def answers(self, tokens: Tensor) -> Tensor:
         return torch.relu(tokens[:, -1] @ self.A.mT) @ self.w
@@ -225,7 +223,7 @@ class Attention(Parametric):
     every_token: bool = False
     causal: bool = False
     kind = "attention"
-    SHAPES = (("V", "h d m"), ("W", "h d d"))
+    SHAPES: ClassVar = {"V": "h d m", "W": "h d d"}
 
     def answers(self, tokens: Tensor) -> Tensor:
         return attention.output(
@@ -249,14 +247,12 @@ class AttentionLayers(Parametric):
     every_token: bool = False
     causal: bool = False
     kind = "attention-layers"
-    SHAPES = (("V", "h d d"), ("W", "h d d"), ("layers", "h"))
+    SHAPES: ClassVar = {"V": "h d d", "W": "h d d", "layers": "h"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        numbers = [
-            float(depth) for depth, count in enumerate(self.sizes) for _ in range(count)
-        ]
-        if not numbers or self.layers.tolist() != numbers:
+        depths = list(range(len(self.sizes)))
+        if not depths or self.layers.unique_consecutive().tolist() != depths:
             raise InputError(
                 "layers must be 0, 1, … in order, one number for each head"
             )
@@ -271,16 +267,13 @@ class AttentionLayers(Parametric):
         return self.W.numel() + self.V.numel()
 
     def answers(self, tokens: Tensor) -> Tensor:
-        sizes = self.sizes
-        *layers, (W, V) = zip(self.W.split(sizes), self.V.split(sizes), strict=True)
-        for forms, values in layers:
-            tokens = tokens + attention.output(
-                tokens, forms, values, causal=self.causal
-            )
+        output = partial(attention.output, causal=self.causal)
+        layers = zip(self.W.split(self.sizes), self.V.split(self.sizes), strict=True)
+        *below, (W, V) = layers
+        for forms, values in below:
+            tokens = tokens + output(tokens, forms, values)
         asking = tokens if self.every_token else tokens[:, -1]
-        return asking + attention.output(
-            tokens, W, V, causal=self.causal, last=not self.every_token
-        )
+        return asking + output(tokens, W, V, last=not self.every_token)
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,7 +298,7 @@ class OutputMatrix(Parametric):
     blocks: int = 0
     rotated: bool = False
     kind = "output-layer"
-    SHAPES = (("W", "n d"), ("tokens", "n"))
+    SHAPES: ClassVar = {"W": "n d", "tokens": "n"}
 
     @property
     def width(self) -> int:
@@ -323,9 +316,9 @@ class OutputMatrix(Parametric):
         states, which it stores in float16. That adds one direction for each block.
         """
         rank = self.dim - self.blocks
-        if rank % 2 == 0:
-            return rank
-        return rank - 1 if self.constant else rank + 1
+        if rank % 2:
+            rank += -1 if self.constant else 1
+        return rank
 
     def answers(self, tokens: Tensor) -> Tensor:
         return tokens[:, -1] @ self.W.mT

@@ -27,12 +27,13 @@ from torch import Tensor
 
 from keyhole import attention
 from keyhole.core.errors import InputError
+from keyhole.core.float64 import zeros
 from keyhole.oracle.planted import Parametric
 
 
 def no_places() -> Tensor:
     """Return the empty tensor that stands for no position bias."""
-    return torch.zeros(0, 0, dtype=torch.float64)
+    return zeros(0, 0)
 
 
 def rotated(vectors: Tensor, angles: Tensor) -> Tensor:
@@ -60,15 +61,15 @@ class SubLayer(Parametric):
     causal: bool = False
     epsilon: float | None = None  # of the RMS norm in front, if there is one
     kind = "sub-layer"
-    SHAPES = (
-        ("Q", "h d k"),
-        ("K", "g d k"),
-        ("V", "g d v"),
-        ("q", "h k"),
-        ("O", "h v m"),
-        ("b", "m"),
-        ("frequencies", "g f"),
-    )
+    SHAPES: ClassVar = {
+        "Q": "h d k",
+        "K": "g d k",
+        "V": "g d v",
+        "q": "h k",
+        "O": "h v m",
+        "b": "m",
+        "frequencies": "g f",
+    }
     NAMES: ClassVar = ("Q", "q", "K", "V", "O", "b", "frequencies", "places")
 
     def __post_init__(self) -> None:
@@ -77,18 +78,18 @@ class SubLayer(Parametric):
         groups = len(self.K)
         if not groups or heads % groups:
             raise InputError(f"{heads} heads cannot share {groups} keys evenly")
-        if self.frequencies.shape[1] not in (0, k / 2):
-            got = self.frequencies.shape[1]
+        planes = self.frequencies.shape[1]
+        if planes not in (0, k / 2):
             raise InputError(
-                f"expected {k / 2:g} frequencies or none for each K, got {got}"
+                f"expected {k / 2:g} frequencies or none for each K, got {planes}"
             )
         if len(self.places):
             self._require("places", self.places, heads, None)
-        if len(self.places) and self.every_token and not self.causal:
-            raise InputError(
-                "a position bias needs answers of the last token, or a causal mask: "
-                "its biases are of tokens in front"
-            )
+            if self.every_token and not self.causal:
+                raise InputError(
+                    "a position bias needs answers of the last token, or a causal mask: "
+                    "its biases are of tokens in front"
+                )
         if self.residual and self.outputs != d:
             raise InputError(
                 f"expected {d} outputs with a residual, got {self.outputs}"
@@ -149,13 +150,11 @@ class SubLayer(Parametric):
         scores = torch.einsum("bmghk,bngk->bghmn", queries, keys)
         if len(self.places):
             apart = torch.arange(n - m, n)[:, None] - torch.arange(n)
-            added = self.places[
-                :, apart.clamp(0, self.places.shape[1] - 1)
-            ]  # (H, m, n)
+            apart = apart.clamp(0, self.places.shape[1] - 1)
+            added = self.places[:, apart]  # (H, m, n)
             scores = scores + added.unflatten(0, (groups, -1))
-        weights = attention.probabilities(
-            scores, causal=self.causal and self.every_token
-        )
+        causal = self.causal and self.every_token
+        weights = attention.probabilities(scores, causal=causal)
         values = (tokens @ V).unflatten(-1, (groups, -1))
         mixed = torch.einsum("bghmn,bngv->bmghv", weights, values)
         return mixed.flatten(2) @ O + self.b
