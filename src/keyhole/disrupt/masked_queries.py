@@ -212,7 +212,7 @@ def first_flip(queries: MaskedQueries, ordering: Ordering, last: int) -> Proposa
     flipped = torch.zeros(size, dtype=torch.bool, device=device)
     done = 0
     block = max(4, queries.batch // max(1, size))
-    while done < last and not bool(flipped.all()):
+    while done < last and not flipped.all():
         block = min(block, last - done)
         left = (~flipped).nonzero().squeeze(1)
         indices = left.repeat_interleave(block)

@@ -191,7 +191,7 @@ class _Program:
                 self.open, len(masks), lambda part, m=masks: self._masks(m[part])
             )
             hits = self.question.part(_same(len(masks), attacked)).flipped(logits)
-            if bool(hits.any()):
+            if hits.any():
                 last = int(hits.int().argmax())
                 return self._judged(masks[last], steps + last + 1)
             steps += len(masks)

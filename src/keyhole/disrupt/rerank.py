@@ -60,7 +60,7 @@ class Rerank:
     def __call__(self, search: Search) -> Proposal:
         best = self._walk(search, 0, torch.zeros_like(search.queries.units.free[:, 0]))
         for attempt in range(1, 1 + self.restarts):
-            if bool(best.flipped.all()):
+            if best.flipped.all():
                 break
             best = _better(best, self._walk(search, attempt, best.flipped))
         return best

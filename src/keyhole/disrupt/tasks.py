@@ -269,7 +269,7 @@ def _continued(
 def _positioned(model: Any, inputs: Batch) -> Batch:
     """Add position ids to left-padded inputs, which the model would number from the padding."""
     mask = inputs.get("attention_mask")
-    if mask is None or "position_ids" in inputs or bool(mask[:, 0].all()):
+    if mask is None or "position_ids" in inputs or mask[:, 0].all():
         return inputs
     places = (mask.long().cumsum(-1) - 1).clamp(min=0)
     return {**inputs, **_options(model, {"position_ids": places})}

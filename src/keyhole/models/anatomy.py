@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from keyhole.core.errors import InputError
 from keyhole.core.machine import memory_of_a_pass
 from keyhole.models.discovery import AttentionPaths, Structure, structure_of
-from keyhole.models.pairs import encoder_of, is_pair
+from keyhole.models.pairs import is_pair
 
 NO_LIMIT = sys.maxsize
-_ACTIVATIONS = (
-    40  # numbers that a pass holds at once for a token, relative to the model's width
-)
+# numbers that a pass holds at once for a token, relative to the model's width
+_ACTIVATIONS = 40
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +46,9 @@ class Projection:
     def weight(self) -> Tensor:
         """(out, in)."""
         weight = cast("Tensor", self.module.weight).detach()
-        # or a Conv1D
-        if isinstance(self.module, nn.Linear):
-            outputs_last = weight.mT
-        else:
-            outputs_last = weight
-        return self.of(outputs_last).mT
+        if isinstance(self.module, nn.Linear):  # and not a Conv1D
+            weight = weight.mT
+        return self.of(weight).mT
 
     @property
     def bias(self) -> Tensor | None:
@@ -136,9 +132,9 @@ class Anatomy(Structure):
     def opening_norm(self, number: int) -> nn.Module | None:
         """Return the norm between the input of block `number` (from 1) and its attention."""
         paths = self.attention_paths[number - 1] if self.attention_paths else None
-        if paths and paths.norm:
-            return self.blocks[number - 1].get_submodule(paths.norm)
-        return None
+        if paths is None or not paths.norm:
+            return None
+        return self.blocks[number - 1].get_submodule(paths.norm)
 
     def closing_norm(self, layer: int) -> nn.Module | None:
         """Return the norm whose output the hidden states of `layer` are, or None.
@@ -161,10 +157,9 @@ class Anatomy(Structure):
 
     def attention(self, number: int) -> Attention:
         """Return the attention of block `number` (from 1)."""
-        attention = self.attentions[number - 1] if self.attentions else None
-        if attention is None:
-            raise InputError(self.lacks("attention", number))
-        return attention
+        if reason := self.lacks("attention", number):
+            raise InputError(reason)
+        return cast("Attention", self.attentions[number - 1])
 
     def lacks(self, kind: str, number: int) -> str:
         """Return why block `number` shows no such thing; an empty text where it does."""
@@ -186,22 +181,19 @@ class Anatomy(Structure):
 
 
 # What is known of parts of a model, so that it does not keep the model itself alive.
-_KNOWN: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = (
-    weakref.WeakKeyDictionary()
-)
+_KNOWN = weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]()
 _LOCK = threading.Lock()
 
 
-def anatomy(model: nn.Module) -> Anatomy:
+def anatomy(model: Any) -> Anatomy:
     """Return the parts of a Hugging Face model, with or without a head; they are found once."""
-    whole = cast("Any", model)
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
         raise InputError(
             f"{type(model).__name__} is not a model of the transformers library"
         )
-    base = getattr(whole, str(getattr(whole, "base_model_prefix", "")), whole)
+    base = getattr(model, str(getattr(model, "base_model_prefix", "")), model)
     if is_pair(base):
-        base = cast("Any", encoder_of(base))
+        base = base.get_encoder()
     with _LOCK:
         if base not in _KNOWN:
             found = structure_of(base)
@@ -215,12 +207,11 @@ def _attention(block: nn.Module, paths: AttentionPaths | None) -> Attention | No
     if paths is None:
         return None
     part = block.get_submodule
-    projections = None
+    projections: Any = None
     if paths.projections is not None:
-        query, key, value = (
+        projections = tuple(
             Projection(part(name), rows) for name, _, rows in paths.projections
         )
-        projections = (query, key, value)
     return Attention(part(paths.module), part(paths.output), projections)
 
 
@@ -242,13 +233,12 @@ def fitting(model: Any, tokenizer: Any, max_length: int | None) -> int | None:
     It must leave tokens of the text between the special tokens that frame it.
     """
     limits = [each for each in (positions(model), max_length) if each is not None]
-    allowed = min(limits, default=None)
     frame = len(tokenizer("")["input_ids"])
-    if allowed is not None and allowed <= frame:
+    if limits and min(limits) <= frame:
         raise InputError(
-            f"a text needs more than the {frame} tokens that frame it: {allowed} are allowed"
+            f"a text needs more than the {frame} tokens that frame it: {min(limits)} are allowed"
         )
-    return allowed
+    return min(limits, default=None)
 
 
 # Norms: the gain and the bias are measured, N(z) = gain·z + bias for z of mean 0 and
@@ -257,33 +247,35 @@ def fitting(model: Any, tokenizer: Any, max_length: int | None) -> int | None:
 
 def gain_and_bias(norm: nn.Module) -> tuple[Tensor, Tensor | None]:
     """Return a norm's gain and bias in float64; Gemma's norms multiply by 1 + weight."""
-    weight = cast("Tensor", norm.weight).detach().double()
-    bias = cast("Tensor | None", getattr(norm, "bias", None))
-    bias = None if bias is None else bias.detach().double()
+    own = cast("Tensor", norm.weight).detach()
+    weight = own.double()
     z = torch.ones_like(weight)
     z[1::2] = -1
     with torch.no_grad():
-        output = cast("Any", norm)(z.to(cast("Tensor", norm.weight))).double()
-    measured = z * (output if bias is None else output - bias)
-    plain = (measured - weight).norm() <= (measured - weight - 1).norm()
-    return weight if plain else weight + 1, bias
+        output = norm(z.to(own)).double()
+    bias = getattr(norm, "bias", None)
+    if bias is not None:
+        bias = bias.detach().double()
+        output = output - bias
+    difference = z * output - weight
+    if difference.norm() > (difference - 1).norm():
+        weight = weight + 1
+    return weight, bias
 
 
 def expect_numbers(model: nn.Module, given: Iterable[Tensor]) -> None:
     """Raise InputError if a model gave NaN or infinity, which leak nothing and are no answer."""
-    if all(bool(each.isfinite().all()) for each in given):
+    if all(each.isfinite().all() for each in given):
         return
-    name = not_finite(model)
-    if name is None:
-        cause = "its numbers overflow"
-    else:
+    cause = "its numbers overflow"
+    if name := not_finite(model):
         cause = f"its weights hold some, in {name}"
     raise InputError(f"the model gives NaN or infinity: {cause}")
 
 
 def not_finite(model: nn.Module) -> str | None:
     """Return the name of the first weight that holds NaN or infinity."""
-    weights = model.named_parameters()
-    return next(
-        (name for name, each in weights if not bool(each.isfinite().all())), None
-    )
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            return name
+    return None

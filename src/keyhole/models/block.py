@@ -193,7 +193,7 @@ def _norms(parts: Anatomy, layer: int) -> tuple[nn.Module, nn.Module]:
         module
         for module in parts.blocks[layer].modules()
         if getattr(module, "weight", None) is not None
-        and cast("Tensor", module.weight).shape == (parts.width,)
+        and module.weight.shape == (parts.width,)
     ]
     if len(norms) != 2:
         raise InputError(

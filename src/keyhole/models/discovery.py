@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.core.errors import InputError, first_line
+from keyhole.core.float64 import random_stream
 from keyhole.models.hooks import (
     AttentionImplementation,
     Wanted,
@@ -48,12 +49,10 @@ from keyhole.models.rotary import Rotation, turn_of, ways_to_undo
 _LENGTH = 6  # tokens of the texts that are run
 # Differences relative to a vector's length. Larger ones are no rounding errors:
 _STATE_TOLERANCE = 1e-5
-_KEY_TOLERANCE = (
-    1e-3  # keys come out of a rotation, whose cosines and sines are rounded as well
-)
-_NORM_TOLERANCE = (
-    0.01  # between what a norm gives for an input and for a multiple of it
-)
+# Keys come out of a rotation, whose cosines and sines are rounded as well.
+_KEY_TOLERANCE = 1e-3
+# Between what a norm gives for an input and for a multiple of it.
+_NORM_TOLERANCE = 0.01
 _SMALL = 0.1  # replaces the outputs of projections: so small that no softmax saturates
 
 
@@ -89,15 +88,12 @@ class Structure:
     ordinary: int  # a token without a special meaning
     block_paths: tuple[str, ...]
     attention_paths: tuple[AttentionPaths | None, ...]
-    closing_paths: tuple[
-        str, ...
-    ]  # for each layer the norm that its states come out of, or ""
-    position_table: (
-        tuple[str, int] | None
-    )  # its path, and the number of the first position
-    cached: Mapping[
-        int, tuple[torch.Size, torch.Size]
-    ]  # keys and values, by block number from 1
+    # for each layer the norm that its states come out of, or ""
+    closing_paths: tuple[str, ...]
+    # its path, and the number of the first position
+    position_table: tuple[str, int] | None
+    # keys and values, by block number from 1
+    cached: Mapping[int, tuple[torch.Size, torch.Size]]
     mapped: frozenset[int]  # the numbers of the blocks that return maps
     rotations: tuple[Rotation | None, ...]
 
@@ -124,7 +120,7 @@ class _Call:
         """The output, or the first item of it."""
         output = self.output
         if isinstance(output, dict):
-            output = tuple(cast("dict[str, Any]", output).values())
+            output = tuple(output.values())
         if isinstance(output, tuple | list) and output:
             output = cast("Sequence[Any]", output)[0]
         return output if isinstance(output, Tensor) else None
@@ -153,15 +149,15 @@ def _own_cache(cache: Any) -> Any:
 
 def maps_among(output: Any) -> Tensor | None:
     """Return the maps (b, h, n, n) in an attention's output; scores and biases may be negative."""
-    rest = cast("tuple[Any, ...]", output)[1:] if isinstance(output, tuple) else ()
+    rest = output[1:] if isinstance(output, tuple) else ()
     maps = [each for each in rest if isinstance(each, Tensor) and each.ndim == 4]
-    return next((each for each in maps if bool((each >= 0).all())), None)
+    return next((each for each in maps if (each >= 0).all()), None)
 
 
 def _same(first: Tensor | None, second: Tensor | None) -> bool:
-    if first is None or second is None:
+    if first is None or second is None or first.dtype != second.dtype:
         return False
-    if first.shape != second.shape or first.dtype != second.dtype:
+    if first.shape != second.shape:
         return False
     return first.data_ptr() == second.data_ptr() or torch.equal(first, second)
 
@@ -180,23 +176,19 @@ def _run(base: nn.Module, ids: Tensor, **options: Any) -> tuple[Any, list[_Call]
     A model that does not take the options is run without them.
     """
     calls: list[_Call] = []
-    wanted: list[Wanted] = []
-    for path, module in base.named_modules():
-        if path:
 
-            def note(
-                m: nn.Module, args: Any, kwargs: Any, output: Any, path: str = path
-            ) -> None:
-                calls.append(_Call(path, m, args, kwargs, output))
+    def note(path: str, *call: Any) -> None:
+        calls.append(_Call(path, *call))
 
-            wanted.append(
-                (partial(module.register_forward_hook, with_kwargs=True), note)
-            )
+    wanted: list[Wanted] = [
+        (partial(module.register_forward_hook, with_kwargs=True), partial(note, path))
+        for path, module in base.named_modules()
+        if path
+    ]
+    asked = {"output_hidden_states": True, "return_dict": True, **options}
     try:
         with hooks(*wanted):
-            output = base(
-                input_ids=ids, output_hidden_states=True, return_dict=True, **options
-            )
+            output = base(input_ids=ids, **asked)
     except Exception:  # a model without such arguments may raise anything
         if not options:
             raise
@@ -216,15 +208,14 @@ def structure_of(base: nn.Module) -> Structure:
     """
     found = _structure(base)
     if found is None:
-        stream = torch.Generator().manual_seed(0)
+        stream = random_stream(0)
         base = copy.deepcopy(base)
         for weight in base.parameters():
-            drawn = (
-                torch.randn(weight.shape, generator=stream) / weight.shape[-1] ** 0.5
-            )
-            weight.data = (drawn if weight.ndim > 1 else torch.ones(weight.shape)).to(
-                weight
-            )
+            drawn = torch.randn(weight.shape, generator=stream)
+            if weight.ndim > 1:
+                weight.data = (drawn / weight.shape[-1] ** 0.5).to(weight)
+            else:
+                weight.data = torch.ones_like(weight)
         found = _structure(base)
     if found is None:
         raise InputError(
@@ -250,9 +241,7 @@ def _structure(base: nn.Module) -> Structure | None:
             output, calls = _run(base, text, output_attentions=True, use_cache=False)
             states: list[Tensor] = list(output.hidden_states)
             changed = _run(base, other)[0].hidden_states[-1]
-        except (
-            Exception
-        ) as error:  # a model that reads something else may raise anything
+        except Exception as error:  # a model that reads something else raises anything
             reads = str(getattr(base, "main_input_name", "input_ids"))
             reason = f"{family} gives no hidden states of token ids alone: {first_line(error)}"
             if reads != "input_ids":
@@ -285,9 +274,7 @@ def _structure(base: nn.Module) -> Structure | None:
             closing_paths=tuple(_closing(calls, state) for state in states),
             position_table=_position_table(calls),
             cached={},
-            mapped=frozenset(
-                number for number, each in enumerate(maps, 1) if each is not None
-            ),
+            mapped=frozenset(n for n, each in enumerate(maps, 1) if each is not None),
             rotations=(None,) * len(blocks),
         )
         return _with_keys(base, found, text[:, :1].expand_as(text))
@@ -296,8 +283,7 @@ def _structure(base: nn.Module) -> Structure | None:
 def _texts(base: nn.Module, table: Tensor) -> tuple[Tensor, Tensor]:
     """Return two texts (1, n) of ordinary tokens that differ in the last one."""
     special = special_tokens(base.config)
-    stream = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(table), (64,), generator=stream).tolist()
+    drawn = torch.randint(len(table), (64,), generator=random_stream(0)).tolist()
     ordinary = [token for token in dict.fromkeys(drawn) if token not in special]
     ids = torch.tensor([ordinary[: _LENGTH + 1]], device=table.device)
     return ids[:, :-1], torch.cat([ids[:, :-2], ids[:, -1:]], 1)
@@ -333,6 +319,10 @@ class _Block(_Call):
         """Return the path of a module in this block."""
         return call.path.removeprefix(f"{self.path}.")
 
+    def at(self, path: str) -> list[_Call]:
+        """Return the calls of the module at this path in this block."""
+        return [call for call in self.calls if self.within(call) == path]
+
 
 def _blocks(calls: list[_Call], states: list[Tensor]) -> list[_Block]:
     """Return the calls that lead from each state to the next, or none if one of them is missing."""
@@ -344,13 +334,10 @@ def _blocks(calls: list[_Call], states: list[Tensor]) -> list[_Block]:
         while goal is not None and at is None:
             ends = [n for n in range(after, len(calls)) if _same(calls[n].result, goal)]
             at = next((n for n in ends if _same(calls[n].state, before)), None)
-            last = (
-                at is None and ends and state is states[-1]
-            )  # a final norm may follow
-            if last and not _same(calls[ends[0]].state, goal):
-                goal = calls[ends[0]].state
-            else:
-                goal = None
+            inner: Tensor | None = None
+            if ends and state is states[-1]:  # a final norm may follow
+                inner = calls[ends[0]].state
+            goal = None if _same(inner, goal) else inner
         if at is None:
             return []
         path = calls[at].path
@@ -366,15 +353,9 @@ def _closing(calls: list[_Call], state: Tensor) -> str:
         given = call.state
         if given is None or given.dtype != state.dtype or _same(given, state):
             continue
-        if (
-            call.is_leaf
-            and len(call.args) == 1
-            and not call.kwargs
-            and _same(call.result, state)
-        ):
-            first, second = (
-                cast("Any", call.module)(scale * given) for scale in (10, 30)
-            )
+        alone = call.is_leaf and len(call.args) == 1 and not call.kwargs
+        if alone and _same(call.result, state):
+            first, second = (call.module(scale * given) for scale in (10, 30))
             if not _differ(first, second, _NORM_TOLERANCE):
                 return call.path
     return ""
@@ -385,7 +366,7 @@ def _position_table(calls: list[_Call]) -> tuple[str, int] | None:
     for call in calls:
         if type(call.module) is nn.Embedding and isinstance(call.args[0], Tensor):
             asked = call.args[0].reshape(-1)
-            if len(asked) >= _LENGTH and bool((asked[:_LENGTH].diff() == 1).all()):
+            if len(asked) >= _LENGTH and (asked[:_LENGTH].diff() == 1).all():
                 return call.path, int(asked[0])
     return None
 
@@ -394,8 +375,7 @@ def _maps(block: _Block, paths: AttentionPaths | None) -> Tensor | None:
     """Return the maps that a block's attention returned."""
     if paths is None:
         return None
-    ended = (call for call in block.calls if block.within(call) == paths.module)
-    return next((maps_among(call.output) for call in ended), None)
+    return next(maps_among(call.output) for call in block.at(paths.module))
 
 
 def _heads(
@@ -411,10 +391,7 @@ def _heads(
     heads = key_heads = heads if isinstance(heads, int) else 1
     for block, paths in zip(blocks, attentions, strict=True):
         if paths is not None:
-            output = next(
-                call for call in block.calls if block.within(call) == paths.output
-            )
-            width = output.args[0].shape[-1]
+            width = block.at(paths.output)[0].args[0].shape[-1]
             if paths.projections is not None:
                 (_, queries, _), (_, keys, _), _ = paths.projections
                 key_heads = heads * keys // queries
@@ -448,7 +425,7 @@ def _attention(block: _Block) -> AttentionPaths | None:
     maps = [
         call for call in block.calls if _is_linear(call, cast("Tensor", block.state))
     ]
-    stream = torch.Generator().manual_seed(0)
+    stream = random_stream(0)
 
     def small(output: Tensor) -> Tensor:
         return (_SMALL * torch.randn(output.shape, generator=stream)).to(output)
@@ -456,45 +433,34 @@ def _attention(block: _Block) -> AttentionPaths | None:
     output, plain = _mixing(block, maps, small)
     if output is None:
         return None
-    values = {
-        name: other
-        for name, (_, other) in _mixing(block, maps, torch.zeros_like)[1].items()
-    }
+    _, zeroed = _mixing(block, maps, torch.zeros_like)
+    values = {name: other for name, (_, other) in zeroed.items()}
     keys = {name: other & ~values[name] for name, (_, other) in plain.items()}
     queries = {
         name: own & ~keys[name] & ~values[name] for name, (own, _) in plain.items()
     }
-    if not any(
-        bool(rows.any()) for rows in keys.values()
-    ):  # positions are mixed without a softmax
+    if not any(rows.any() for rows in keys.values()):  # mixed without a softmax
         return None
-    sources = [
-        name for name, (own, other) in plain.items() if bool((own | other).any())
-    ]
+    sources = [name for name, (own, other) in plain.items() if (own | other).any()]
     found = AttentionPaths(_parent(sources), output)
-    three = (queries, keys, values)
-    names = [
-        [name for name, rows in each.items() if bool(rows.any())] for each in three
-    ]
-    if any(len(each) != 1 for each in names):
-        return found
-    parts = [
-        (name, each[name].nonzero()[:, 0])
-        for each, (name,) in zip(three, names, strict=True)
-    ]
-    inputs = [
-        next(c for c in maps if block.within(c) == name).state for name, _ in parts
-    ]
+    parts: list[tuple[str, Tensor]] = []
+    inputs: list[Tensor | None] = []
+    for rows in (queries, keys, values):
+        names = [name for name in rows if rows[name].any()]
+        if len(names) != 1:
+            return found
+        parts.append((names[0], rows[names[0]]))
+        inputs.append(block.at(names[0])[0].state)
     norm = _path_between(block, inputs[0])
-    (_, query_rows), (_, key_rows), (_, value_rows) = parts
     if norm is None or not all(_same(inputs[0], each) for each in inputs[1:]):
         return found
-    if len(key_rows) != len(value_rows) or len(query_rows) % len(key_rows):
-        return found
     projections = tuple(
-        (name, len(rows), None if len(rows) == len(values[name]) else rows)
+        (name, int(rows.sum()), None if rows.all() else rows.nonzero()[:, 0])
         for name, rows in parts
     )
+    (_, queried, _), (_, keyed, _), (_, valued, _) = projections
+    if keyed != valued or queried % keyed:
+        return found
     return replace(found, norm=norm, projections=projections)
 
 
@@ -515,10 +481,8 @@ def _is_linear(call: _Call, state: Tensor) -> bool:
     if given is None or result is None or not given.is_floating_point():
         return False
     count = state.shape[0] * state.shape[1]
-    return (
-        given.numel() == count * given.shape[-1]
-        and result.numel() == count * result.shape[-1]
-    )
+    rows = {given.numel() / given.shape[-1], result.numel() / result.shape[-1]}
+    return rows == {count}
 
 
 def _mixing(
@@ -544,15 +508,12 @@ def _mixing(
             (row * weights).sum(),
             list(outputs.values()),
             retain_graph=True,
-            allow_unused=True,
+            materialize_grads=True,
         )
-        for name, slope in zip(
-            outputs, cast("tuple[Tensor | None, ...]", slopes), strict=True
-        ):
-            used = torch.zeros_like(outputs[name]) if slope is None else slope
-            used = used.flatten(0, -2) != 0
+        for name, slope in zip(outputs, slopes, strict=True):
+            used = slope.flatten(0, -2) != 0
             found[name] = (used[-1].cpu(), used[:-1].any(0).cpu())
-        if any(bool(other.any()) for _, other in found.values()):
+        if any(other.any() for _, other in found.values()):
             mixed.append(names[module])
             raise _Mixed
 
@@ -560,10 +521,10 @@ def _mixing(
         outputs[names[module]] = fill(output.detach()).requires_grad_()
         return outputs[names[module]]
 
-    wanted: list[Wanted] = [
-        (module.register_forward_pre_hook, before) for module in names
-    ]
-    wanted += [(module.register_forward_hook, after) for module in names]
+    wanted: list[Wanted] = []
+    for module in names:
+        wanted.append((module.register_forward_pre_hook, before))
+        wanted.append((module.register_forward_hook, after))
     with torch.enable_grad(), hooks(*wanted), suppress(_Mixed):
         block.module(*block.args, **block.kwargs)
     return (mixed[0] if mixed else None), found
@@ -573,10 +534,10 @@ def _path_between(block: _Block, state: Tensor | None) -> str | None:
     """Return the path of the module that maps the block's input to these states, "" for none."""
     if _same(state, block.state):
         return ""
-    ways = (
-        c for c in block.calls if _same(c.state, block.state) and _same(c.result, state)
-    )
-    return next(map(block.within, ways), None)
+    for call in block.calls:
+        if _same(call.state, block.state) and _same(call.result, state):
+            return block.within(call)
+    return None
 
 
 # The keys of a cache, and whether they are rotated
@@ -587,12 +548,11 @@ def _with_keys(base: nn.Module, found: Structure, repeated: Tensor) -> Structure
     output, calls = _run(base, repeated, use_cache=True)
     embedded = output.hidden_states[0]
     same = not _differ(embedded, embedded[:, :1].expand_as(embedded), _STATE_TOLERANCE)
-    turns = [
-        turn
+    found_turns = (
+        turn_of(call.path, call.args, call.kwargs, call.output, _LENGTH)
         for call in calls
-        if (turn := turn_of(call.path, call.args, call.kwargs, call.output, _LENGTH))
-        is not None
-    ]
+    )
+    turns = [turn for turn in found_turns if turn is not None]
     cached = _cached(found, output, calls)
     if not found.causal or not cached:
         return replace(found, rotary=same and bool(turns))
@@ -608,10 +568,7 @@ def _with_keys(base: nn.Module, found: Structure, repeated: Tensor) -> Structure
     first, _ = cached[min(cached)]
     return replace(
         found,
-        cached={
-            number: (keys.shape, values.shape)
-            for number, (keys, values) in cached.items()
-        },
+        cached={number: (k.shape, v.shape) for number, (k, v) in cached.items()},
         rotary=same and _vary(first),
         key_heads=first.shape[1],
         head_dim=first.shape[-1],
@@ -628,19 +585,13 @@ def _cached(
     }
     layers = getattr(_own_cache(getattr(output, "past_key_values", None)), "layers", ())
     cached: dict[int, tuple[Tensor, Tensor]] = {}
-    for number, (path, layer) in enumerate(
-        zip(found.block_paths, layers, strict=False), 1
-    ):
-        keys = getattr(layer, "keys", None)
-        values = getattr(layer, "values", None)
-        if (
-            not isinstance(keys, Tensor)
-            or not isinstance(values, Tensor)
-            or path not in given
-        ):
-            continue
-        if keys.ndim == values.ndim == 4 and keys.shape[2] == _LENGTH:
-            cached[number] = keys, values
+    blocks = zip(found.block_paths, layers, strict=False)
+    for number, (path, layer) in enumerate(blocks, 1):
+        pair = (getattr(layer, "keys", None), getattr(layer, "values", None))
+        sizes = [part.shape for part in pair if isinstance(part, Tensor)]
+        whole = [len(size) == 4 and size[2] == _LENGTH for size in sizes]
+        if path in given and whole == [True, True]:
+            cached[number] = cast("tuple[Tensor, Tensor]", pair)
     return cached
 
 

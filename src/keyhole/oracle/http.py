@@ -391,7 +391,7 @@ def as_object(data: object, url: str) -> dict[str, Any]:
     """Return `data` if it is a JSON object."""
     if not isinstance(data, dict):
         raise OracleError(f"expected a JSON object from {url}, got {shown(data)}")
-    return cast("dict[str, Any]", data)
+    return data
 
 
 def shown(text: object, max_length: int = 80) -> str:

@@ -400,7 +400,7 @@ def _difference(stored: Tensor, again: Tensor) -> float:
         return float("inf")
     either = [answer != ABSENT for answer in (stored, again)]
     both = either[0] & either[1]
-    if bool(either[0].any() & either[1].any()) and not bool(both.any()):
+    if (either[0].any() & either[1].any()) and not both.any():
         return float("inf")
     return float((stored - again).abs().where(both, 0.0).max())
 

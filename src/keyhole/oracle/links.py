@@ -35,7 +35,7 @@ class Link:
 
     def __post_init__(self) -> None:
         expect_among("a link", self.name, NAMES)
-        if self.offset.ndim > 1 or not bool(self.offset.isfinite().all()):
+        if self.offset.ndim > 1 or not self.offset.isfinite().all():
             if self.offset.ndim > 1:
                 got = f"shape {tuple(self.offset.shape)}"
             else:
@@ -45,7 +45,7 @@ class Link:
             )
 
     def __str__(self) -> str:
-        shift = "" if not bool(self.offset.any()) else "an offset"
+        shift = "" if not self.offset.any() else "an offset"
         if self.name == "identity":
             return shift or "nothing"
         return f"a {self.name}{f' and {shift}' if shift else ''}"

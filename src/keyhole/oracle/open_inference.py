@@ -277,7 +277,7 @@ class OpenInference(ServedModel):
 
     def _answers(self, sequences: Tensor) -> Tensor:
         rounded = sequences.to(FLOATS[self.input.datatype])
-        if not bool(torch.isfinite(rounded).all()):
+        if not torch.isfinite(rounded).all():
             raise InputError(
                 f"{self.url} takes {self.input.datatype}, which cannot hold "
                 f"{float(sequences.abs().max()):.1e}"
@@ -500,7 +500,7 @@ def _names(tensors: Sequence[TensorSpec]) -> str:
 def _max_batch_size(metadata: dict[str, Any], tensor: TensorSpec) -> int | None:
     """Return how many sequences the server states that it takes in one request."""
     parameters = metadata.get("parameters")
-    about = cast("dict[str, Any]", parameters) if isinstance(parameters, dict) else {}
+    about = parameters if isinstance(parameters, dict) else {}
     limits = [about.get("max_batch_size"), metadata.get("max_batch_size")]
     if len(tensor.shape) == 3:
         limits.append(tensor.shape[0])
@@ -528,7 +528,7 @@ def _signs(labels: Sequence[str], positive: str | None, url: str) -> Tensor:
 def _as_objects(items: object) -> list[dict[str, Any]] | None:
     """Return `items` if it is a list of objects."""
     if isinstance(items, list) and all(isinstance(item, dict) for item in items):
-        return cast("list[dict[str, Any]]", items)
+        return items
     return None
 
 
@@ -537,7 +537,7 @@ def _as_sizes(shape: object) -> list[int] | None:
     if isinstance(shape, list) and all(
         type(size) is int and size >= -1 for size in shape
     ):
-        return cast("list[int]", shape)
+        return shape
     return None
 
 
@@ -552,7 +552,7 @@ def _as_strings(data: object, count: int) -> list[str] | None:
 def _as_numbers(data: object, shape: Sequence[int], url: str) -> Tensor:
     """Return the numbers of a list, flat or nested, if there are as many as the shape takes."""
     count = math.prod(shape)
-    items = cast("list[object]", data) if isinstance(data, list) else None
+    items = data if isinstance(data, list) else None
     if items is not None and (
         len(items) == count or (items and isinstance(items[0], list))
     ):
@@ -568,10 +568,10 @@ def _as_numbers(data: object, shape: Sequence[int], url: str) -> Tensor:
 def _describe(value: object) -> str:
     """Describe a value from a server in a few words, however large or deep it is."""
     if isinstance(value, dict):
-        keys = list(cast("dict[str, Any]", value))
+        keys = list(value)
         return f"an object with {shown(', '.join(keys[:5])) or 'no keys'}"
     if isinstance(value, list):
-        items = cast("list[object]", value)
+        items = value
         short = len(items) <= 5 and all(isinstance(item, int | float) for item in items)
         return shown(items) if short else f"a list of {len(items):,}"
     return shown(repr(value[:80] if isinstance(value, str) else value))

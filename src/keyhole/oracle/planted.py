@@ -98,7 +98,7 @@ class Parametric(ABC):
             raise InputError(
                 f"expected {name} in float64, got {tensor.dtype}: use .double()"
             )
-        if not bool(torch.isfinite(tensor).all()):
+        if not torch.isfinite(tensor).all():
             raise InputError(f"{name} holds NaN or infinity")
 
 

@@ -223,12 +223,12 @@ class Route:
     def asked(self, text: str, model: str, count: int = SAFE) -> dict[str, Any]:
         """Return the request about a text, for `count` log-probabilities."""
         values = {"$text": text, "$model": model, "$count": count}
-        return cast("dict[str, Any]", _filled(dict(self.content), values))
+        return _filled(dict(self.content), values)
 
 
 def _filled(content: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(content, dict):
-        inside = cast("dict[str, Any]", content)
+        inside = content
         return {name: _filled(value, values) for name, value in inside.items()}
     if isinstance(content, list):
         return [_filled(value, values) for value in cast("list[Any]", content)]

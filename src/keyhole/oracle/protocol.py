@@ -169,7 +169,7 @@ def _tensors(oracle: object) -> Iterator[tuple[str, Tensor]]:
         state[f"closure {number}"] = cell.cell_contents
     for name in sorted(state):
         value = state[name]
-        items = cast("list[Any]", value if isinstance(value, list | tuple) else [value])
+        items = value if isinstance(value, list | tuple) else [value]
         for item in items:
             if isinstance(item, Tensor):
                 yield name, item

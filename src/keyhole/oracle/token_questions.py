@@ -37,7 +37,7 @@ def question(
     )
     if raised is None or biases is None:
         return rows[None]
-    if bool((biases == 0).any()):
+    if (biases == 0).any():
         raise InputError("every raised token needs a bias other than 0")
     return torch.cat([rows, torch.stack([raised.double(), biases.double()], 1)])[None]
 
