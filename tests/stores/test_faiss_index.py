@@ -31,11 +31,15 @@ def indexed(folder: Path, index, vectors):
 def test_centroids(tmp_path):
     vectors = STREAM.normal(size=(500, 12)).astype(np.float32)
     with indexed(tmp_path, faiss.IndexPQ(12, 3, 4), vectors) as store:
-        assert store.codebook.shape == (3, 16, 4)
-        assert store.steps is None
+        assert store.rounding.keys() == {"codebook"}
+        assert store.rounding["codebook"].shape == (3, 16, 4)
         kept = store.read([0, 7, 499]).unflatten(1, (3, 4))
         assert (
-            float(torch.cdist(kept.transpose(0, 1), store.codebook).amin(-1).max())
+            float(
+                torch.cdist(kept.transpose(0, 1), store.rounding["codebook"])
+                .amin(-1)
+                .max()
+            )
             < 1e-6
         )
 
@@ -47,14 +51,13 @@ def test_steps(tmp_path, kind):
     with indexed(tmp_path, index, vectors) as store:
         off = (store.read(range(500)) - torch.from_numpy(vectors)).abs() / store.steps
         assert 0.49 < float(off.max()) <= 0.5 + 1e-3  # half a step, and not less
-        assert store.codebook is None
+        assert store.rounding.keys() == {"steps", "ends"}
 
 
 def test_whole_vectors_have_no_quantiser(tmp_path):
     vectors = STREAM.normal(size=(20, 8)).astype(np.float32)
     with indexed(tmp_path, faiss.IndexFlatL2(8), vectors) as store:
-        assert store.steps is None
-        assert store.codebook is None
+        assert not store.rounding
 
 
 def test_an_inverted_file_may_have_any_ids(tmp_path):
@@ -81,12 +84,7 @@ def test_a_text_is_judged_by_its_code(tmp_path, kind):
     if kind == "8 bits":
         index = faiss.IndexScalarQuantizer(96, faiss.ScalarQuantizer.QT_8bit)
     with indexed(tmp_path, index, vectors) as store:
-        leak = Pooled(
-            store.read([0])[0],
-            steps=store.steps,
-            ends=store.ends,
-            codebook=store.codebook,
-        )
+        leak = Pooled(store.read([0])[0], **store.rounding)
     target = Target.of(model, words)
     ids = words(TEXT)["input_ids"]
     verdict = judge_vector(target, leak, ids)

@@ -17,7 +17,8 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -164,6 +165,17 @@ def read_tensors(
 
 def unreadable(what: str, path: str | Path, error: BaseException) -> KeyholeError:
     return _failure(f"cannot read {path} as {what}", error)
+
+
+@contextmanager
+def reading(
+    what: str, path: str | Path, *errors: type[BaseException]
+) -> Generator[None]:
+    """Turn errors of these types into the one sentence of `unreadable`."""
+    try:
+        yield
+    except errors as error:
+        raise unreadable(what, path, error) from error
 
 
 def unwritable(path: str | Path, error: BaseException) -> KeyholeError:

@@ -15,10 +15,10 @@ import sqlite3
 import tempfile
 from array import array
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import unquote, urlencode, urlsplit
 
 import httpx
@@ -26,7 +26,7 @@ import numpy as np
 
 from keyhole.core.endpoint import KEY, EndpointOptions, without_password
 from keyhole.core.errors import InputError, KeyholeError, first_line
-from keyhole.core.files import exists, is_folder, unreadable
+from keyhole.core.files import exists, is_folder, reading
 from keyhole.oracle.http import Http
 from keyhole.oracle.protocol import OracleError
 from keyhole.stores.files import arrow_store
@@ -40,10 +40,8 @@ def _temporary_copy(folder: str, what: str) -> Generator[str]:
     """Yield the path of a copy that only its owner may read, and remove it after the block."""
     with tempfile.TemporaryDirectory(prefix="keyhole-") as temporary:
         copy = Path(temporary) / "copy.db"
-        try:
+        with reading(what, folder, OSError):  # of which shutil.Error is one
             shutil.copytree(folder, copy)
-        except (OSError, shutil.Error) as error:
-            raise unreadable(what, folder, error) from error
         yield str(copy)
 
 
@@ -71,7 +69,6 @@ def _keyed_store(
 # it opens a copy. Its telemetry is switched off.
 
 _CHROMA = "a folder of Chroma"
-_CHROMA_NOTE = "read from a temporary copy, because Chroma writes to what it opens"
 
 
 @contextmanager
@@ -80,16 +77,15 @@ def open_chroma(place: Place) -> Generator[Store]:
         raise InputError(f"{place.path} is not {_CHROMA}: it has no chroma.sqlite3")
     chromadb = library("chromadb")
     settings = chromadb.Settings(anonymized_telemetry=False, allow_reset=False)
-    with _temporary_copy(place.path, _CHROMA) as copy:
-        client: Any = None
-        try:
-            client = chromadb.PersistentClient(copy, settings)
-            yield _chroma_store(client, place)
-        except chromadb.errors.ChromaError as error:
-            raise unreadable(_CHROMA, place.path, error) from error
-        finally:
-            if hasattr(client, "close"):
-                client.close()
+    with (
+        _temporary_copy(place.path, _CHROMA) as copy,
+        reading(_CHROMA, place.path, chromadb.errors.ChromaError),
+        ExitStack() as stack,
+    ):
+        client = chromadb.PersistentClient(copy, settings)
+        if hasattr(client, "close"):
+            stack.callback(client.close)
+        yield _chroma_store(client, place)
 
 
 def _chroma_store(client: Any, place: Place) -> Store:
@@ -102,9 +98,9 @@ def _chroma_store(client: Any, place: Place) -> Store:
         given = collection.get(ids=wanted, include=[column])
         return dict(zip(given["ids"], given[column], strict=True))
 
-    return _keyed_store(
-        f"{place.path}, {name}", ids, get, "embeddings", "documents", _CHROMA_NOTE
-    )
+    note = "read from a temporary copy, because Chroma writes to what it opens"
+    where = f"{place.path}, {name}"
+    return _keyed_store(where, ids, get, "embeddings", "documents", note)
 
 
 # Qdrant's local mode, read without its library.
@@ -123,9 +119,8 @@ class _Fields:
 
     def __setstate__(self, state: Any) -> None:
         held = _as_dict(state)
-        self.fields = _as_dict(
-            held.get("__dict__", held)
-        )  # pydantic keeps a model's fields there
+        # where pydantic keeps a model's fields
+        self.fields = _as_dict(held.get("__dict__", held))
 
 
 class _FieldsUnpickler(pickle.Unpickler):
@@ -152,14 +147,12 @@ def open_qdrant(place: Place) -> Generator[Store]:
     for end in ("-wal", "-journal"):
         if exists(f"{file}{end}"):
             raise InputError(f"Qdrant is writing to {file}{end}: close it first")
-    try:
-        database = sqlite3.connect(
-            f"{file.absolute().as_uri()}?mode=ro&immutable=1", uri=True
-        )
-        with closing(database):
-            yield _qdrant_store(database, place, name)
-    except sqlite3.Error as error:
-        raise unreadable("a collection of Qdrant's local mode", file, error) from error
+    address = f"{file.absolute().as_uri()}?mode=ro&immutable=1"
+    with (
+        reading("a collection of Qdrant's local mode", file, sqlite3.Error),
+        closing(sqlite3.connect(address, uri=True)) as database,
+    ):
+        yield _qdrant_store(database, place, name)
 
 
 def _qdrant_store(database: sqlite3.Connection, place: Place, name: str) -> Store:
@@ -171,37 +164,30 @@ def _qdrant_store(database: sqlite3.Connection, place: Place, name: str) -> Stor
 
     def point(row: int) -> dict[str, Any]:
         query = "SELECT point FROM points WHERE rowid = ?"
-        return _unpickled(
-            database.execute(query, (row_ids[row],)).fetchone()[0], place.path
-        )
+        (blob,) = database.execute(query, (row_ids[row],)).fetchone()
+        try:
+            fields: dict[str, Any] = _FieldsUnpickler(io.BytesIO(blob)).load().fields
+        except Exception as error:  # bytes that are no pickle may raise anything
+            raise InputError(
+                f"{place.path} holds a point that is not Qdrant's: {error!r:.80}"
+            ) from error
+        if "vector" not in fields:
+            raise InputError(f"{place.path} holds a point of Qdrant without a vector")
+        return fields
 
-    first = point(0)
-    vector = place.choice("vector", list(_dense(first["vector"])), "vector of a point")
-    text = place.text_field(
-        _as_dict(point(row).get("payload")) for row in range(len(row_ids))
-    )
+    def payload(row: int) -> dict[str, Any]:
+        return _as_dict(point(row).get("payload"))
+
+    names = list(_dense(point(0)["vector"]))
+    vector = place.choice("vector", names, "vector of a point")
+    text = place.text_field(map(payload, range(len(row_ids))))
 
     def read(column: str, rows: Sequence[int]) -> list[Any]:
-        points = [point(row) for row in rows]
         if column == "vector":
-            return [_dense(held["vector"]).get(vector) for held in points]
-        return [_as_dict(held.get("payload")).get(str(text)) for held in points]
+            return [_dense(point(row)["vector"]).get(vector) for row in rows]
+        return [payload(row).get(str(text)) for row in rows]
 
-    return column_store(
-        where, len(row_ids), read, "vector", None if text is None else "payload"
-    )
-
-
-def _unpickled(blob: bytes, path: str) -> dict[str, Any]:
-    try:
-        fields: dict[str, Any] = _FieldsUnpickler(io.BytesIO(blob)).load().fields
-    except Exception as error:  # bytes that are no pickle may raise anything
-        raise InputError(
-            f"{path} holds a point that is not Qdrant's: {error!r:.80}"
-        ) from error
-    if "vector" not in fields:
-        raise InputError(f"{path} holds a point of Qdrant without a vector")
-    return fields
+    return column_store(where, len(row_ids), read, "vector", text and "payload")
 
 
 def _dense(held: object) -> dict[str, list[float]]:
@@ -214,8 +200,8 @@ def _dense(held: object) -> dict[str, list[float]]:
     }
 
 
-def _as_dict(value: object) -> dict[str, Any]:
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+def _as_dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 # LanceDB: a folder of files that are never overwritten.
@@ -229,12 +215,10 @@ def open_lancedb(place: Place) -> Generator[Store]:
     lancedb = library("lancedb")
     names = sorted(path.stem for path in Path(place.path).glob("*.lance"))
     name = place.choice("table", names, "table")
-    try:
+    with reading(what, place.path, RuntimeError, OSError, ValueError):
         table = lancedb.connect(place.path).open_table(name)
         schema = table.schema
         count = int(table.count_rows())
-    except (RuntimeError, OSError, ValueError) as error:
-        raise unreadable(what, place.path, error) from error
 
     def read(column: str, rows: Sequence[int]) -> Any:
         return table.take_offsets(list(rows)).select([column]).to_arrow().column(column)
@@ -277,16 +261,14 @@ def open_milvus(place: Place) -> Generator[Store]:
 def _milvus_client(address: str, shown: str) -> Generator[Any]:
     """Yield a client of a server or of a folder of Milvus Lite; errors name it as `shown`."""
     milvus = library("pymilvus")
-    logging.getLogger("pymilvus").setLevel(
-        logging.CRITICAL
-    )  # what it logs is raised as well
+    # What it logs is raised as well.
+    logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
     parts = urlsplit(address)
     token = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
     given = {"token": token} if parts.username else {}
+    public = without_password(address)
     try:
-        with closing(
-            milvus.MilvusClient(without_password(address), timeout=10, **given)
-        ) as client:
+        with closing(milvus.MilvusClient(public, timeout=10, **given)) as client:
             yield client
     except milvus.MilvusException as error:
         raise KeyholeError(
@@ -304,15 +286,12 @@ def _milvus_store(client: Any, place: Place, note: str) -> Store:
             f"the collection {name} of {place.path} is not loaded: load it first"
         )
     fields = client.describe_collection(name)["fields"]
-    vectors = [
-        field["name"] for field in fields if field["type"].name == "FLOAT_VECTOR"
-    ]
+    vectors = [each["name"] for each in fields if each["type"].name == "FLOAT_VECTOR"]
     vector = place.choice("vector", vectors, f"field of float vectors in {name}")
-    (key,) = (field["name"] for field in fields if field.get("is_primary"))
+    (key,) = (each["name"] for each in fields if each.get("is_primary"))
     keys: list[Any] = []
-    with closing(
-        client.query_iterator(name, batch_size=_BATCH, output_fields=[key])
-    ) as batches:
+    listed = client.query_iterator(name, batch_size=_BATCH, output_fields=[key])
+    with closing(listed) as batches:
         while batch := batches.next():
             keys += [row[key] for row in batch]
     if not keys:
@@ -374,12 +353,8 @@ def open_weaviate(place: Place) -> Generator[Store]:
 def _connect_weaviate(client: Any, grpc: Any, public: str) -> None:
     try:
         client.connect()
-    except (
-        httpx.HTTPError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as error:  # another program
+    # raised by the answers of another program
+    except (httpx.HTTPError, LookupError, TypeError, AttributeError) as error:
         raise KeyholeError(
             f"{public} does not answer as Weaviate: {error!r:.80}"
         ) from error
@@ -444,10 +419,10 @@ _TEXTS = ("text", "varchar", "bpchar")
 @contextmanager
 def open_postgres(place: Place) -> Generator[Store]:
     psycopg = library("psycopg")
-    driver = {
-        name: value for name, value in place.options.items() if name not in _OPTIONS
-    }
-    address = f"{place.path}?{urlencode({'connect_timeout': _TIMEOUT, **driver})}"
+    driver = {"connect_timeout": _TIMEOUT, **place.options}
+    for name in _OPTIONS:
+        driver.pop(name, None)
+    address = f"{place.path}?{urlencode(driver)}"
     public = without_password(place.path)
     try:
         with psycopg.connect(address) as connection:
@@ -469,11 +444,7 @@ def _postgres_store(sql: Any, connection: Any, place: Place) -> Store:
         table = relation if schema == "public" else f"{schema}.{relation}"
         tables.setdefault(table, {})[column] = kind
         identifiers.setdefault(table, sql.Identifier(schema, relation))
-    with_vectors = [
-        name
-        for name, kinds in tables.items()
-        if not set(_VECTORS).isdisjoint(kinds.values())
-    ]
+    with_vectors = [name for name in tables if {*_VECTORS} & {*tables[name].values()}]
     table = place.choice("table", with_vectors, "table with a vector column")
     kinds = tables[table]
     vectors = [name for name, kind in kinds.items() if kind in _VECTORS]
@@ -492,13 +463,10 @@ def _postgres_store(sql: Any, connection: Any, place: Place) -> Store:
             " - 1 AS place FROM {table} WHERE {column} IS NOT NULL) AS placed"
             " WHERE place = ANY(%s) ORDER BY place"
         ).format(what=what, **names)
-        return [
-            value for (value,) in connection.execute(query, (list(rows),)).fetchall()
-        ]
+        return [value for (value,) in connection.execute(query, (list(rows),))]
 
-    return column_store(
-        f"{place.path}, {table}.{vector}", count, read, vector, text, np.float32
-    )
+    where = f"{place.path}, {table}.{vector}"
+    return column_store(where, count, read, vector, text, np.float32)
 
 
 # A server that turns texts into embeddings, in the form of OpenAI's `POST
@@ -528,9 +496,8 @@ def open_embeddings_api(place: Place) -> Generator[Store]:
                 return texts
             vectors: list[list[float]] = []
             for start in range(0, len(texts), _TEXTS_PER_REQUEST):
-                vectors += _embedded(
-                    http, url, model, texts[start : start + _TEXTS_PER_REQUEST]
-                )
+                some = texts[start : start + _TEXTS_PER_REQUEST]
+                vectors += _embedded(http, url, model, some)
             return vectors
 
         note = "the texts of --known, asked for now"
@@ -540,22 +507,17 @@ def open_embeddings_api(place: Place) -> Generator[Store]:
 def _only_model(http: Http, url: str) -> str:
     """Return the name of the server's only model, or a default if it does not list its models."""
     try:
-        listed = http.request("GET", f"{url.removesuffix('/embeddings')}/models").get(
-            "data"
-        )
+        answer = http.request("GET", f"{url.removesuffix('/embeddings')}/models")
     except OracleError:  # some servers neither list their models nor need a name
         return "default"
-    entries = cast("list[Any]", listed) if isinstance(listed, list) else []
-    names = [
-        str(entry["id"])
-        for entry in entries
-        if isinstance(entry, dict) and "id" in entry
-    ]
+    listed: Any = answer.get("data")
+    entries = map(_as_dict, listed if isinstance(listed, list) else [])
+    names = [str(entry["id"]) for entry in entries if "id" in entry]
     if len(names) > 1:
         raise InputError(
             f"{url} has several models ({', '.join(names[:5])}): add ?model=NAME"
         )
-    return names[0] if names else "default"
+    return next(iter(names), "default")
 
 
 def _embedded(

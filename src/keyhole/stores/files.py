@@ -11,14 +11,14 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError, first_line
-from keyhole.core.files import expect_file, parse, unreadable
+from keyhole.core.files import expect_file, parse, reading
 from keyhole.core.machine import expect_memory
 from keyhole.stores.store import Place, Store, column_store, library
 
@@ -32,10 +32,8 @@ from keyhole.stores.store import Place, Store, column_store, library
 def open_npy(place: Place) -> Generator[Store]:
     what = "an array of vectors in a .npy file"
     expect_file(place.path, what)
-    try:
+    with reading(what, place.path, OSError, ValueError, EOFError):
         array: Any = np.load(place.path, allow_pickle=False, mmap_mode="r")
-    except (OSError, ValueError, EOFError) as error:
-        raise unreadable(what, place.path, error) from error
     if not isinstance(array, np.ndarray):  # an .npz, whatever its name
         array.close()
         raise InputError(
@@ -103,26 +101,22 @@ def _row(file: IO[bytes], starts: array[int], row: int, path: str) -> dict[str, 
     line = file.readline()
     try:
         # Only a file may begin with a byte order mark.
-        value: object = parse(line.decode("utf-8" if starts[row] else "utf-8-sig"))
+        value: Any = parse(line.decode("utf-8" if starts[row] else "utf-8-sig"))
     except ValueError as error:
         raise InputError(f"row {row} of {path} is not JSON: {error}") from error
     if isinstance(value, list):
         return {_UNNAMED: value}
     if isinstance(value, dict):
-        return cast("dict[str, Any]", value)
+        return value
     raise InputError(
         f"expected an object or a list in row {row} of {path}, got {line[:40]!r}"
     )
 
 
-def _is_vector(value: object) -> bool:
-    if not isinstance(value, list):
+def _is_vector(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) < 2:
         return False
-    numbers = cast("list[object]", value)
-    return len(numbers) > 1 and all(
-        isinstance(number, int | float) and not isinstance(number, bool)
-        for number in numbers
-    )
+    return all(type(number) in (int, float) for number in value)
 
 
 # Columns of Apache Arrow: lists of one length, of floating-point numbers or of bytes.
@@ -139,10 +133,8 @@ def open_parquet(place: Place) -> Generator[Store]:
     expect_file(place.path, what)
     parquet = library("pyarrow.parquet", "pyarrow")
     arrow = library("pyarrow")
-    try:
+    with reading(what, place.path, OSError, arrow.ArrowException):
         file = parquet.ParquetFile(place.path)
-    except (OSError, arrow.ArrowException) as error:
-        raise unreadable(what, place.path, error) from error
 
     def read(column: str, rows: Sequence[int]) -> Any:
         """Read only the row groups that hold these rows."""
@@ -152,12 +144,8 @@ def open_parquet(place: Place) -> Generator[Store]:
             end = start + file.metadata.row_group(group).num_rows
             inside = [row - start for row in rows if start <= row < end]
             if inside:
-                pieces += (
-                    file.read_row_group(group, columns=[column])
-                    .column(0)
-                    .take(inside)
-                    .chunks
-                )
+                table = file.read_row_group(group, columns=[column])
+                pieces += table.column(0).take(inside).chunks
             start = end
         return arrow.chunked_array(pieces)
 
@@ -178,23 +166,20 @@ def arrow_store(
         is_list = is_any(kind, "list", "large_list", "fixed_size_list")
         return is_list and is_any(kind.value_type, "floating", "int8", "uint8")
 
+    def holds_texts(kind: Any) -> bool:
+        inside = kind.value_type if is_any(kind, "dictionary") else kind
+        return is_any(inside, "string", "large_string")
+
     columns = [field.name for field in schema if holds_vectors(field.type)]
-    wanted = place.options.get("column")
-    columns += [
+    binary = [
         field.name
         for field in schema
         if is_any(field.type, "binary", "large_binary", "fixed_size_binary")
-        and (not columns or field.name == wanted)
     ]
-    strings = [
-        field.name
-        for field in schema
-        if is_any(
-            field.type.value_type if is_any(field.type, "dictionary") else field.type,
-            "string",
-            "large_string",
-        )
-    ]
+    wanted = place.options.get("column")
+    if not columns or wanted in binary:
+        columns += binary
+    strings = [field.name for field in schema if holds_texts(field.type)]
     column = place.choice("column", columns, "column of vectors")
     text = place.text_column(strings)
 
@@ -219,9 +204,8 @@ def _coded(store: Store) -> Store:
 
     def signs(rows: Sequence[int]) -> Tensor:
         given = store.vectors(rows).numpy()
-        if (
-            given.dtype != np.uint8
-        ):  # sentence-transformers subtracts 128 for its format "binary"
+        # sentence-transformers subtracts 128 for its format "binary"
+        if given.dtype != np.uint8:
             given = (given.astype(np.int16) + 128).astype(np.uint8)
         bits = np.unpackbits(given, axis=1)
         return torch.from_numpy(2.0 * bits - 1.0) / math.sqrt(8 * store.dim)
@@ -252,9 +236,7 @@ def _matrix(column: Any, where: str) -> Tensor:
         raise InputError(
             f"all vectors of {where} must have the same length, not {lengths[:5]}"
         )
-    return torch.from_numpy(np.array(numbers.to_numpy())).reshape(
-        len(column), lengths[0]
-    )
+    return torch.from_numpy(np.array(numbers.to_numpy())).view(len(column), lengths[0])
 
 
 # An index of FAISS (Johnson, Douze and Jégou, 2019), written by `faiss.write_index`.
@@ -275,9 +257,8 @@ def open_faiss(place: Place) -> Generator[Store]:
         index = _unwrapped(faiss, whole)
         inverted = faiss.try_extract_index_ivf(index)
         ids: Any = range(int(index.ntotal))
-        if (
-            inverted is not None
-        ):  # its vectors may have any ids; the map is in memory only
+        # Its vectors may have any ids; the map is in memory only.
+        if inverted is not None:
             inverted.set_direct_map_type(faiss.DirectMap.Hashtable)
             ids = _ids(faiss, inverted.invlists)
     except (RuntimeError, TypeError) as error:
@@ -292,39 +273,23 @@ def open_faiss(place: Place) -> Generator[Store]:
             raise _unreadable(place.path, error) from error
 
     kind = type(index).__name__
-    if "Flat" in kind:
-        note = ""
-    else:
+    note = ""
+    if "Flat" not in kind:
         note = f"{kind} keeps codes, from which vectors are made again"
-    steps, ends = _steps(faiss, index)
+    rounding = _rounding(faiss, index)
     yield Store(
-        place.path,
-        len(ids),
-        int(index.d),
-        vectors,
-        note=note,
-        steps=steps,
-        ends=ends,
-        codebook=_codebook(faiss, index),
+        place.path, len(ids), int(index.d), vectors, note=note, rounding=rounding
     )
     del whole  # not earlier, since it owns the memory of `index`
 
 
 def _ids(faiss: Any, lists: Any) -> Any:
     """Return the ids in the lists of an inverted file, sorted."""
-    sizes = enumerate(map(lists.list_size, range(lists.nlist)))
-    return np.unique(
-        np.concatenate(
-            [
-                np.zeros(0, np.int64),
-                *(
-                    faiss.rev_swig_ptr(lists.get_ids(each), size)
-                    for each, size in sizes
-                    if size
-                ),
-            ]
-        )
-    )
+    found = [np.zeros(0, np.int64)]
+    for number in range(lists.nlist):
+        if size := lists.list_size(number):
+            found.append(faiss.rev_swig_ptr(lists.get_ids(number), size))
+    return np.unique(np.concatenate(found))
 
 
 def _unwrapped(faiss: Any, index: Any) -> Any:
@@ -335,8 +300,12 @@ def _unwrapped(faiss: Any, index: Any) -> Any:
     return index
 
 
-def _steps(faiss: Any, index: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Return the steps (d,) and the ends (2, d) of scalar quantisation."""
+def _rounding(faiss: Any, index: Any) -> dict[str, Tensor]:
+    """Return the steps (d,) and the ends (2, d) of scalar quantisation, or a codebook."""
+    if isinstance(index, faiss.IndexPQ):
+        centroids = torch.from_numpy(faiss.vector_to_array(index.pq.centroids))
+        shape = (index.pq.M, index.pq.ksub, index.pq.dsub)
+        return {"codebook": centroids.view(shape)}
     kinds = faiss.ScalarQuantizer
     levels = {
         kinds.QT_8bit: 255,
@@ -345,23 +314,14 @@ def _steps(faiss: Any, index: Any) -> tuple[Tensor | None, Tensor | None]:
         kinds.QT_4bit: 15,
         kinds.QT_4bit_uniform: 15,
     }
-    if (
-        not isinstance(index, faiss.IndexScalarQuantizer)
-        or index.sq.qtype not in levels
-    ):
-        return None, None
+    kind = getattr(getattr(index, "sq", None), "qtype", None)
+    if kind not in levels:
+        return {}
     ranges = torch.from_numpy(faiss.vector_to_array(index.sq.trained))
     # The uniform kinds have one range for all numbers.
     begins, lengths = ranges.view(2, -1).expand(2, index.d)
-    return lengths / levels[index.sq.qtype], torch.stack([begins, begins + lengths])
-
-
-def _codebook(faiss: Any, index: Any) -> Tensor | None:
-    """Return the centroids (blocks, codes, numbers) of product quantisation."""
-    if not isinstance(index, faiss.IndexPQ):
-        return None
-    centroids = torch.from_numpy(faiss.vector_to_array(index.pq.centroids))
-    return centroids.view(index.pq.M, index.pq.ksub, index.pq.dsub)
+    ends = torch.stack([begins, begins + lengths])
+    return {"steps": lengths / levels[kind], "ends": ends}
 
 
 def _unreadable(path: str, error: Exception) -> InputError:

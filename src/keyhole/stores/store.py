@@ -37,9 +37,8 @@ class Store:
     - `vectors(rows)` returns a tensor (rows, dim), and `texts(rows)` a list with None for a row
       without a text. Rows are numbers from 0 in ascending order.
     - `note` tells a reader of the audit how the vectors were read.
-    - The quantiser of a store of quantised vectors is given by the `steps` (dim,) between the
-      `ends` (2, dim) of each number's range, or by a `codebook` (blocks, codes,
-      numbers).
+    - `rounding` is the quantiser of a store of quantised vectors: the `steps` (dim,) between the
+      `ends` (2, dim) of each number's range, or a `codebook` (blocks, codes, numbers).
     - `packed` is the same store if each of its numbers may also be eight packed signs.
     """
 
@@ -49,20 +48,12 @@ class Store:
     vectors: Callable[[Sequence[int]], Tensor]
     texts: Callable[[Sequence[int]], list[str | None]] | None = None
     note: str = ""
-    steps: Tensor | None = None
-    ends: Tensor | None = None
-    codebook: Tensor | None = None
+    rounding: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     packed: Store | None = None
 
     def __post_init__(self) -> None:
         if self.count < 1 or self.dim < 2:
             raise InputError(f"{self.name} holds no vectors of two numbers or more")
-
-    @property
-    def rounding(self) -> dict[str, Tensor]:
-        """The parts of the quantiser that the store states."""
-        parts = {"steps": self.steps, "ends": self.ends, "codebook": self.codebook}
-        return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
     def read(self, rows: Sequence[int]) -> Tensor:
         """Return the vectors of these rows, which must be finite floating-point numbers."""
@@ -73,10 +64,8 @@ class Store:
 
     def _checked(self, rows: Sequence[int]) -> Tensor:
         vectors = self.vectors(rows)
-        if (
-            tuple(vectors.shape) != (len(rows), self.dim)
-            or not vectors.is_floating_point()
-        ):
+        whole = tuple(vectors.shape) == (len(rows), self.dim)
+        if not whole or not vectors.is_floating_point():
             raise InputError(
                 f"every vector in {self.name} must have {self.dim} numbers"
             )
@@ -116,18 +105,16 @@ class Place:
 
     def choice(self, option: str, names: Sequence[str], what: str) -> str:
         """Return the name that the option gives, or the only one."""
-        wanted = self.options.get(option)
-        if wanted is None and len(names) == 1:
-            return names[0]
-        if wanted is not None and wanted in names:
-            return wanted
         if not names:
             raise InputError(f"{self.path} has no {what}")
         known = ", ".join(names[:10])
-        if wanted is None:
+        wanted = self.options.get(option)
+        if wanted is None and len(names) > 1:
             raise InputError(
                 f"{self.path} has more than one {what} ({known}): add ?{option}=NAME to the target"
             )
+        if wanted is None or wanted in names:
+            return wanted or names[0]
         raise InputError(f"{self.path} has no {what} {wanted}: choose among {known}")
 
     def text_column(self, names: Sequence[str]) -> str | None:
