@@ -419,7 +419,7 @@ def embedding_rows(loaded: Loaded) -> Iterator[Row]:
         vectors.no_defence(),
         *(vectors.rounding(precision) for precision in ("int8", "binary")),
         vectors.noise(LITTLE_NOISE, d),
-        vectors.private_noise(),
+        vectors.private_noise(d),
         *(vectors.rotation(pairs, d) for pairs in (0, 1, 10, 2 * d)),
     ]
     yield from vector_rows(setting, made, "embedding")

@@ -53,7 +53,7 @@ from keyhole.recover.embeddings.encoder import Encoder, Texts
 from keyhole.recover.embeddings.judge import judge_vector, may_be
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
-from keyhole.recover.gradients.update import DELTA, noise_for
+from keyhole.recover.gradients.update import noise_for
 from keyhole.recover.secrets import random_rotation, undo_rotation
 from show import Row
 
@@ -151,11 +151,9 @@ def noise(share: float, d: int) -> Stored:
     return of(gaussian_noise(share, d))
 
 
-def private_noise(epsilon: float = PRIVATE) -> Stored:
-    """Noise that is (ε, 1e-5)-private."""
-    name = f"Gaussian noise, ε = {epsilon:g}, δ = {DELTA:g}"
-    sigma = DISTANCE * noise_for(epsilon)
-    return of(Defence(name=name, changes=Changes.VECTORS, noise=sigma))
+def private_noise(d: int) -> Stored:
+    """Noise that is (8, 1e-5)-private."""
+    return noise(DISTANCE * noise_for(PRIVATE) * d**0.5, d)
 
 
 def rounding(precision: str) -> Stored:
@@ -234,7 +232,7 @@ def every(docs: Tensor) -> list[Stored]:
     return [
         no_defence(),
         *(noise(share, d) for share in (0.05, 0.1, 0.2, 0.5, 1.0)),
-        private_noise(),
+        private_noise(d),
         *(metric_noise(share, d) for share in (0.1, 0.3, 1.0)),
         *(rounding(precision) for precision in ("int8", "int4", "binary")),
         *(product_quantisation(d // size, docs) for size in (4, 8, 16)),

@@ -67,7 +67,7 @@ def test_noise_is_as_long_as_it_says_and_as_private():
         assert float(off.square().mean().sqrt()) == pytest.approx(
             made.stated["noise"], rel=0.05
         )
-    private = private_noise(8.0)
+    private = private_noise(D)
     assert epsilon_of(private.stated["noise"] / 2) == pytest.approx(8.0, rel=1e-3)
 
 
@@ -119,7 +119,7 @@ def test_who_knows_the_defence_reads_on_until_too_little_is_left():
         no_defence(),
         rounding("int8"),
         noise(0.01, D),
-        private_noise(8.0),
+        private_noise(D),
         rotation(0, D),
         rotation(8, D),
         rotation(D + 8, D),

@@ -115,6 +115,7 @@ def test_forms_are_what_they_say(bert):
         ["subset:0"],
         ["subset:x"],
         ["normalised:3"],
+        ["normalised:"],
         ["truncated:99"],
         ["permuted", "permuted"],
         [""],

@@ -155,15 +155,16 @@ def parse_forms(forms: Sequence[str]) -> dict[str, int]:
     """Return the number that each form carries (or 0) by name, in the order of FORMS."""
     parsed: dict[str, int] = {}
     for form in forms:
-        name, colon, count = form.partition(":")
-        whole = re.fullmatch("0*[1-9][0-9]{0,8}", count, re.ASCII)
-        if name not in FORMS or (":" in FORMS[name]) != bool(colon and whole):
+        name, colon, number = form.partition(":")
+        counted = ":" in FORMS.get(name, "")
+        whole = re.fullmatch("0*[1-9][0-9]{0,8}", number)
+        if name not in FORMS or counted != bool(colon) or counted != bool(whole):
             raise InputError(
                 f"unknown form {form}: choose one of {', '.join(FORMS.values())}"
             )
         if name in parsed:
             raise InputError(f"form {name} is given twice")
-        parsed[name] = int(count or 0)
+        parsed[name] = int(number or 0)
     secrets = [name for name in SECRETS if name in parsed]
     if len(secrets) > 1:
         raise InputError(f"give one secret, not {' and '.join(secrets)}")
