@@ -37,10 +37,12 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count, expect_number
+from keyhole.core.float64 import normal, random_stream, tensor, zeros
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import (
     ask_scores,
     ask_through,
+    lengths,
     random_orthogonal,
     random_units,
 )
@@ -98,12 +100,11 @@ class ReluNetwork(Method):
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         frame = random_orthogonal(d, stream)
         target = _Target.measure(oracle, frame, self.resolution)
-        yield _partial(
-            target, d, None if self.width is None else d * max(2, self.width)
-        )
+        most = None if self.width is None else d * max(2, self.width)
+        yield target.partial(d, most)
         for _ in range(_ROUNDS):
             folds = yield from self._round(target, frame, stream)
             target = replace(target, folds=target.folds.joined(folds))
@@ -111,7 +112,7 @@ class ReluNetwork(Method):
                 break
             frame = random_orthogonal(d, stream)
         model, unknowns = target.network()
-        yield Step(model, known=unknowns, unknowns=unknowns)
+        yield Step(model, unknowns, unknowns)
 
     def _round(
         self, target: _Target, frame: Tensor, stream: torch.Generator
@@ -120,7 +121,7 @@ class ReluNetwork(Method):
         d = len(frame)
         if d == 1:
             remainder = target.remainder(frame)
-            return Folds(2 * remainder.abs().unsqueeze(1), remainder.sign())
+            return Folds(2 * remainder.abs()[:, None], remainder.sign())
         pieces = self._pieces(target, frame[:2])
         m = len(pieces.kinks)
         if not m:
@@ -130,7 +131,7 @@ class ReluNetwork(Method):
         def known() -> Step:
             folds, full = gradients.folds()
             at = replace(target, folds=target.folds.joined(folds))
-            return _partial(at, known=d + 2 * m + full * (d - 2), unknowns=(m + 1) * d)
+            return at.partial(d + 2 * m + full * (d - 2), (m + 1) * d)
 
         yield known()
         try:
@@ -148,7 +149,7 @@ class ReluNetwork(Method):
         limit = _MOST if self.width is None else self.width
 
         def values(t: Tensor) -> Tensor:
-            return target.remainder(torch.stack([t.cos(), t.sin()], 1) @ plane)
+            return target.remainder(_on_circle(t) @ plane)
 
         pieces = find_pieces(values, target.tolerance, limit)
         kinks = len(pieces.kinks)
@@ -158,10 +159,6 @@ class ReluNetwork(Method):
                 f"{kinks:,} hyperplanes found, more than {limit:,} neurons have",
             )
         return pieces
-
-
-def _partial(target: _Target, known: int, unknowns: int | None) -> Step:
-    return Step(target.network(orient=False)[0], known=known, unknowns=unknowns)
 
 
 @dataclass(frozen=True)
@@ -182,14 +179,14 @@ class _Target:
         overflows.
         """
         d = len(frame)
-        zero = torch.zeros(d, dtype=torch.float64)
-        blank = cls(oracle, zero, 1.0, resolution, Folds.none(d))
+        blank = cls(oracle, zeros(d), 1.0, resolution, Folds.none(d))
         answers = blank.remainder(torch.cat([frame, -frame]))
-        largest = float(answers.abs().max())
-        answers = answers / (unit := largest or 1.0)
-        return replace(
-            blank, linear=0.5 * (answers[:d] - answers[d:]) @ frame, unit=unit
-        )
+        unit = float(answers.abs().max()) or 1.0
+        forth, back = (answers / unit).chunk(2)
+        return replace(blank, linear=0.5 * (forth - back) @ frame, unit=unit)
+
+    def partial(self, known: int, unknowns: int | None) -> Step:
+        return Step(self.network(orient=False)[0], known, unknowns)
 
     def network(self, *, orient: bool = True) -> tuple[ReluFfn, int]:
         """Return what is known as neurons, and the number of their unknowns."""
@@ -204,7 +201,7 @@ class _Target:
             at = points[: len(answers)]
             return answers / self.unit - at @ self.linear - self.folds(at)
 
-        rest = ask_through(self.oracle, points.unsqueeze(1), unexplained, ask_scores)
+        rest = ask_through(self.oracle, points[:, None], unexplained, ask_scores)
         return rest.reshape(x.shape[:-1])
 
     def tolerance(self, values: Tensor) -> float:
@@ -227,8 +224,7 @@ class _Gradients:
         self._plane = frame[:2]
         self._across = frame[2:]
         self._kinks = pieces.kinks
-        middles = pieces.kinks + pieces.widths / 2
-        angles = torch.stack([middles.cos(), middles.sin()], 1)
+        angles = _on_circle(pieces.middles)
         self._centres = angles @ self._plane
         self._levels = (angles * pieces.planar).sum(1)
         self._steps = _STEP * (pieces.widths / 2).sin()
@@ -243,13 +239,14 @@ class _Gradients:
         directions = torch.cat([self._across, test])
         for _ in range(_TRIES):
             steps = self._steps[indices, None, None] * directions
-            points = self._centres[indices].unsqueeze(1) + steps
+            points = self._centres[indices, None] + steps
             try:
                 values = self._target.remainder(points)
             except BudgetExhausted as end:
-                full = 0 if end.answers is None else len(end.answers) // len(directions)
-                if end.answers is not None and full:
-                    rows = end.answers[: full * len(directions)].reshape(full, -1)
+                paid = zeros(0) if end.answers is None else end.answers
+                full = len(paid) // len(directions)
+                if full:
+                    rows = paid[: full * len(directions)].reshape(full, -1)
                     self._record(indices[:full], rows)
                 raise
             indices = self._record(indices, values)
@@ -259,17 +256,14 @@ class _Gradients:
 
     def _record(self, rows: Tensor, values: Tensor) -> Tensor:
         """Set gradients from values at steps across the circle; return the pieces steps left."""
-        steps = self._steps[rows].unsqueeze(1)
-        levels = self._levels[rows].unsqueeze(1)
-        rises = values - levels
-        slopes = rises[:, :-1] / steps
+        rises = values - self._levels[rows, None]
+        slopes = rises[:, :-1] / self._steps[rows, None]
         planar = (self._gradients[rows] @ self._plane.mT) @ self._plane
         self._gradients[rows] = planar + slopes @ self._across
         self._measured[rows] = True
         expected = -rises[:, :-1].sum(1) / math.sqrt(len(self._across))
-        return rows[
-            (rises[:, -1] - expected).abs() > 4 * self._target.tolerance(values)
-        ]
+        left = (rises[:, -1] - expected).abs() > 4 * self._target.tolerance(values)
+        return rows[left]
 
     def folds(self) -> tuple[Folds, int]:
         """Return `n_k = ±(G_k − G_{k−1})`, and how many of them are known in all directions."""
@@ -278,9 +272,9 @@ class _Gradients:
         full = self._measured & self._measured.roll(1)
         jumps = self._gradients - before
         planar = (jumps @ self._plane.mT) @ self._plane
-        jumps = torch.where(full.unsqueeze(1), jumps, planar)
-        onward = torch.stack([-self._kinks.sin(), self._kinks.cos()], 1) @ self._plane
-        signs = torch.where((jumps * onward).sum(1) < 0, -1.0, 1.0).to(torch.float64)
+        jumps = torch.where(full[:, None], jumps, planar)
+        onward = _on_circle(self._kinks + math.pi / 2) @ self._plane
+        signs = _signs((jumps * onward).sum(1))
         return Folds(jumps, signs), int(full.sum())
 
     def polish(self, stream: torch.Generator) -> None:
@@ -295,22 +289,20 @@ class _Gradients:
         # With σ_k(x) the sign with which n_k enters E, E = Σ_j ½(σ_j − σ_{j+1})·G_jᵀx.
         enters = folds.signs * (x @ folds.normals.mT).sign()
         share = 0.5 * (enters - torch.cat([enters[:, 1:], -enters[:, :1]], 1))[:, worst]
-        rows = (share.unsqueeze(2) * x.unsqueeze(1)).flatten(1)
+        rows = (share[..., None] * x[:, None]).flatten(1)
         missing = self._target.remainder(x) - folds(x)
         self._gradients[worst] += least_squares(rows, missing).reshape(-1, d)
 
     def _between(self, folds: Folds, j: int, stream: torch.Generator) -> Tensor:
         """Return unit vectors between the two folds of piece j, and far from all others."""
         d = len(self._centres[0])
-        units = folds.normals / torch.linalg.vector_norm(
-            folds.normals, dim=1, keepdim=True
-        )
+        units = folds.normals / lengths(folds.normals)[:, None]
         pair = units[[j, (j + 1) % len(units)]]
-        x = torch.randn(_CHOICE * (d + 2), d, generator=stream, dtype=torch.float64)
+        x = normal(stream, _CHOICE * (d + 2), d)
         heights = x @ pair.mT
         wanted = heights.abs() * (pair @ self._centres[j]).sign()
         x = x + (wanted - heights) @ torch.linalg.pinv(pair).mT
-        x = x / torch.linalg.vector_norm(x, dim=1, keepdim=True)
+        x = x / lengths(x)[:, None]
         clearance = (x @ units.mT).abs().amin(1)
         return x[clearance.argsort(descending=True)[: d + 2]]
 
@@ -353,7 +345,23 @@ class Pieces:
 
     @property
     def widths(self) -> Tensor:
-        return torch.cat([self.kinks[1:], self.kinks[:1] + math.pi]) - self.kinks
+        return _widths(self.kinks)
+
+    @property
+    def middles(self) -> Tensor:
+        return self.kinks + self.widths / 2
+
+
+def _widths(kinks: Tensor) -> Tensor:
+    return kinks.diff(append=kinks[:1] + math.pi)
+
+
+def _on_circle(angles: Tensor) -> Tensor:
+    return torch.stack([angles.cos(), angles.sin()], 1)
+
+
+def _signs(values: Tensor) -> Tensor:
+    return torch.where(values < 0, -1.0, 1.0).double()
 
 
 def find_pieces(
@@ -455,10 +463,10 @@ class _Search:
         """Return the kinks and pieces, once no more points are needed."""
         # A kink may also be exactly at a point: both arcs next to it are settled.
         hit = ~self._straight & ~self._bridge & ~self._bridge.roll(1)
-        (i,) = (hit | self._bridge).nonzero(as_tuple=True)
-        kinks = self._t[i] + torch.where(hit, 0.0, self._meeting)[i]
-        if not len(i):
-            return Pieces(kinks, kinks.reshape(0, 2))
+        found = hit | self._bridge
+        kinks = (self._t + torch.where(hit, 0.0, self._meeting))[found]
+        if not len(kinks):
+            return Pieces(kinks, zeros(0, 2))
         kinks = kinks[0] + (kinks - kinks[0]).remainder(math.pi)
         t = kinks[0] + (self._t - kinks[0]).remainder(math.pi)
         return Pieces(kinks, _fit(kinks, t, self._y))
@@ -467,19 +475,16 @@ class _Search:
 def _fit(kinks: Tensor, t: Tensor, y: Tensor) -> Tensor:
     """Return p and q (m, 2) of each piece by least squares."""
     m = len(kinks)
-    ends = torch.cat([kinks[1:], kinks[:1] + math.pi])
-    middles = (kinks + ends) / 2
-    reach = torch.sin((ends - kinks) / 2)
+    half = _widths(kinks) / 2
+    middles = kinks + half
+    reach = half.sin()
     piece = torch.searchsorted(kinks, t, right=True) - 1
     # Counted from the middle and in units of the width, the two unknowns hardly mix.
     angle = t - middles[piece]
     rows = torch.stack([angle.cos(), angle.sin() / reach[piece]], 1)
-    normal = torch.zeros(m, 2, 2, dtype=torch.float64)
-    normal.index_add_(0, piece, rows.unsqueeze(2) * rows.unsqueeze(1))
-    moment = torch.zeros(m, 2, dtype=torch.float64).index_add_(
-        0, piece, rows * y.unsqueeze(1)
-    )
-    p, q = (torch.linalg.pinv(normal) @ moment.unsqueeze(2)).squeeze(2).unbind(1)
+    square = zeros(m, 2, 2).index_add(0, piece, rows[..., None] * rows[:, None])
+    moment = zeros(m, 2, 1).index_add(0, piece, (rows * y[:, None])[..., None])
+    p, q = (torch.linalg.pinv(square) @ moment)[..., 0].unbind(1)
     c = middles.cos()
     s = middles.sin()
     q = q / reach
@@ -525,9 +530,7 @@ class Folds:
 
     @classmethod
     def none(cls, d: int) -> Folds:
-        return cls(
-            torch.empty(0, d, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
-        )
+        return cls(zeros(0, d), zeros(0))
 
 
 def neurons(
@@ -538,42 +541,36 @@ def neurons(
     A remainder of up to `exact` of the sum of the folds counts as an error, not as two
     neurons.
     """
-    halves = 0.5 * folds.signs.unsqueeze(1) * folds.normals
+    halves = 0.5 * folds.signs[:, None] * folds.normals
     o = _orientations(halves, linear, exact) if orient else torch.ones_like(folds.signs)
     remainder = linear - o @ halves
-    A = o.unsqueeze(1) * folds.normals
+    A = o[:, None] * folds.normals
     w = folds.signs
-    size = torch.linalg.vector_norm(halves, dim=1).sum() + torch.linalg.vector_norm(
-        linear
-    )
-    if torch.linalg.vector_norm(remainder) <= exact * size:
+    if remainder.norm() <= exact * (lengths(halves).sum() + linear.norm()):
         # ℓ was read directly and is more exact: spread the difference over the neurons.
         A = A + (2 / max(1, len(w))) * torch.outer(w, remainder)
         return ReluFfn(A, w), max(A.numel(), len(linear))
     A = torch.cat([A, torch.stack([remainder, -remainder])])
-    w = torch.cat([w, torch.tensor([1.0, -1.0], dtype=torch.float64)])
+    w = torch.cat([w, tensor([1.0, -1.0])])
     return ReluFfn(A, w), A.numel() - len(remainder)  # two neurons, one vector
 
 
 def _orientations(halves: Tensor, linear: Tensor, exact: float) -> Tensor:
     """Return signs o with `oᵀ halves = ℓ` if they are found, and other signs if not."""
     inverse = torch.linalg.pinv(halves)  # (d, m)
-    size = torch.linalg.vector_norm(halves, dim=1).sum()
-    z = torch.zeros(len(halves), dtype=torch.float64)
+    allowed = exact * lengths(halves).sum()
+    z = zeros(len(halves))
     o = torch.ones_like(z)
     # With independent normals there is one solution, and the first pass finds it.
-    if len(halves):
-        independent = int(torch.linalg.matrix_rank(halves)) == len(halves)
-    else:
-        independent = True
+    independent = int(torch.linalg.matrix_rank(halves)) == len(halves)
     for _ in range(1 if independent else _REFLECTIONS):
         solution = z - (z @ halves - linear) @ inverse
-        o = torch.where(solution < 0, -1.0, 1.0).to(torch.float64)
-        if torch.linalg.vector_norm(o @ halves - linear) <= exact * size:
+        o = _signs(solution)
+        if (o @ halves - linear).norm() <= allowed:
             return o
         z = z + (2 * solution - z).clamp(-1, 1) - solution
     if independent or len(halves) > _FEW:
         return o
-    signs = torch.tensor([-1.0, 1.0], dtype=torch.float64)
-    corners = torch.cartesian_prod(*[signs] * len(halves)).reshape(-1, len(halves))
-    return corners[torch.linalg.vector_norm(corners @ halves - linear, dim=1).argmin()]
+    corners = torch.cartesian_prod(*[tensor([-1.0, 1.0])] * len(halves))
+    corners = corners.reshape(-1, len(halves))
+    return corners[lengths(corners @ halves - linear).argmin()]
