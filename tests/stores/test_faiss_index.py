@@ -49,7 +49,9 @@ def test_steps(tmp_path, kind):
     vectors = (STREAM.normal(size=(500, 8)) * np.arange(1, 9)).astype(np.float32)
     index = faiss.IndexScalarQuantizer(8, getattr(faiss.ScalarQuantizer, kind))
     with indexed(tmp_path, index, vectors) as store:
-        off = (store.read(range(500)) - torch.from_numpy(vectors)).abs() / store.steps
+        off = (
+            store.read(range(500)) - torch.from_numpy(vectors)
+        ).abs() / store.rounding["steps"]
         assert 0.49 < float(off.max()) <= 0.5 + 1e-3  # half a step, and not less
         assert store.rounding.keys() == {"steps", "ends"}
 
