@@ -51,9 +51,10 @@ from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import KeyholeError
+from keyhole.core.float64 import identity, normal, zeros
 from keyhole.core.least_squares import Options, Point, minimize
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.bilinear import lengths, random_orthogonal, random_units
 from keyhole.extract.blocks.view import answered_tokens, last
 from keyhole.oracle.protocol import Oracle
 
@@ -125,8 +126,7 @@ class Surroundings:
 def open_surroundings(oracle: Oracle, stream: torch.Generator) -> Surroundings:
     """Find out which tokens have answers, whether there is a norm, its ε, and the residual."""
     d = oracle.dim
-    x = torch.randn(d, generator=stream, dtype=torch.float64)
-    x = x * math.sqrt(d) / torch.linalg.vector_norm(x)
+    x = math.sqrt(d) * random_units(1, d, stream)[0]
     answers, every_token, causal = answered_tokens(oracle, x)
     if answers.ndim not in (2, 3):
         shape = tuple(answers.shape[1:])
@@ -135,17 +135,15 @@ def open_surroundings(oracle: Oracle, stream: torch.Generator) -> Surroundings:
         )
     b, near, twice = last(oracle, torch.stack([0 * x, x, 2 * x]).unsqueeze(1))
     plain = Surroundings(oracle, b, every_token=every_token, causal=causal)
-    size = max(float(part.abs().max()) for part in (b, near, twice))
+    size = torch.stack([b, near, twice]).abs().max()
     if not size:
         raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero")
-    if float((twice - 2 * near + b).abs().max()) <= _AFFINE * size:
+    if (twice - 2 * near + b).abs().max() <= _AFFINE * size:
         return plain
     far, further = last(oracle, _FAR * torch.stack([x, 2 * x]).unsqueeze(1))
     growth = (further - far) / _FAR
-    residual = len(growth) == d and float((growth - x).abs().max()) <= _ALMOST * float(
-        x.abs().max()
-    )
-    if not residual and float(growth.abs().max()) > _ALMOST:
+    residual = len(growth) == d and _same(growth, x, _ALMOST)
+    if not residual and growth.abs().max() > _ALMOST:
         raise _another_kind()
     return replace(plain, epsilon=_epsilon(plain, x, near, residual), residual=residual)
 
@@ -157,13 +155,15 @@ def _epsilon(plain: Surroundings, x: Tensor, near: Tensor, residual: bool) -> fl
     for short in _FADING:
         faded = last(plain.oracle, short * x[None, None])[0] - plain.b - short * added
         ratio = float(faded @ ordinary / (ordinary @ ordinary))
-        if float((faded - ratio * ordinary).abs().max()) > _ALMOST * float(
-            ordinary.abs().max()
-        ):
+        if (faded - ratio * ordinary).abs().max() > _ALMOST * ordinary.abs().max():
             break
         if ratio < 1 / 2:  # (1 + ε)·short² = ratio²·(short² + ε)
             return short**2 * (1 - ratio**2) / (ratio**2 - short**2)
     raise _another_kind()
+
+
+def _same(one: Tensor, other: Tensor, allowed: float) -> bool:
+    return bool((one - other).abs().max() <= allowed * other.abs().max())
 
 
 def out_of_range() -> Unsuccessful:
@@ -183,11 +183,10 @@ def _another_kind() -> Unsuccessful:
 def read_total(view: Surroundings, length: float, stream: torch.Generator) -> Tensor:
     """Return `Σ_h M_h` (d×m), plus 1 with a residual connection: one query for each row."""
     d = view.dim
-    rows = view.answer(length * torch.eye(d, dtype=torch.float64).unsqueeze(1)) / length
-    x = torch.randn(d, generator=stream, dtype=torch.float64)
-    x = x * length / torch.linalg.vector_norm(x)
-    apart = view.answer(x[None, None])[0] - x @ rows
-    if float(apart.abs().max()) > 1e-6 * length * float(rows.abs().max()):
+    rows = view.answer(length * identity(d)[:, None]) / length
+    x = length * random_units(1, d, stream)
+    apart = view.answer(x[None]) - x @ rows
+    if apart.abs().max() > 1e-6 * length * rows.abs().max():
         raise Unsuccessful(
             Status.NOT_APPLICABLE, "single tokens are not answered by a linear map"
         )
@@ -225,43 +224,40 @@ class Probe:
         self, count: int, stream: torch.Generator, axes: int
     ) -> tuple[Tensor, Tensor]:
         """Coordinates (count, axes) of points, and factors τ up to 1."""
-        xi = torch.randn(count, axes, generator=stream, dtype=torch.float64)
-        share = torch.rand(2, count, generator=stream, dtype=torch.float64)
+        xi = normal(stream, count, axes)
+        uniform = torch.rand(2, count, generator=stream, dtype=torch.float64)
+        share, tau = 0.4 + 0.6 * uniform
         if self.view.last_norm is not None:
             xi = torch.cat([torch.ones_like(xi[:, :1]), _AROUND * xi[:, 1:]], 1)
-            return self.view.last_norm * normalize(xi, dim=1), 0.4 + 0.6 * share[1]
-        xi = xi / torch.linalg.vector_norm(xi, dim=1, keepdim=True)
-        xi = xi * self.reach * self.length * (0.4 + 0.6 * share[0]).unsqueeze(1)
-        signs = (
-            torch.randint(0, 2, (count,), generator=stream).to(torch.float64) * 2 - 1
-        )
-        return xi, signs * (0.4 + 0.6 * share[1])
+            return self.view.last_norm * normalize(xi, dim=1), tau
+        xi = self.reach * self.length * share[:, None] * normalize(xi, dim=1)
+        signs = 2 * torch.randint(0, 2, (count,), generator=stream) - 1
+        return xi, signs * tau
 
     def difference(self, stream: torch.Generator, near: Tensor | None = None) -> Tensor:
         """Draw a random difference, orthogonal to `near` if that is given."""
-        delta = torch.randn(self.view.dim, generator=stream, dtype=torch.float64)
+        delta = normal(stream, self.view.dim)
         delta = delta - self.subspace.mT @ (self.subspace @ delta)
         if near is not None:
             near = near - self.subspace.mT @ (self.subspace @ near)
             delta = delta - near * (near @ delta) / (near @ near)
         elif self.view.last_norm is not None:
             delta = normalize(delta, dim=0) - self.subspace[0]
-        return self.length * delta / torch.linalg.vector_norm(delta)
+        return self.length * normalize(delta, dim=0)
 
     def rows(self, deltas: Tensor, xi: Tensor, tau: Tensor) -> Tensor:
         """Return A·V (…, N, m) of differences (…, d)."""
         points = xi @ self.subspace[: xi.shape[1]]
-        shifted = points + tau.unsqueeze(1) * deltas.unsqueeze(-2)
+        shifted = points + tau[:, None] * deltas[..., None, :]
         pairs = torch.stack([shifted, points.expand_as(shifted)], -2)
-        answers = self.view.answer(pairs.flatten(0, -3)).unflatten(
-            0, shifted.shape[:-1]
-        )
-        return (answers - points @ self.total) / tau.unsqueeze(1)
+        answers = self.view.answer(pairs.flatten(0, -3))
+        answers = answers.unflatten(0, shifted.shape[:-1])
+        return (answers - points @ self.total) / tau[:, None]
 
 
 def linear_features(xi: Tensor, tau: Tensor) -> Tensor:
     """Return the features of a difference's score: 1 and the coordinates of x, times τ."""
-    return tau.unsqueeze(1) * torch.cat([torch.ones_like(xi[:, :1]), xi], 1)
+    return tau[:, None] * torch.cat([torch.ones_like(xi[:, :1]), xi], 1)
 
 
 def all_features(xi: Tensor, tau: Tensor, positions: bool) -> Tensor:
@@ -351,23 +347,15 @@ def _anchored(
     values = least_squares(gates, rows)
     if not probe.positions:
         count = heads + theta.shape[1] + _SPARE
-        xi = xi[:count]
-        tau = tau[:count]
-        return Anchor(
-            delta,
-            values,
-            xi,
-            tau,
-            torch.zeros(heads, count, dtype=torch.float64),
-            theta,
-        )
+        shift = zeros(heads, count)
+        return Anchor(delta, values, xi[:count], tau[:count], shift, theta)
     # Points in more dimensions separate the gates better.
     axes = len(probe.subspace)
     xi, tau = probe.points(heads + axes + 1 + _SPARE, stream, axes)
     other = -1 if probe.view.last_norm is None else 0.5
     both = torch.cat([probe.rows(delta, xi, tau), probe.rows(delta, xi, other * tau)])
     z = torch.logit(both @ torch.linalg.pinv(values)).mT.unflatten(1, (2, -1))
-    if not bool(torch.isfinite(z).all()):
+    if not z.isfinite().all():
         raise out_of_range()
     linear = z[:, 0] - z[:, 1]
     rest = z[:, 1] - other * z[:, 0]
@@ -391,12 +379,9 @@ def strengthened(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Probe
     points = probe.length * basis
     if probe.view.last_norm is not None:
         points = probe.view.last_norm * normalize(kept + basis, dim=1)
-    rows = (
-        probe.view.answer(torch.stack([points + anchor.delta, points], 1))
-        - points @ probe.total
-    )
-    gates = (rows @ torch.linalg.pinv(anchor.values)).clamp(1e-6, 1 - 1e-6)
-    along = torch.logit(gates)
+    rows = probe.view.answer(torch.stack([points + anchor.delta, points], 1))
+    gates = (rows - points @ probe.total) @ torch.linalg.pinv(anchor.values)
+    along = torch.logit(gates, eps=1e-6)
     if len(kept):
         along = along - along.mean(0)
     left = torch.linalg.svd(normalize(along, dim=0), full_matrices=False)[0]
@@ -410,28 +395,25 @@ def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
     deltas = (anchor.delta + probe.aside * omega) / math.hypot(1, probe.aside)
     rows = probe.rows(deltas, anchor.xi, anchor.tau)
     theta, outside = follow_gates(
-        column_space(rows, len(anchor.values)).unsqueeze(1),
+        column_space(rows, len(anchor.values))[:, None],
         anchor.features,
         anchor.shift,
         _starts(anchor, probe.aside, stream),
     )
-    vectors: list[Tensor] = []
+    vectors = [rows[:0, : len(anchor.values)]]
+    settled = _nearest if probe.positions else _matched
     for each, far, Y in zip(theta, outside, rows, strict=True):
-        settled = _nearest if probe.positions else _matched
         values = settled(anchor, each, far * ARRIVED / probe.arrived, Y)
-        if (
-            values is not None
-        ):  # else a gate was not found, or two solutions are the same
-            vectors.append(
-                (values * math.hypot(1, probe.aside) - anchor.values) / probe.aside
-            )
-    return torch.stack(vectors) if vectors else rows[:0, : len(anchor.values)]
+        # None: a gate was not found, or two solutions are the same
+        if values is not None:
+            aside = values * math.hypot(1, probe.aside) - anchor.values
+            vectors.append(aside[None] / probe.aside)
+    return torch.cat(vectors)
 
 
 def _starts(anchor: Anchor, spread: float, stream: torch.Generator) -> Tensor:
     """Return θ of the anchor and others around it, (ω, starts, H, p)."""
-    shape = (_BATCH, _STARTS, *anchor.theta.shape)
-    around = torch.randn(shape, generator=stream, dtype=torch.float64)
+    around = normal(stream, _BATCH, _STARTS, *anchor.theta.shape)
     around[:, 0] = 0
     return anchor.theta + spread * anchor.theta.square().mean(0).sqrt() * around
 
@@ -442,7 +424,7 @@ def _nearest(
     """Return values if κ identifies heads: the best of each head's own solutions."""
     best = outside.argmin(0)
     heads = torch.arange(len(best))
-    if float(outside[best, heads].max()) > ARRIVED:
+    if outside[best, heads].max() > ARRIVED:
         return None
     return _values(anchor, theta[best, heads], rows)
 
@@ -464,7 +446,7 @@ def _matched(
 
 def _values(anchor: Anchor, theta: Tensor, rows: Tensor) -> Tensor | None:
     gates = torch.sigmoid(theta @ anchor.features.mT + anchor.shift).mT
-    if float(torch.linalg.cond(gates)) < _PARTED:
+    if torch.linalg.cond(gates) < _PARTED:
         return least_squares(gates, rows)
     return None
 
@@ -474,9 +456,8 @@ def read_vectors(
 ) -> tuple[Tensor, int]:
     """Return `ωM_h` (n, H, m) of enough ω, and the dimension k of each head's row space."""
     heads, m = anchor.values.shape
-    vectors = anchor.values[
-        None
-    ]  # the others are orthogonal to it: narrow layers need it
+    # The others are orthogonal to the anchor's: narrow layers need it.
+    vectors = anchor.values[None]
     for _ in range(3 * (m // heads) // _BATCH + 4):
         vectors = torch.cat([vectors, follow(probe, anchor, stream)])
         sizes = torch.linalg.svdvals(vectors.transpose(0, 1))
@@ -484,7 +465,7 @@ def read_vectors(
         ranks = (sizes > noise * probe.reach * sizes[:, :1]).sum(1)
         k = int(ranks.max())
         if len(vectors) >= max(_BEYOND * k, k + 2):
-            if bool((ranks == k).all()) and heads * k <= m + 1:
+            if (ranks == k).all() and heads * k <= m + 1:
                 return vectors, k
             break
     raise Unsuccessful(
@@ -497,16 +478,12 @@ def find_residual(
     view: Surroundings, total: Tensor, anchor: Anchor
 ) -> tuple[Surroundings, Tensor]:
     """Find out whether the input is added: the heads' values then do not add up to the answers."""
-    rest = anchor.delta @ total - anchor.values.sum(0)
-    size = float(anchor.delta.abs().max())
-    if float(rest.abs().max()) <= 1e-6 * float((anchor.delta @ total).abs().max()):
+    delta = anchor.delta
+    values = anchor.values.sum(0)
+    if _same(values, delta @ total, 1e-6):
         return view, total
-    if (
-        len(rest) == len(anchor.delta)
-        and float((rest - anchor.delta).abs().max()) <= 1e-6 * size
-    ):
-        identity = torch.eye(view.dim, dtype=torch.float64)
-        return replace(view, residual=True), total - identity
+    if len(values) == len(delta) and _same(delta @ total - values, delta, 1e-6):
+        return replace(view, residual=True), total - identity(view.dim)
     raise Unsuccessful(
         Status.NOT_APPLICABLE,
         "answers to single tokens are neither the heads' values nor these "
@@ -542,14 +519,12 @@ def follow_gates(
     def linearize(theta: Tensor, rows: Tensor) -> Point:
         space = spaces[rows // shape[-2]]
         gates = torch.sigmoid(theta @ features.mT + shifts[rows % shape[-2]])
-        length = torch.linalg.vector_norm(gates, dim=1, keepdim=True)
-        unit = (gates / length).unsqueeze(2)
+        unit = (gates / lengths(gates)[:, None])[..., None]
         residuals = _outside(space, unit)
 
         def jacobian() -> Tensor:
-            slopes = (
-                unit * (1 - gates).unsqueeze(2) * features
-            )  # over the gate's length
+            # over the gate's length
+            slopes = unit * (1 - gates)[..., None] * features
             return _outside(space, slopes) - residuals * (unit.mT @ slopes)
 
         return Point(theta, residuals, jacobian)
@@ -572,16 +547,13 @@ def find_gates(
     """Return θ (H, p) of all heads, with κ among the features, or None if not all are found."""
     U = column_space(rows, heads)
     sizes = features.square().mean(0).sqrt()
-    none = torch.zeros(1, len(features), dtype=torch.float64)
-    solutions = torch.empty(0, features.shape[1], dtype=torch.float64)
+    none = zeros(1, len(features))
+    solutions = zeros(0, len(sizes))
     for _ in range(_ROUNDS):
-        starts = torch.randn(
-            _GATES_STARTS, len(sizes), generator=stream, dtype=torch.float64
-        )
+        starts = normal(stream, _GATES_STARTS, len(sizes))
         spread = torch.rand(_GATES_STARTS, 1, generator=stream, dtype=torch.float64)
-        starts = starts * (
-            0.1 * 40**spread
-        )  # gates between nearly flat and nearly steps
+        # gates between nearly flat and nearly steps
+        starts = starts * (0.1 * 40**spread)
         theta, outside = follow_gates(U, features / sizes, none, starts)
         solutions = distinct(torch.cat([solutions, theta[outside < arrived]]))
         if len(solutions) >= heads:
@@ -590,13 +562,11 @@ def find_gates(
 
 
 def distinct(solutions: Tensor) -> Tensor:
-    kept: list[Tensor] = []
+    kept = solutions[:0]
     for candidate in solutions:
-        if all(
-            float((candidate - other).norm() / other.norm()) > _ONE for other in kept
-        ):
-            kept.append(candidate)
-    return torch.stack(kept) if kept else solutions[:0]
+        if (lengths(candidate - kept) > _ONE * lengths(kept)).all():
+            kept = torch.cat([kept, candidate[None]])
+    return kept
 
 
 # If the spaces that the heads write into are independent (H·k ≤ m), `Σ_h M_h` falls
@@ -627,9 +597,8 @@ class Values:
         group are one factor of rank k; `Σ_h M_h` is then solved for the V of all
         groups.
         """
-        spaces = torch.linalg.svd(vectors.transpose(0, 1), full_matrices=False)[2][
-            :, :k
-        ]
+        right = torch.linalg.svd(vectors.transpose(0, 1), full_matrices=False)[2]
+        spaces = right[:, :k]
         apart = torch.linalg.pinv(spaces.flatten(0, 1)).unflatten(1, (len(spaces), k))
         groups = _sharing(torch.einsum("dm,mhk->hdk", total, apart))
         O = torch.empty_like(spaces)  # noqa: E741
@@ -662,10 +631,7 @@ class Values:
         deltas = probe.length * random_orthogonal(probe.view.dim, stream)
         xi, tau = probe.points(_PLACES, stream, len(probe.subspace))
         rows = probe.rows(deltas, xi, tau)  # (d, places, m)
-        # In the order of the groups, one head each.
-        order = [group[0] for group in self.groups]
-        V = torch.empty_like(self.V)
-        V[order] = self.V
+        V = self.of_heads  # groups hold one head each
         written = torch.einsum("nd,hdk,hkm->nhm", deltas, V, self.O)
         system = torch.cat([written, kept.expand_as(written)], 1).mT  # (d, m, 2H)
         solved = torch.linalg.pinv(system, rtol=1e-12) @ rows.mT
@@ -674,12 +640,13 @@ class Values:
         )
         along = (gates * others).sum((1, 2)) / gates.square().sum((1, 2))
         f = deltas.mT @ along / probe.length**2
-        return replace(self, V=(V + f[:, None] * null[:, None])[order])
+        completed = V + f[:, None] * null[:, None]
+        return replace(self, V=completed[[head for (head,) in self.groups]])
 
     @property
     def of_heads(self) -> Tensor:
         """`V` (H, d, k) of every head."""
-        each = torch.empty(len(self.O), *self.V.shape[1:], dtype=torch.float64)
+        each = zeros(len(self.O), *self.V.shape[1:])
         for group, V in zip(self.groups, self.V, strict=True):
             each[group] = V
         return each
@@ -692,7 +659,7 @@ def _sharing(values: Tensor) -> list[list[int]]:
     for head in range(len(values)):
         for group in groups:
             cosines = torch.linalg.svdvals(bases[group[0]].mT @ bases[head])
-            if float(cosines.min()) > 1 - _SHARED:
+            if cosines.min() > 1 - _SHARED:
                 group.append(head)
                 break
         else:
