@@ -7,6 +7,7 @@ ends.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -51,20 +52,14 @@ def finished(
         return subprocess.CompletedProcess(process.args, process.returncode, out, words)
 
 
-def keyhole(
-    *arguments: object, cwd: Path, timeout: float = 120
-) -> subprocess.CompletedProcess[str]:
-    return finished([*KEYHOLE, *arguments], timeout, cwd=cwd)
-
-
 def interrupted(
-    *arguments: object,
+    line: str,
     cwd: Path,
     ready: Callable[[subprocess.Popen[str]], bool],
     timeout: float = 100,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command, and send it Ctrl-C as soon as it is `ready`."""
-    with started([*KEYHOLE, *arguments], cwd=cwd) as process:
+    with started([*KEYHOLE, *line.split()], cwd=cwd) as process:
         deadline = time.monotonic() + timeout
         while not ready(process):
             assert process.poll() is None, process.communicate()[1]
@@ -83,10 +78,13 @@ def parts(name: str) -> dict[str, Any]:
 
 
 def inside(
-    *arguments: object, cwd: Path, monkeypatch, capsys
+    *words: object, cwd: Path, monkeypatch, capsys
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in this process, without the seconds that torch takes to load."""
-    command = ["keyhole", *map(str, arguments)]
+    """Run a command in this process, without the seconds that torch takes to load.
+
+    Its words may be given together or apart; one with a space in it needs quotes, as in a shell.
+    """
+    command = ["keyhole", *shlex.split(" ".join(map(str, words)))]
     monkeypatch.chdir(cwd)
     monkeypatch.setattr(sys, "argv", command)
     capsys.readouterr()  # drop earlier output
@@ -95,5 +93,4 @@ def inside(
         main()
     except SystemExit as end:
         code = int(end.code or 0)
-    out, words = capsys.readouterr()
-    return subprocess.CompletedProcess(command, code, out, words)
+    return subprocess.CompletedProcess(command, code, *capsys.readouterr())

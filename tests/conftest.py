@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,16 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def keyhole(tmp_path, monkeypatch, capsys):
+    """Run a command in the test's folder: `keyhole("audit demo --json")`."""
+    import command_line  # loads torch
+
+    return partial(
+        command_line.inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

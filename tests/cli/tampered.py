@@ -1,8 +1,6 @@
 """Saved audits in which somebody has changed one value.
 
-`AUDITS` holds each by its file's name, with the exit codes that `keyhole report` may
-end with. A value of another type is always refused. A value of the same type may be
-accepted (another word) or refused (a negative count).
+`AUDITS` holds each by its file's name.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ import json
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -36,38 +33,6 @@ _OTHERS: tuple[Any, ...] = (
     "GONE",
 )
 _COUNT = 120
-_MAY_BE_NULL = ("error", "lower_bound", "estimate", "right", "layer")
-_DEFAULTS = (
-    "lower_bound",
-    "known",
-    "trace",
-    "sought",
-    "extra",
-    "layers",
-    "variant",
-    "layer",
-    "defences",
-    "name",
-    "part",
-    "texts",
-    "cuts",
-    "control",
-    "unchecked",
-    "note",
-    "skips",
-    "seed",
-    "seconds",
-    "created",
-    "environment",
-    "estimate",
-)
-
-
-@dataclass(frozen=True)
-class Tampered:
-    text: str
-    codes: frozenset[int]
-    about: str
 
 
 def document() -> dict[str, Any]:
@@ -135,93 +100,66 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
             yield from _places(part, (*path, key))
 
 
-def _kind(value: Any) -> type:
-    """The value's type in JSON; integers are numbers, too."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return float
-    return type(value)
-
-
-def _replaced(path: tuple[Any, ...], other: Any) -> Tampered:
+def _replaced(path: tuple[Any, ...], other: Any) -> str:
     data = document()
     inner: Any = data
     for key in path[:-1]:
         inner = inner[key]
-    before = inner[path[-1]]
-    last = path[-1]
     if other == "GONE":
-        del inner[last]
-        optional = isinstance(last, int) or last in _DEFAULTS or "environment" in path
-        codes = {0, 2} if optional else {2}
+        del inner[path[-1]]
     else:
-        inner[last] = other
-        same = _kind(before) is _kind(other) and not (
-            isinstance(other, float)
-            and (isinstance(before, int) or not math.isfinite(other))
-        )
-        codes = {0, 2} if same else {2}
-        if last in _MAY_BE_NULL and (other is None or _kind(other) is float):
-            codes = {0, 2}
-    about = f"{'.'.join(map(str, path))} {other!r}"
-    return Tampered(json.dumps(data), frozenset(codes), about)
+        inner[path[-1]] = other
+    return json.dumps(data)
 
 
-def _whole() -> dict[str, Tampered]:
+def _whole() -> dict[str, str]:
     """Files that are damaged as a whole."""
-    two = frozenset({2})
-    both = frozenset({0, 2})
     good = document()
+    text = json.dumps(good)
     numbers = f"[{'0, ' * 10**6}0]"
-    many = document()
-    many["findings"] *= 100
-    texts = {
-        "deep": ("[" * 100_000, two),
-        "deep-inside": (
-            '{"format": 1, "kind": "audit", "findings": ' + "[" * 100_000,
-            two,
-        ),
-        "deep-closed": ("[" * 50_000 + "]" * 50_000, two),
-        "digits": ('{"format": ' + "9" * 10_000 + "}", two),
-        "long-string": (json.dumps(good).replace("because", "x" * 10_000_000, 1), both),
-        "many-findings": (json.dumps(many), both),
-        "format-2": (json.dumps({**good, "format": 2}), two),
-        "format-word": (json.dumps({**good, "format": "1"}), two),
-        "format-none": (json.dumps({**good, "format": None}), two),
-        "format-true": (json.dumps({**good, "format": True}), two),
-        "other-kind": (json.dumps({**good, "kind": "extraction"}), two),
-        "odd-kind": (json.dumps({**good, "kind": ["audit"]}), two),
-        "odd-tensors": (json.dumps({**good, "tensors": "../../etc/passwd"}), two),
-        "twice": (json.dumps(good)[:-1] + ', "format": 1}', both),
-        "nothing-but-null": ("null", two),
-        "number": ("5", two),
-        "cut-off": (json.dumps(good)[:-30], two),
-        "two-documents": (json.dumps(good) * 2, two),
-        "million-numbers": (
-            json.dumps({**good, "findings": "…"}).replace('"\\u2026"', numbers),
-            two,
-        ),
-        "nul": (json.dumps(good).replace("because", "be\0cause"), two),
-        "surrogate": (json.dumps(good).replace("because", "\\ud800"), both),
-        "markup": (
-            json.dumps(good).replace("because", "[bold]</script>[/nothing]"),
-            both,
-        ),
-        "control": (
-            json.dumps(good).replace("because", "\\u001b[31m\\u0007\\r\\n"),
-            both,
-        ),
-        "good": (json.dumps(good), frozenset({0})),
+    many = {**good, "findings": good["findings"] * 100}
+    odd = {
+        "format-2": {"format": 2},
+        "format-word": {"format": "1"},
+        "format-none": {"format": None},
+        "format-true": {"format": True},
+        "other-kind": {"kind": "extraction"},
+        "odd-kind": {"kind": ["audit"]},
+        "odd-tensors": {"tensors": "../../etc/passwd"},
+        "many-findings": many,
+    }
+    reasons = {
+        "long-string": "x" * 10_000_000,
+        "nul": "be\0cause",
+        "surrogate": "\\ud800",
+        "markup": "[bold]</script>[/nothing]",
+        "control": "\\u001b[31m\\u0007\\r\\n",
     }
     return {
-        f"audit-{name}.json": Tampered(text, codes, name)
-        for name, (text, codes) in texts.items()
+        **{name: json.dumps({**good, **changes}) for name, changes in odd.items()},
+        **{name: text.replace("because", word) for name, word in reasons.items()},
+        "deep": "[" * 100_000,
+        "deep-inside": '{"format": 1, "kind": "audit", "findings": ' + "[" * 100_000,
+        "deep-closed": "[" * 50_000 + "]" * 50_000,
+        "digits": '{"format": ' + "9" * 10_000 + "}",
+        "twice": text[:-1] + ', "format": 1}',
+        "nothing-but-null": "null",
+        "number": "5",
+        "cut-off": text[:-30],
+        "two-documents": text * 2,
+        "million-numbers": json.dumps({**good, "findings": 0}).replace(
+            '"findings": 0', f'"findings": {numbers}'
+        ),
+        "good": text,
     }
 
 
-def _sampled() -> dict[str, Tampered]:
+def _sampled() -> dict[str, str]:
     pairs = [(path, other) for path in _places(document()) for other in _OTHERS]
     chosen = random.Random(2601).sample(pairs, _COUNT)
-    return {f"audit-{n:03d}.json": _replaced(*pair) for n, pair in enumerate(chosen)}
+    return {f"{n:03d}": _replaced(*pair) for n, pair in enumerate(chosen)}
 
 
-AUDITS = {**_whole(), **_sampled()}
+AUDITS = {
+    f"audit-{name}.json": text for name, text in {**_whole(), **_sampled()}.items()
+}

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
 
 import pytest
 
 import tiny_classifiers
 import tiny_models
-from command_line import inside
 from keyhole import oracle, recover
 from keyhole.models import load_model
 from tiny_classifiers import classifier
@@ -42,143 +40,66 @@ def place(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def keyhole(place, monkeypatch, capsys):
-    return partial(inside, cwd=place, monkeypatch=monkeypatch, capsys=capsys)
+DISRUPT = (
+    "disrupt my-classifier --data dev.tsv --method as-released --share 0.2 "
+    "--examples 2 --resume {kept}"
+)
+HARDEN = (
+    "harden my-classifier --data train.tsv --method plain --epochs 1 "
+    "--resume {kept} --out {out}"
+)
+TEXT = "recover model model.safetensors --out {kept}"
+EXTRACT = "extract target-0.safetensors --ledger {kept}"
 
-
-DISRUPT = {
-    "model": "my-classifier",
-    "--data": "dev.tsv",
-    "--method": "as-released",
-    "--share": 0.2,
-    "--examples": 2,
-    "--resume": "",
-}
-HARDEN = {
-    "model": "my-classifier",
-    "--data": "train.tsv",
-    "--method": "plain",
-    "--epochs": 1,
-    "--out": "",
-    "--resume": "",
-}
-TEXT = {"model": "model", "leak": "model.safetensors", "--out": ""}
-EXTRACT = {"target": "target-0.safetensors", "--ledger": ""}
-
-# What is changed in the second command, and what differs then.
+# What is replaced in the second command, and what differs then.
 TABLE = [
+    (DISRUPT, "my-classifier", "other-classifier", "model .*, that of .* has model "),
+    (DISRUPT, "dev.tsv", "train.tsv", "data .*, that of .* has data "),
+    (DISRUPT, "0.2", "0.3", "method share 0.3, that of .* has method share 0.2"),
+    (DISRUPT, "--resume", "--seed 1 --resume", "method seed 1, .* has method seed 0"),
     (
-        "disrupt",
         DISRUPT,
-        {"model": "other-classifier"},
-        "model .*, that of .* has model ",
-    ),
-    ("disrupt", DISRUPT, {"--data": "train.tsv"}, "data .*, that of .* has data "),
-    (
-        "disrupt",
-        DISRUPT,
-        {"--share": 0.3},
-        "method share 0.3, that of .* has method share 0.2",
-    ),
-    ("disrupt", DISRUPT, {"--seed": 1}, "method seed 1, that of .* has method seed 0"),
-    (
-        "disrupt",
-        DISRUPT,
-        {"--max-length": 6},
+        "--resume",
+        "--max-length 6 --resume",
         "max_length 6, that of .* has max_length 128",
     ),
-    ("disrupt", DISRUPT, {"--method": "rerank"}, "method .*, that of .* has method "),
+    (DISRUPT, "as-released", "rerank", "method .*, that of .* has method "),
+    (HARDEN, "my-classifier", "other-classifier", "model .*, that of .* has model "),
+    (HARDEN, "train.tsv", "dev.tsv", "data .*, that of .* has data "),
+    (HARDEN, "--out", "--examples 3 --out", "data .*, that of .* has data "),
+    (HARDEN, "plain", "r3f", "defence R3F.*, that of .* has defence Plain"),
+    (HARDEN, "--epochs 1", "--epochs 2", "epochs 2, that of .* has epochs 1"),
+    (HARDEN, "--out", "-o batch=2 --out", "batch 2, that of .* has batch 32"),
     (
-        "harden",
         HARDEN,
-        {"model": "other-classifier"},
-        "model .*, that of .* has model ",
-    ),
-    ("harden", HARDEN, {"--data": "dev.tsv"}, "data .*, that of .* has data "),
-    ("harden", HARDEN, {"--examples": 3}, "data .*, that of .* has data "),
-    (
-        "harden",
-        HARDEN,
-        {"--method": "r3f"},
-        "defence R3F.*, that of .* has defence Plain",
-    ),
-    ("harden", HARDEN, {"--epochs": 2}, "epochs 2, that of .* has epochs 1"),
-    ("harden", HARDEN, {"-o=batch": 2}, "batch 2, that of .* has batch 32"),
-    (
-        "harden",
-        HARDEN,
-        {"-o=learning_rate": 0.1},
+        "--out",
+        "-o learning_rate=0.1 --out",
         "rate 0.1, that of .* has rate 2e-05",
     ),
-    ("harden", HARDEN, {"--seed": 1}, "seed 1, that of .* has seed 0"),
+    (HARDEN, "--out", "--seed 1 --out", "seed 1, that of .* has seed 0"),
+    (TEXT, "model model", "other other", "model .*, that of .* has "),
     (
-        "recover",
         TEXT,
-        {"model": "other", "leak": "other.safetensors"},
-        "model .*, that of .* has ",
-    ),
-    (
-        "recover",
-        TEXT,
-        {"--method": "encoder-states"},
+        "--out",
+        "--method encoder-states --out",
         "method encoder-states, that of .* has ",
     ),
-    (
-        "extract",
-        EXTRACT,
-        {"target": "target-1.safetensors"},
-        "target head:.*, that of .* has target",
-    ),
+    (EXTRACT, "target-0", "target-1", "target head:.*, that of .* has target"),
 ]
 
 
-def memory(folder, command, options):
-    """Return options with this test's own files, and the file to resume from."""
-    names = {"--resume": "kept", "--out": "out", "--ledger": "run.db"}
-    given = {
-        key: folder / names[key] if value == "" else value
-        for key, value in options.items()
-    }
-    for key in ("--resume", "--ledger", "--out"):
-        if key in given:
-            return given, given[key]
-    raise AssertionError(command)
-
-
-def words_of(command, options):
-    named = []
-    for key, value in options.items():
-        flag, mark, name = key.partition("=")  # -o=batch is given as -o batch=…
-        if key[0] == "-":
-            named += [flag, f"{name}={value}" if mark else value]
-    return [
-        *command.split(),
-        *(value for key, value in options.items() if key[0] != "-"),
-        *named,
-    ]
-
-
-@pytest.mark.parametrize(
-    ("command", "options", "change", "words"),
-    TABLE,
-    ids=[f"{row[0]} {' '.join(row[2])}" for row in TABLE],
-)
-def test_refused_with_what_differs(
-    command, options, change, words, place, tmp_path, keyhole, monkeypatch
-):
-    monkeypatch.chdir(place)
-    given, file = memory(tmp_path, command, options)
-    assert keyhole(*words_of(command, given)).returncode in (0, 1)
-    before = contents(file)
-    if command == "harden":
-        given["--out"] = tmp_path / "second"
-    done = keyhole(*words_of(command, {**given, **change}))
+@pytest.mark.parametrize(("line", "old", "new", "words"), TABLE)
+def test_refused_with_what_differs(line, old, new, words, place, tmp_path, keyhole):
+    kept = tmp_path / "kept"
+    first = line.format(kept=kept, out=tmp_path / "first")
+    assert keyhole(first, cwd=place).returncode in (0, 1)
+    before = contents(kept)
+    second = line.replace(old, new).format(kept=kept, out=tmp_path / "second")
+    done = keyhole(second, cwd=place)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
-    assert line.startswith("keyhole: this run has ")
-    assert re.search(f"this run has {words}", line), line
-    assert contents(file) == before  # and left alone
+    assert re.match(f"keyhole: this run has {words}", line), line
+    assert contents(kept) == before  # and left alone
 
 
 def contents(path):
@@ -187,18 +108,14 @@ def contents(path):
 
 
 def test_more_of_the_same_data_goes_on(place, tmp_path, keyhole):
-    given, _ = memory(tmp_path, "disrupt", DISRUPT)
-    more = {**given, "--examples": 3}
-    keyhole(*words_of("disrupt", given))
-    shared = json.loads(keyhole(*words_of("disrupt", more), "--json").stdout)
-    del more["--resume"]
-    alone = json.loads(keyhole(*words_of("disrupt", more), "--json").stdout)
-    facts = [
-        [
-            (outcome["id"], outcome["flipped"], outcome["cut"])
-            for outcome in result["outcomes"]
-        ]
-        for result in (shared, alone)
-    ]  # confidences differ in the last digit: batches are put together differently
-    assert len(facts[0]) == 3
-    assert facts[0] == facts[1]
+    def facts(line):
+        outcomes = json.loads(keyhole(line, "--json", cwd=place).stdout)["outcomes"]
+        # confidences differ in the last digit: batches are put together differently
+        return [(each["id"], each["flipped"], each["cut"]) for each in outcomes]
+
+    line = DISRUPT.format(kept=tmp_path / "kept")
+    more = line.replace("--examples 2", "--examples 3")
+    facts(line)
+    shared = facts(more)
+    assert len(shared) == 3
+    assert shared == facts(more.partition("--resume")[0])

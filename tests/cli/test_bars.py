@@ -15,7 +15,6 @@ import pytest
 from rich.console import Console
 
 import tiny_classifiers
-from command_line import inside
 from keyhole import invert, oracle
 from keyhole.cli import bars as module
 from keyhole.cli import outputs
@@ -108,15 +107,13 @@ LONG = {
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_every_bar_ends_whole_and_none_goes_back(name, place, monkeypatch, capsys):
+def test_every_bar_ends_whole_and_none_goes_back(name, place, monkeypatch, keyhole):
     tiny_classifiers.attack_lightly(monkeypatch)
     if name == "recover":
         capture = "lab capture demo --data texts.txt --expose hidden:1 --out leaks"
-        inside(*capture.split(), cwd=place, monkeypatch=monkeypatch, capsys=capsys)
+        keyhole(capture, cwd=place)
     with terminal(monkeypatch) as screen:
-        done = inside(
-            *LONG[name].split(), cwd=place, monkeypatch=monkeypatch, capsys=capsys
-        )
+        done = keyhole(LONG[name], cwd=place)
     assert done.returncode in (0, 1), screen.text
     shown = screen.rows()
     assert shown, screen.text

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import re
-import shlex
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 import tiny_models as tiny
-from command_line import inside, parts
+from command_line import parts
 from keyhole.cli.app import ORDER
 from tiny_classifiers import classifier
 
-SUCCEED = (
-    "audit",
-    "extract",
-    "recover",
-    "invert",
-    "policy",
-)  # what these attack is given away
+# what these attack is given away
+SUCCEED = ("audit", "extract", "recover", "invert", "policy")
 SLOW = (
     "keyhole audit demo",
     "keyhole harden",
@@ -33,18 +26,11 @@ def codes_of(line):
     if line.split()[1] in SUCCEED:
         return {1}
     if line.startswith("keyhole lab certify"):
-        return {
-            0,
-            3,
-        }  # an untrained model may be right about both texts or not, as it rounds
+        # an untrained model may be right about both texts or not, as it rounds
+        return {0, 3}
     if line.startswith(("keyhole disrupt ./my-class", "keyhole disrupt ./hardened")):
         return {3}  # 1% of so few tokens is no unit at all: nothing could be checked
     return {0}
-
-
-@pytest.fixture
-def keyhole(tmp_path, monkeypatch, capsys):
-    return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
 
 EXAMPLES = {
@@ -57,10 +43,8 @@ EXAMPLES = {
 def test_every_help_ends_with_an_example(keyhole):
     assert all(EXAMPLES.values())
     for words in ("audit", "lab plant"):
-        shown = " ".join(
-            keyhole(*words.split(), "--help").stdout.split()
-        )  # lines may be broken
-        assert shown.endswith(EXAMPLES[words][-1])
+        shown = keyhole(words, "--help").stdout.split()  # lines may be broken
+        assert " ".join(shown).endswith(EXAMPLES[words][-1])
 
 
 def run_all(lines, folder, keyhole):
@@ -70,7 +54,7 @@ def run_all(lines, folder, keyhole):
     (folder / "texts.txt").write_text("w1 w2 w3\nw4 w5 w6 w7\n")
     (folder / "texts.tsv").write_text("sentence\tlabel\nw1 w2 w3\t0\nw4 w5\t1\n")
     for line in lines:
-        done = keyhole(*shlex.split(line)[1:])
+        done = keyhole(line.removeprefix("keyhole "))
         assert done.returncode in codes_of(line), f"{line}: {done.stderr}"
         if line.startswith("keyhole audit demo"):
             assert_said_on_the_start_page(done.stdout)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tampered
-from command_line import KEYHOLE, finished, inside, interrupted, started
+from command_line import KEYHOLE, finished, interrupted, started
 from keyhole.cli.app import report_failure
 from keyhole.core.errors import InputError, KeyholeError
 
@@ -74,17 +74,15 @@ def test_ctrl_c_that_a_library_calls_something_else(capsys):
 
 
 @pytest.mark.parametrize("asked", ["option", "environment", "not at all"])
-def test_the_traceback_is_for_those_who_ask(asked, tmp_path, monkeypatch, capsys):
+def test_the_traceback_is_for_those_who_ask(asked, keyhole, monkeypatch):
     def broken(*_):
         raise RuntimeError("a fault of ours")
 
     monkeypatch.setattr("keyhole.core.Audit.load", broken)
-    words = ["--debug"] if asked == "option" else []
+    option = "--debug" if asked == "option" else ""
     if asked == "environment":
         monkeypatch.setenv("KEYHOLE_DEBUG", "1")
-    done = inside(
-        *words, "report", "x.json", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
-    )
+    done = keyhole(option, "report x.json")
     assert done.returncode == 3
     assert "RuntimeError: a fault of ours" in done.stderr.splitlines()[-1]
     assert ("Traceback" in done.stderr) == (asked != "not at all")
@@ -94,7 +92,7 @@ def test_the_traceback_is_for_those_who_ask(asked, tmp_path, monkeypatch, capsys
 @pytest.fixture
 def audit(tmp_path) -> Path:
     path = tmp_path / "audit.json"
-    path.write_text(tampered.AUDITS["audit-good.json"].text)
+    path.write_text(tampered.AUDITS["audit-good.json"])
     return path
 
 
@@ -127,6 +125,6 @@ def test_ctrl_c_while_torch_loads(tmp_path):
     def loading(process) -> bool:
         return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
 
-    done = interrupted("lab", "plant", "x.safetensors", cwd=tmp_path, ready=loading)
+    done = interrupted("lab plant x.safetensors", tmp_path, loading)
     assert (done.returncode, done.stderr) == (130, "keyhole: stopped\n")
     assert list(tmp_path.iterdir()) == []

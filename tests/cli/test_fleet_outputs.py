@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 
-from command_line import inside
 from keyhole import oracle
 from keyhole.core import Fleet
 from keyhole.report.fleet import FLEET_FORMATS
@@ -18,19 +17,18 @@ TARGET = '[[target]]\nname = "{}"\ntarget = "{}.safetensors"\n'
 
 
 @pytest.fixture
-def keyhole(tmp_path, monkeypatch, capsys):
+def keyhole(tmp_path, keyhole):
     for seed, name in enumerate(NAMES):
         oracle.save(oracle.plant(dim=2, seed=seed), tmp_path / f"{name}.safetensors")
     lines = [TARGET.format(name, name) for name in NAMES]
     (tmp_path / "fleet.toml").write_text("".join(lines))
     (tmp_path / "turned.toml").write_text("".join(reversed(lines)))
-    run = partial(inside, "audit", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
-    return lambda *words: run("--only=weights", *words)
+    return partial(keyhole, "audit --only=weights")
 
 
 def test_reports_and_a_baseline_of_a_whole_fleet(keyhole, tmp_path):
     words = [f"--output={name}=all.{name}" for name in FLEET_FORMATS]
-    done = keyhole("--targets=fleet.toml", "--out=old", *words)
+    done = keyhole("--targets=fleet.toml --out=old", *words)
     assert done.returncode == 1, done.stderr
     runs = json.loads((tmp_path / "all.sarif").read_text())["runs"]
     assert [run["invocations"][0]["exitCode"] for run in runs] == [1, 1]
@@ -41,7 +39,7 @@ def test_reports_and_a_baseline_of_a_whole_fleet(keyhole, tmp_path):
 
     # Nothing is worse than it was, in whatever order: targets are known by their names.
     for number, file in enumerate(("fleet.toml", "turned.toml")):
-        same = keyhole(f"--targets={file}", f"--out=new{number}", "--baseline=old")
+        same = keyhole(f"--targets={file} --out=new{number} --baseline=old")
         assert same.returncode == 0, same.stderr
         rows = json.loads((tmp_path / f"new{number}" / "a-b.json").read_text())[
             "assessment"
@@ -50,9 +48,7 @@ def test_reports_and_a_baseline_of_a_whole_fleet(keyhole, tmp_path):
 
     # A target that the baseline has not is new, and fails.
     (tmp_path / "old" / "a-b-2.json").unlink()
-    done = keyhole(
-        "--targets=fleet.toml", "--out=x", "--baseline=old", "--output=sarif=-"
-    )
+    done = keyhole("--targets=fleet.toml --out=x --baseline=old --output=sarif=-")
     assert done.returncode == 1
     assert "not in the baseline: a-b\n" in done.stderr
     first, second = json.loads(done.stdout)["runs"]
@@ -61,32 +57,26 @@ def test_reports_and_a_baseline_of_a_whole_fleet(keyhole, tmp_path):
 
     # No file of the baseline is replaced.
     (old, *_) = (tmp_path / "old").glob("*.json")
-    words = ("--out=y", "--baseline=old", f"--output=json=old/{old.name}", "--force")
-    done = keyhole(f"--targets={file}", *words)
+    words = f"--out=y --baseline=old --output=json=old/{old.name} --force"
+    done = keyhole(f"--targets={file}", words)
     assert done.returncode == 2
     assert "is the baseline" in done.stderr
 
 
 WRONG = {
-    "a format of one target": (
-        ["--output=html=x"],
-        "with one of json, sarif, sarif-github",
-    ),
-    "its own file": (["--output=json=out/a-b.json"], "two outputs go to"),
-    "two on stdout": (["--output=sarif=-", "--json"], "only one result can be printed"),
-    "no baseline": (["--baseline=none"], "none is no folder"),
-    "a file": (["--baseline=fleet.toml"], "--baseline takes the folder"),
-    "an empty folder": (
-        ["--baseline=empty"],
-        "empty holds no findings of these targets",
-    ),
-    "the same folder": (["--baseline=out"], "--baseline and --out are both"),
-    "no JSON": (["--baseline=odd"], "odd/x.json is not a JSON file"),
-    "many": (["--output=sarif-github=x", "--targets=many.toml"], "at most 20 targets"),
+    "--output=html=x": "with one of json, sarif, sarif-github",
+    "--output=json=out/a-b.json": "two outputs go to",
+    "--output=sarif=- --json": "only one result can be printed",
+    "--baseline=none": "none is no folder",
+    "--baseline=fleet.toml": "--baseline takes the folder",
+    "--baseline=empty": "empty holds no findings of these targets",
+    "--baseline=out": "--baseline and --out are both",
+    "--baseline=odd": "odd/x.json is not a JSON file",
+    "--output=sarif-github=x --targets=many.toml": "at most 20 targets",
 }
 
 
-@pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("words", "message"), WRONG.items())
 def test_wrong_words_are_refused_before_the_work_starts(
     keyhole, tmp_path, words, message
 ):
@@ -95,7 +85,7 @@ def test_wrong_words_are_refused_before_the_work_starts(
     (tmp_path / "odd" / "x.json").write_text("{")
     many = (TARGET.format(number, NAMES[0]) for number in range(21))
     (tmp_path / "many.toml").write_text("".join(many))
-    done = keyhole("--targets=fleet.toml", "--out=out", *words)
+    done = keyhole("--targets=fleet.toml --out=out", words)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stderr.count("\n") == 1

@@ -11,19 +11,18 @@ import pytest
 
 import bad_files
 import tampered
-from command_line import inside
 
-COMMANDS = {  # the command that reads such files, and the codes that it may end with
-    ("extract", "{}", "--out", "out.json"): {**bad_files.ANY, **bad_files.TARGETS},
-    ("invert", "{}", "-o", "starts=1", "--out", "out.json"): bad_files.PROBLEMS,
-    ("recover", "classifier", "{}", "--out", "out.jsonl"): bad_files.LEAKS,
-    ("disrupt", "classifier", "--data", "{}", "--examples", "1"): bad_files.DATA,
-    ("disrupt", "{}", "--data", "good.tsv"): bad_files.MODELS,
-    ("extract", "target.safetensors", "--ledger", "{}"): bad_files.LEDGERS,
-    ("report", "{}", "--output", "html=out.html"): tampered.AUDITS,
+COMMANDS = {  # the command that reads such files
+    "extract {} --out out.json": {**bad_files.ANY, **bad_files.TARGETS},
+    "invert {} -o starts=1 --out out.json": bad_files.PROBLEMS,
+    "recover classifier {} --out out.jsonl": bad_files.LEAKS,
+    "disrupt classifier --data {} --examples 1": bad_files.DATA,
+    "disrupt {} --data good.tsv": bad_files.MODELS,
+    "extract target.safetensors --ledger {}": bad_files.LEDGERS,
+    "report {} --output html=out.html": tampered.AUDITS,
 }
 CASES = [
-    pytest.param(words, name, id=f"{words[0]} {name}")
+    pytest.param(words, name, id=f"{words.split()[0]} {name}")
     for words, names in COMMANDS.items()
     for name in names
 ]
@@ -39,10 +38,9 @@ def world(tmp_path_factory):
     return folder
 
 
-def ends_in_one_line(words, name, world, monkeypatch, capsys):
+def ends_in_one_line(words, name, world, keyhole):
     bad_files.make(world, name)
-    arguments = [word.format(name) for word in words]
-    done = inside(*arguments, cwd=world, monkeypatch=monkeypatch, capsys=capsys)
+    done = keyhole(words.format(name), cwd=world)
     for made in ("out.json", "out.jsonl", "out.html", "out.safetensors"):
         (world / made).unlink(missing_ok=True)
     assert "Traceback" not in done.stderr
@@ -57,42 +55,42 @@ def ends_in_one_line(words, name, world, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("words", "name"), SAMPLE)
-def test_a_sample_ends_in_one_line(words, name, world, monkeypatch, capsys):
-    ends_in_one_line(words, name, world, monkeypatch, capsys)
+def test_a_sample_ends_in_one_line(words, name, world, keyhole):
+    ends_in_one_line(words, name, world, keyhole)
 
 
 @pytest.mark.release
 @pytest.mark.parametrize(("words", "name"), CASES)
-def test_every_bad_file_ends_in_one_line(words, name, world, monkeypatch, capsys):
-    ends_in_one_line(words, name, world, monkeypatch, capsys)
+def test_every_bad_file_ends_in_one_line(words, name, world, keyhole):
+    ends_in_one_line(words, name, world, keyhole)
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ("frobnicate",),
-        ("audit", "--frobnicate"),
-        ("extract",),
-        ("audit", "demo", "--seed", "x"),
-        ("audit", "demo", "--seed", "-1"),
-        ("audit", "\x1b[31m"),
-        ("extract", "x" * 5000),
-        ("lab", "plant", "x", "-o", "dim"),
-        ("lab", "plant", "x", "-o", "dim=x"),
-        ("lab", "plant", "x", "-o", "dim=-1"),
-        ("lab", "plant", "x", "-o", "dim=9" + "9" * 30),
-        ("lab", "plant", "x", "--kind", "nothing"),
-        ("audit", "demo", "--output", "pdf=x"),
-        ("audit", "demo", "--endpoint", "frobs=1"),
-        ("audit", "demo", "--endpoint", "batch=2"),
-        ("lab", "methods", "nothing"),
-        ("extract", "demo", "--method", "nothing"),
-        ("extract", "demo", "--header", "s3cret"),
-        ("harden", "demo", "--data", "x"),
+        "frobnicate",
+        "audit --frobnicate",
+        "extract",
+        "audit demo --seed x",
+        "audit demo --seed -1",
+        "audit \x1b[31m",
+        f"extract {'x' * 5000}",
+        "lab plant x -o dim",
+        "lab plant x -o dim=x",
+        "lab plant x -o dim=-1",
+        f"lab plant x -o dim={'9' * 31}",
+        "lab plant x --kind nothing",
+        "audit demo --output pdf=x",
+        "audit demo --endpoint frobs=1",
+        "audit demo --endpoint batch=2",
+        "lab methods nothing",
+        "extract demo --method nothing",
+        "extract demo --header s3cret",
+        "harden demo --data x",
     ],
 )
-def test_whatever_is_typed_wrong_ends_with_2(words, tmp_path, monkeypatch, capsys):
-    done = inside(*words, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+def test_whatever_is_typed_wrong_ends_with_2(words, tmp_path, keyhole):
+    done = keyhole(words)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert "s3cret" not in done.stderr

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 
 import pytest
 import torch
 
-from command_line import inside
 from keyhole import invert
 from keyhole.core.files import write_tensors
-
-
-@pytest.fixture
-def keyhole(tmp_path, monkeypatch, capsys):
-    return partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
 
 
 @pytest.fixture
@@ -30,16 +23,8 @@ def secret(tmp_path):
 
 @pytest.mark.parametrize("method", ["levenberg-marquardt", "newton-cg", "lbfgs"])
 def test_a_search_starts_where_it_is_told(tmp_path, keyhole, secret, method):
-    done = keyhole(
-        "invert",
-        "p.safetensors",
-        "--method",
-        method,
-        "--start",
-        "near.safetensors",
-        "--out",
-        "f.json",
-    )
+    view = "invert p.safetensors --start near.safetensors --out f.json --method"
+    done = keyhole(view, method)
     assert done.returncode == 1, done.stderr
     assert "1 starts" in done.stdout
     X = invert.Inversion.load(tmp_path / "f.json").X
@@ -48,25 +33,17 @@ def test_a_search_starts_where_it_is_told(tmp_path, keyhole, secret, method):
 
 
 def test_gamma_and_slack_reach_the_theorem(keyhole, secret):
-    newton = (
-        "invert",
-        "p.safetensors",
-        "--method",
-        "regularized-newton",
-        "--start",
-        "near.safetensors",
-        "--json",
-    )
-    plain = keyhole(*newton, "-o", "gamma=0", "-o", "slack=0")
+    newton = "invert p.safetensors --method regularized-newton --start near.safetensors --json"
+    plain = keyhole(newton, "-o gamma=0 -o slack=0")
     assert plain.returncode == 1, plain.stderr
     assert "gamma=0.0, slack=0.0" in json.loads(plain.stdout)["method"]
-    paper = json.loads(keyhole(*newton, "-o", "gamma=paper").stdout)
+    paper = json.loads(keyhole(newton, "-o gamma=paper").stdout)
     assert "is not the input" in paper["reason"]
     assert "gamma='paper', slack=0.1" in paper["method"]
-    drawn = json.loads(keyhole(*newton, "-o", "delta=0.05").stdout)
+    drawn = json.loads(keyhole(newton, "-o delta=0.05").stdout)
     assert "delta=0.05" in drawn["method"]
     assert drawn["iterations"] != paper["iterations"]
-    slow = json.loads(keyhole(*newton, "-o", "slack=0.5").stdout)
+    slow = json.loads(keyhole(newton, "-o slack=0.5").stdout)
     assert slow["iterations"] > paper["iterations"]
 
 
@@ -123,33 +100,32 @@ def test_what_does_not_apply_is_refused_in_one_line(
 ):
     write_tensors(tmp_path / "wide.safetensors", {"X": torch.ones(3, 4)})
     write_tensors(tmp_path / "nan.safetensors", {"X": secret * torch.nan})
-    done = keyhole("invert", "p.safetensors", *words.split())
+    done = keyhole("invert p.safetensors", words)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"keyhole: {error}")
     assert done.stderr.count("\n") == 1
 
 
+BOUNDS = "lab bounds p.safetensors input.safetensors"
+
+
 def test_bounds_are_printed_with_what_is_measured(tmp_path, keyhole, secret):
-    words = keyhole("lab", "bounds", "p.safetensors", "input.safetensors")
+    words = keyhole(BOUNDS)
     assert words.returncode == 0, words.stderr
     assert "holds: ‖X‖ ≤ R" in words.stdout
     assert "Lemma 4.5" in words.stdout
     assert "Lemma 4.4" in words.stdout
-    data = json.loads(
-        keyhole("lab", "bounds", "p.safetensors", "input.safetensors", "--json").stdout
-    )
+    data = json.loads(keyhole(BOUNDS, "--json").stdout)
     expected = invert.bounds(invert.Problem.load(tmp_path / "p.safetensors"), secret)
     assert data == json.loads(json.dumps(expected.to_dict()))
     assert all(data["assumptions"].values())
 
 
 def test_bounds_say_which_assumption_does_not_hold(keyhole, secret):
-    done = keyhole("lab", "bounds", "p.safetensors", "input.safetensors", "-o", "R=1")
+    done = keyhole(BOUNDS, "-o R=1")
     assert done.returncode == 0
     assert "does not hold: ‖X‖ ≤ R" in done.stdout
-    for option, value in (("-o", "R=0.5"), ("-o", "neighbours=0")):
-        wrong = keyhole(
-            "lab", "bounds", "p.safetensors", "input.safetensors", option, value
-        )
+    for option in ("R=0.5", "neighbours=0"):
+        wrong = keyhole(BOUNDS, "-o", option)
         assert wrong.returncode == 2
-        assert f"{value.partition('=')[0]} must be" in wrong.stderr
+        assert f"{option.partition('=')[0]} must be" in wrong.stderr

@@ -17,7 +17,7 @@ import pytest
 
 import tiny_classifiers
 import tiny_models as tiny
-from command_line import KEYHOLE, finished, inside
+from command_line import KEYHOLE, finished
 from keyhole import invert, oracle
 from keyhole.assess.severity import cost
 from keyhole.audit import audit
@@ -44,21 +44,17 @@ def everything(tmp_path_factory):
     audit(target).save(folder / "audit.json")
     problem, _ = invert.plant(3, 4, scale=0.3)
     problem.save(folder / "p.safetensors")
-    demo = load_model(tiny_folder(folder / "model"))
+    tiny.save("bert", folder / "model")
+    demo = load_model(folder / "model")
     leak = invert.leak_of(demo.model, demo.tokenizer, "w1 w2 w3", "hidden:1")
     leak.save(folder / "leak.safetensors")
     return folder
 
 
-def tiny_folder(folder):
-    tiny.save("bert", folder)
-    return folder
-
-
 @pytest.fixture
-def keyhole(place, monkeypatch, capsys):
+def keyhole(keyhole, place, monkeypatch):
     tiny_classifiers.attack_lightly(monkeypatch)
-    return partial(inside, cwd=place, monkeypatch=monkeypatch, capsys=capsys)
+    return partial(keyhole, cwd=place)
 
 
 # The command, how its answer begins, and a word of it that no line about progress has.
@@ -89,7 +85,7 @@ ANSWERS = {
 def test_the_answer_is_on_stdout_in_words(command, keyhole, monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")  # a file is not as narrow as some screen
     begins, words = ANSWERS[command]
-    done = keyhole(*command.split())
+    done = keyhole(command)
     assert done.returncode in (0, 1), done.stderr
     assert done.stdout.startswith(begins)
     assert words in done.stdout
@@ -102,14 +98,14 @@ def test_the_answer_is_on_stdout_in_words(command, keyhole, monkeypatch):
     "command", [name for name in ANSWERS if not name.startswith("lab ")]
 )
 def test_or_as_json_alone(command, keyhole):
-    done = keyhole(*command.split(), "--json")
+    done = keyhole(command, "--json")
     assert done.returncode in (0, 1), done.stderr
     assert json.loads(done.stdout)
     assert ANSWERS[command][1] not in done.stderr
 
 
 def test_rows_are_whole_in_a_file(keyhole, place):
-    done = keyhole("report", "audit.json")
+    done = keyhole("report audit.json")
     lines = done.stdout.splitlines()
     for finding in Audit.load(place / "audit.json").findings:
         (row,) = (
@@ -119,18 +115,23 @@ def test_rows_are_whole_in_a_file(keyhole, place):
     assert done.stderr == "html: audit.html\n"
 
 
+def ascii_stdout(monkeypatch):
+    """Give stdout an encoding that has few signs, and return what is written to it."""
+    inner = io.BytesIO()
+    stdout = io.TextIOWrapper(inner, encoding="ascii", newline="\n")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    return inner
+
+
 @pytest.mark.parametrize(
     "command", [name for name in ANSWERS if not name.startswith("audit ")]
 )
 def test_no_locale_is_too_small(command, keyhole, monkeypatch):
-    inner = io.BytesIO()
-    monkeypatch.setattr(
-        sys, "stdout", io.TextIOWrapper(inner, encoding="ascii", newline="\n")
-    )
-    done = keyhole(*command.split())
+    written = ascii_stdout(monkeypatch)
+    done = keyhole(command)
     assert done.returncode in (0, 1), done.stderr
     sys.stdout.flush()
-    assert inner.getvalue().decode("ascii").startswith(ANSWERS[command][0])
+    assert written.getvalue().decode("ascii").startswith(ANSWERS[command][0])
 
 
 @pytest.mark.slow
@@ -150,14 +151,11 @@ def test_a_process_in_an_ascii_locale(place):
 
 
 def test_signs_that_an_encoding_lacks_are_spelled(monkeypatch):
-    inner = io.BytesIO()
-    monkeypatch.setattr(
-        sys, "stdout", io.TextIOWrapper(inner, encoding="ascii", newline="\n")
-    )
+    written = ascii_stdout(monkeypatch)
     outputs.write_in_any_locale()
     outputs.show("d² → 日")
     sys.stdout.flush()
-    assert inner.getvalue() == b"d\\xb2 \\u2192 \\u65e5\n"
+    assert written.getvalue() == b"d\\xb2 \\u2192 \\u65e5\n"
 
 
 @pytest.mark.parametrize("wish", ["", "NO_COLOR"])
@@ -169,7 +167,7 @@ def test_a_terminal_has_colours_unless_nobody_wants_them(wish, keyhole, monkeypa
     master, slave = pty.openpty()
     with os.fdopen(slave, "w", encoding="utf-8") as file:
         monkeypatch.setattr(sys, "stdout", file)
-        assert keyhole("report", "audit.json").returncode in (0, 1)
+        assert keyhole("report audit.json").returncode in (0, 1)
         shown = b""
         while b"signs" not in shown:
             shown += os.read(master, 65536)
