@@ -9,6 +9,7 @@ from functools import cache
 
 from keyhole.core import Finding, Skip
 from keyhole.core.exposure import NOT_CHECKED, Exposure
+from keyhole.core.finding import Reading
 from keyhole.report import words
 
 _BY_WORDS = {
@@ -45,6 +46,11 @@ def names(given: Iterable[Finding | Skip]) -> list[str]:
         words.skip(row) if isinstance(row, Skip) else words.exposure(row.exposure)
         for row in given
     ]
+
+
+def written(reading: Reading) -> str:
+    """Return the text that was read back."""
+    return "".join(piece.text for piece in reading.pieces).strip()
 
 
 def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:

@@ -20,7 +20,6 @@ import pytest
 import torch
 
 import keyhole
-from command_line import inside
 from keyhole.core.exposure import Exposure
 from keyhole.core.registry import Entry, Registry
 
@@ -42,6 +41,7 @@ from keyhole.recover import registry as recovering
 HEAD = keyhole.oracle.plant("head", dim=3, seed=1)
 LAYER = keyhole.oracle.plant("attention", dim=3, every_token=True, seed=1)
 TEXT = "a warm and funny film ."
+TEXT_EXPOSURE = Exposure("KH-TEXT-OTHER")
 STEPS = 5  # modules that a parameter may pass
 
 
@@ -95,7 +95,7 @@ class Dummy:
 
     registry: Registry
     entry: Entry
-    command: tuple[str, ...]
+    command: str
     run: Callable[[Path], None]
     audit: Callable[[], keyhole.core.Audit] | None
 
@@ -108,7 +108,7 @@ DUMMIES = {
             CoinToss,
             (extracting.Row(Exposure("KH-WEIGHTS-OTHER"), extracting.Kind.HEAD, "-"),),
         ),
-        ("extract",),
+        "extract",
         extract,
         partial(endpoint, "KH-WEIGHTS-OTHER"),
     ),
@@ -117,7 +117,7 @@ DUMMIES = {
         Entry(
             "dummy", StandingStill, (inverting.Row(Exposure("KH-INPUTS-OTHER"), "-"),)
         ),
-        ("invert",),
+        "invert",
         invert,
         partial(endpoint, "KH-INPUTS-OTHER"),
     ),
@@ -128,28 +128,23 @@ DUMMIES = {
             FirstWords,
             (
                 recovering.Row(
-                    "hidden",
-                    False,
-                    Exposure("KH-TEXT-OTHER"),
-                    "-",
-                    lambda _: [1],
-                    ("float32",),
+                    "hidden", False, TEXT_EXPOSURE, "-", lambda _: [1], ("float32",)
                 ),
             ),
         ),
-        ("recover",),
+        "recover",
         recover,
         partial(model, "KH-TEXT-OTHER"),
     ),
     "disrupt": Dummy(
         disrupting.ATTACKERS,
         Entry("dummy", LastWord, (disrupting.Row(Exposure("KH-PREDICTIONS-OTHER")),)),
-        ("disrupt",),
+        "disrupt",
         disrupt,
         partial(model, "KH-PREDICTIONS-OTHER"),
     ),
     "harden": Dummy(
-        hardening.DEFENCES, Entry("dummy", DoubledLoss), ("harden",), harden, None
+        hardening.DEFENCES, Entry("dummy", DoubledLoss), "harden", harden, None
     ),
 }
 
@@ -169,10 +164,9 @@ def dummy(request):
         yield request.param
 
 
-def test_it_is_a_choice_of_the_command(dummy, tmp_path, monkeypatch, capsys):
-    words = ("lab", "methods", "dummy")
-    done = inside(*words, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
-    assert f"{' '.join(dummy.command)} --method dummy" in done.stdout
+def test_it_is_a_choice_of_the_command(dummy, keyhole):
+    done = keyhole("lab methods dummy")
+    assert f"{dummy.command} --method dummy" in done.stdout
 
 
 def test_a_parameter_passes_few_modules_on_its_way_to_the_attack(dummy, tmp_path):

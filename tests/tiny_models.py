@@ -11,6 +11,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
+from keyhole.models import Loaded, identity
+
 WORDS = [f"w{number}" for number in range(195)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 SHAPE = {
@@ -118,6 +120,11 @@ def _shared(family, seed, **changes):
 
 def _sums(made):
     return torch.stack([weight.double().sum() for weight in made.parameters()])
+
+
+def loaded(made, causal=False, name="tiny"):
+    """Return a model with its tokenizer and its name, as if it was opened."""
+    return Loaded(made, tokenizer(causal), identity(made), name)
 
 
 def ids(texts=3, length=12, seed=0, causal=False):

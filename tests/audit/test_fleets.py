@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 import tiny_models as tiny
-from command_line import KEYHOLE, inside, started
+from command_line import KEYHOLE, started
 from dask_workers import BEGUN, ENDED, kill_in_the_middle, workers
 from keyhole import audit, oracle, report
 from keyhole.audit import Audit, NamedTarget
@@ -107,20 +107,14 @@ def test_every_target_is_audited_as_it_would_be_alone(place, whole, monkeypatch)
 def test_stopped_anywhere_it_goes_on_and_opens_nothing_that_is_finished(
     place, whole, tmp_path, monkeypatch
 ):
-    checks = sum(
-        len(audit.findings) + len(audit.skips) for audit in whole.audits.values()
-    )
+    checks = sum(len(each.findings + each.skips) for each in whole.audits.values())
     opened, made = counted(monkeypatch, (3, checks - 4))
     path = tmp_path / "journal"
     resumed = []
     for _ in range(2):
         with pytest.raises(Stop):
             fleet(place / "fleet.toml", journal=path)
-    again = fleet(
-        place / "fleet.toml",
-        journal=path,
-        notice=resumed.append,
-    )
+    again = fleet(place / "fleet.toml", journal=path, notice=resumed.append)
     assert len(made) == len(set(made)) <= checks
     assert resumed == ["resuming: 1 of 3 targets are done"]
     assert {name: facts(each) for name, each in again.audits.items()} == {
@@ -135,25 +129,21 @@ def test_stopped_anywhere_it_goes_on_and_opens_nothing_that_is_finished(
     assert [file.name for file in tmp_path.iterdir()] == ["journal"]
 
 
-def test_touched_files_are_checked_anew_and_others_are_not(
-    place, tmp_path, monkeypatch
-):
-    oracle.save(oracle.plant(dim=2, seed=1), tmp_path / "a.safetensors")
-    oracle.save(oracle.plant(dim=2, seed=2), tmp_path / "b.safetensors")
+def test_touched_files_are_checked_anew_and_others_are_not(tmp_path, monkeypatch):
+    def identities():
+        found = fleet(tmp_path / "fleet.toml", journal=tmp_path / "journal")
+        return [found.audits[f"{name}.safetensors"].identity for name in "ab"]
+
+    for seed, name in enumerate("ab", 1):
+        oracle.save(oracle.plant(dim=2, seed=seed), tmp_path / f"{name}.safetensors")
     (tmp_path / "fleet.toml").write_text('[[target]]\ntarget = "*.safetensors"')
-    before = fleet(tmp_path / "fleet.toml", journal=tmp_path / "journal")
+    before = identities()
     oracle.save(oracle.plant(dim=2, seed=3), tmp_path / "b.safetensors")
     opened, _ = counted(monkeypatch)
-    after = fleet(tmp_path / "fleet.toml", journal=tmp_path / "journal")
+    after = identities()
     assert opened == ["b.safetensors"]
-    assert (
-        after.audits["a.safetensors"].identity
-        == before.audits["a.safetensors"].identity
-    )
-    assert (
-        after.audits["b.safetensors"].identity
-        != before.audits["b.safetensors"].identity
-    )
+    assert after[0] == before[0]
+    assert after[1] != before[1]
 
 
 def test_another_runs_journal_is_refused(place, tmp_path):
@@ -177,15 +167,9 @@ def test_the_page_has_a_row_for_each_and_nothing_of_theirs_is_markup(whole):
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_folder_and_the_table(
-    place, whole, tmp_path, monkeypatch, capsys
-):
-    def keyhole(*words):
-        return inside(
-            "audit", *words, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
-        )
-
-    done = keyhole("--targets", place / "fleet.toml", "--out", "out")
+def test_the_command_writes_a_folder_and_the_table(place, whole, tmp_path, keyhole):
+    view = f"audit --targets {place}/fleet.toml --out out"
+    done = keyhole(view)
     assert done.returncode == 1, done.stderr
     assert "Of 3 targets 2 give something away" in done.stdout
     assert HOSTILE in done.stdout
@@ -195,20 +179,20 @@ def test_the_command_writes_a_folder_and_the_table(
     assert names == {*files, "index.html", "fleet.journal"}  # one had no result
     found = Audit.load(tmp_path / "out" / "encoder.json")
     assert facts(found) == facts(whole.audits["encoder"])
-    again = keyhole("--targets", place / "fleet.toml", "--out", "out")
+    again = keyhole(view)
     assert "resuming:" in again.stderr
     (tmp_path / "out" / "fleet.journal").unlink()
-    refused = keyhole("--targets", place / "fleet.toml", "--out", "out")
+    refused = keyhole(view)
     assert refused.returncode == 2
     assert "out/index.html exists: give --force to replace it" in refused.stderr
     for words, line in {
-        ("demo", "--targets", "x"): "TARGET is for one target",
-        ("demo", "--out", "x"): "--out is for --targets",
-        (): "name a TARGET, a file of them with --targets, or a policy with targets",
-        ("--targets", "missing.toml"): "missing.toml",
-        ("--targets", place / "fleet.toml", "--out", place / "fleet.toml"): "--out",
+        "demo --targets x": "TARGET is for one target",
+        "demo --out x": "--out is for --targets",
+        "": "name a TARGET, a file of them with --targets, or a policy with targets",
+        "--targets missing.toml": "missing.toml",
+        f"--targets {place}/fleet.toml --out {place}/fleet.toml": "--out",
     }.items():
-        done = keyhole(*words)
+        done = keyhole("audit", words)
         assert done.returncode == 2
         assert line in done.stderr
         assert "Traceback" not in done.stderr
@@ -218,16 +202,8 @@ def test_the_command_writes_a_folder_and_the_table(
 @pytest.mark.slow
 def test_killed_with_its_processes_the_same_command_goes_on(place, whole, tmp_path):
     journal = tmp_path / "out" / "fleet.journal"
-    words = [
-        *KEYHOLE,
-        "audit",
-        "--targets",
-        place / "fleet.toml",
-        "--out",
-        "out",
-        "--processes",
-        "2",
-    ]
+    view = f"audit --targets {place}/fleet.toml --out out --processes 2"
+    words = [*KEYHOLE, *view.split()]
     with started(words, cwd=tmp_path) as process:
         assert wait_until(lambda: records_in(journal) >= 1, process)
         process.kill()

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-import command_line
 import keyhole
 from keyhole.audit import target as targets
 from keyhole.audit.target import target_of
@@ -35,9 +34,7 @@ def extras(root):
     """The modules behind each extra, from pyproject.toml."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     return {
-        extra: [
-            NAMES.get(name, name) for name in (need.split(">")[0] for need in needs)
-        ]
+        extra: [NAMES.get(name, name) for name in (n.split(">")[0] for n in needs)]
         for extra, needs in project["optional-dependencies"].items()
         if extra not in ("all", "dev", "docs")
     }
@@ -96,15 +93,11 @@ def test_every_extra_is_tried(root):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("missing", MISSING, ids=" ".join)
 @pytest.mark.usefixtures("small_demo")
-def test_the_demo_is_audited_without(
-    missing, root, without, tmp_path, monkeypatch, capsys
-):
+def test_the_demo_is_audited_without(missing, root, without, tmp_path, keyhole):
     for extra in missing:
         for module in extras(root)[extra]:
             without(module)
-    done = command_line.inside(
-        "audit", "demo", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
-    )
+    done = keyhole("audit demo")
     assert done.returncode == 1, done.stderr
     audit = Audit.load(tmp_path / "keyhole-demo.json")
     page = (tmp_path / "keyhole-demo.html").read_text()
@@ -120,12 +113,10 @@ def test_the_demo_is_audited_without(
     assert sought >= {"weights", "input", "text"}
 
 
-def test_without_torch_no_audit_is_made(root, without, tmp_path, monkeypatch, capsys):
+def test_without_torch_no_audit_is_made(root, without, keyhole):
     for module in extras(root)["models"]:
         without(module)
-    done = command_line.inside(
-        "audit", "demo", cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
-    )
+    done = keyhole("audit demo")
     assert done.returncode == 2
     assert "pip install 'keyhole[models]'" in done.stderr
 
@@ -147,9 +138,8 @@ def test_nothing_found_is_not_clean_where_a_part_was_not_opened(without):
     without("transformers")
     opened = keyhole.audit.open_target("demo")
     assert not opened.models
-    silent = keyhole.oracle.Head(
-        LAYER.W[0], 0 * LAYER.W[0, 0]
-    )  # v = 0 gives nothing away
+    # v = 0 gives nothing away
+    silent = keyhole.oracle.Head(LAYER.W[0], 0 * LAYER.W[0, 0])
     audit = keyhole.audit(replace(target_of(silent), name="t", skips=opened.skips))
     assert not audit.exposed
     assert audit.exit_code == 3

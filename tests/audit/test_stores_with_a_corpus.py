@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
 import made_stores
 import tiny_models as tiny
-from command_line import inside
+from exposures import written
 from keyhole.audit import Audit, audit, stores
 from keyhole.audit.stores import StoreTarget
 from keyhole.core import Status
 from keyhole.core.progress import silent
-from keyhole.models import Loaded, identity
 from keyhole.models.capture import Exposure
 from keyhole.recover.embeddings.pooling import embeddings
 from keyhole.recover.embeddings.reader import CountedReader
@@ -24,7 +22,7 @@ from keyhole.stores import open_store
 
 MODEL = tiny.model("bert", num_hidden_layers=1)
 WORDS = tiny.tokenizer()
-LOADED = Loaded(MODEL, WORDS, identity(MODEL), "a tiny encoder")
+LOADED = tiny.loaded(MODEL)
 TEXTS = [f"w{11 * number}" for number in range(1, 8)]
 CORPUS = [f"w{number} w{(3 * number + 1) % 190}" for number in range(190)]
 COUNTING = "counting the corpus"
@@ -67,17 +65,12 @@ def test_a_corpus_is_counted_once_for_all_checks(target, tmp_path):
     assert finding.attack == "CountedReader"
     assert finding.status is Status.RECOVERED, finding.reason
     assert finding.estimate.exact == len(TEXTS)
-    read = [
-        "".join(piece.text for piece in r.pieces).strip()
-        for r in finding.texts[0].readings
-    ]
-    assert read == TEXTS
+    assert [written(reading) for reading in finding.texts[0].readings] == TEXTS
 
 
 def test_what_noise_would_change_is_measured_on_the_store_itself(target):
-    target = replace(
-        target, method=replace(target.method, search=SumSearch(passes=200))
-    )
+    method = replace(target.method, search=SumSearch(passes=200))
+    target = replace(target, method=method)
     notices = []
     found = audit(target, against_defences=True, notice=notices.append).findings
     assert [line for line in notices if "tried" in line][-1].count("(7 tried)") == 1
@@ -131,14 +124,11 @@ def test_a_stopped_audit_goes_on_with_the_checks_that_are_left(
     assert finding.texts == audit(target).findings[0].texts
 
 
-def test_the_command_reads_with_a_corpus(store, tmp_path, monkeypatch, capsys):
+def test_the_command_reads_with_a_corpus(store, tmp_path, keyhole):
     MODEL.save_pretrained(tmp_path / "encoder")
     WORDS.save_pretrained(tmp_path / "encoder")
     (tmp_path / "texts.txt").write_text("\n".join(CORPUS))
-    keyhole = partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
-    done = keyhole(
-        "audit", store, "--model", "encoder", "--corpus", "texts.txt", "--texts", 2
-    )
+    done = keyhole("audit", store, "--model encoder --corpus texts.txt --texts 2")
     assert done.returncode == 1, done.stderr
     (finding,) = Audit.load(tmp_path / "keyhole-vectors.jsonl.json").findings
     assert (finding.estimate.exact, finding.estimate.sample) == (2, 2)

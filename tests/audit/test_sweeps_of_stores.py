@@ -10,7 +10,7 @@ import pytest
 
 import made_stores
 import tiny_models as tiny
-from command_line import inside
+from exposures import written
 from keyhole import report
 from keyhole.audit import Audit, audit, open_target, stores
 from keyhole.core.errors import InputError
@@ -45,16 +45,13 @@ def opened(tmp_path, encoder):
     """A store that was opened by name, read with a corpus."""
 
     def target(count, method=None, **options):
-        vectors = (
-            embeddings(MODEL, WORDS, texts(190), Exposure("pooled")).float().numpy()
-        )
+        vectors = embeddings(MODEL, WORDS, texts(190), Exposure("pooled"))
         kept = texts(count)
         rows = [kept.index(text) for text in kept]
-        name = made_stores.jsonl(tmp_path, vectors[rows], kept)
+        name = made_stores.jsonl(tmp_path, vectors.float().numpy()[rows], kept)
         made = open_target(name, model=encoder, texts=count, **options)
-        return replace(
-            made, parts=tuple(replace(part, method=method) for part in made.parts)
-        )
+        parts = tuple(replace(part, method=method) for part in made.parts)
+        return replace(made, parts=parts)
 
     return target
 
@@ -66,10 +63,7 @@ def counting(tmp_path):
 
 
 def read(audited):
-    readings = audited.findings[0].texts[0].readings
-    return [
-        "".join(piece.text for piece in reading.pieces).strip() for reading in readings
-    ]
+    return [written(reading) for reading in audited.findings[0].texts[0].readings]
 
 
 @pytest.mark.parametrize(
@@ -85,9 +79,8 @@ def test_hundreds_of_vectors_are_read_and_all_are_counted(count, opened, tmp_pat
     assert sorted(read(audited)) == sorted(texts(count))
     assert read(audited) == [reading.original for reading in finding.texts[0].readings]
     assert (finding.estimate.exact, finding.estimate.population) == (count, count)
-    assert (
-        len(journal.read_text().splitlines()) == 1 + count
-    )  # each as soon as it is read
+    # each as soon as it is read
+    assert len(journal.read_text().splitlines()) == 1 + count
     page = report.render(audited)
     assert (f"The first 100 of {count:,} texts" in page) == (count > 100)
     assert len(page) < 200_000
@@ -109,23 +102,22 @@ def test_processes_give_what_this_one_gives(opened, encoder, tmp_path):
 
 
 def test_workers_need_a_target_by_its_name(opened):
-    with pytest.raises(
-        InputError, match="--processes and --dask need a target by its name"
-    ):
+    message = "--processes and --dask need a target by its name"
+    with pytest.raises(InputError, match=message):
         audit(opened(2, BRIEF), processes=1)
 
 
-def test_all_of_a_store_by_the_command(opened, encoder, tmp_path, monkeypatch, capsys):
+def test_all_of_a_store_by_the_command(opened, encoder, tmp_path, monkeypatch, keyhole):
     opened(4)
     monkeypatch.setitem(stores.AT_ONCE, "cpu", 2)
     monkeypatch.setattr("keyhole.audit.stores.read", partial(briefly, stores.read))
-    here = partial(inside, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
-    done = here("audit", "vectors.jsonl", "--model", encoder, "--texts", "all")
+    view = f"audit vectors.jsonl --model {encoder} --texts"
+    done = keyhole(view, "all")
     assert done.returncode in (1, 3), done.stderr
     assert "audit: 1 of 2 checks" in done.stderr
     (finding,) = Audit.load(tmp_path / "keyhole-vectors.jsonl.json").findings
     assert len(finding.texts[0].readings) == 4
-    done = here("audit", "vectors.jsonl", "--model", encoder, "--texts", "some")
+    done = keyhole(view, "some")
     assert done.returncode == 2
     assert "--texts" in done.stderr
 

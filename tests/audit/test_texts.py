@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import tiny_models as tiny
-from command_line import inside
-from exposures import by_name, names
+from exposures import by_name, names, written
 from keyhole import report
 from keyhole.audit import Audit, audit, texts
 from keyhole.audit.texts import PERMUTED, PRECISIONS, TextTarget, left_out
@@ -20,7 +19,6 @@ from keyhole.core.exposure import Exposure as Shown
 from keyhole.core.progress import untracked
 from keyhole.core.registry import Entry
 from keyhole.invert import recover_texts
-from keyhole.models import Loaded, identity
 from keyhole.models.capture import Exposure
 from keyhole.models.demo import TEXTS, load_demo
 from keyhole.recover.attack import Proposal
@@ -31,10 +29,10 @@ from keyhole.report import words
 WORDS = ("w1 w20 w3 w4 w100 w7 w55", "w9 w8 w77 w66 w3 w3 w12 w14")
 
 
-def target(family, **options):
-    model = tiny.model(family, num_hidden_layers=2)
-    words = tiny.tokenizer(family in tiny.DECODERS)
-    return TextTarget(Loaded(model, words, identity(model), family), WORDS, **options)
+def target(family, depth=2, **options):
+    model = tiny.model(family, num_hidden_layers=depth)
+    loaded = tiny.loaded(model, family in tiny.DECODERS, family)
+    return TextTarget(loaded, WORDS, **options)
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +73,12 @@ def test_tokens_that_are_all_alike_are_not_identifiable(exposure):
 
 def test_a_model_that_computes_no_numbers_is_refused():
     broken = target("bert")
+    value = broken.loaded.model.encoder.layer[0].attention.self.value
     with torch.no_grad():
-        broken.loaded.model.encoder.layer[0].attention.self.value.weight[0, 0] = (
-            torch.nan
-        )
+        value.weight[0, 0] = torch.nan
     checks = texts.checks_of("it", broken, Exposure("hidden", 2), "float32", 0)
-    with pytest.raises(
-        InputError, match=r"hold some, in encoder\.layer\.0\.attention\.self\.value"
-    ):
+    place = r"hold some, in encoder\.layer\.0\.attention\.self\.value"
+    with pytest.raises(InputError, match=place):
         checks[0].run(untracked)
 
 
@@ -93,11 +89,10 @@ def test_a_reading_says_which_tokens_are_right(audited):
                 continue
             for text, reading in zip(WORDS, cell.readings, strict=True):
                 assert reading.original == text
-                assert len(reading.pieces) == len(
-                    text.split()
-                )  # special tokens left out
-                written = "".join(piece.text for piece in reading.pieces).split()
-                right = [a == b for a, b in zip(written, text.split(), strict=True)]
+                words = text.split()
+                assert len(reading.pieces) == len(words)  # special tokens left out
+                read = written(reading).split()
+                right = [a == b for a, b in zip(read, words, strict=True)]
                 assert right == [piece.right for piece in reading.pieces]
                 assert reading.exact == all(right)
                 assert not reading.verified or reading.exact
@@ -111,7 +106,7 @@ def test_a_text_is_exact_only_if_its_characters_came_back():
     whole, unknown, cut = finding.texts[0].readings
     assert [reading.exact for reading in (whole, unknown, cut)] == [True, False, False]
     assert all(reading.verified for reading in (whole, unknown, cut))  # every token is
-    assert "".join(piece.text for piece in unknown.pieces) == "w1 [UNK] w3"
+    assert written(unknown) == "w1 [UNK] w3"
     assert unknown.note == "the tokenizer knows no token for nobody"
     assert cut.note == "cut off after 80 of 102 tokens"
     assert len(cut.pieces) == 78
@@ -137,9 +132,7 @@ def test_a_causal_model_skips_what_cannot_be_read():
     assert {"hidden states of layer 2", "keys and values of layer 0"} <= given.keys()
     rules = ("KH-TEXT-HIDDEN-STATES", "KH-TEXT-KEYS-AND-VALUES")
     hidden = [finding for finding in audited.findings if finding.exposure.rule in rules]
-    assert all(finding.status is Status.RECOVERED for finding in hidden), [
-        finding.reason for finding in hidden
-    ]
+    assert {finding.status for finding in hidden} == {Status.RECOVERED}
     missed = {
         "attention maps",
         "pooled embedding",
@@ -156,12 +149,6 @@ def test_layers_by_wish():
     audited = audit(target("bert", layers=[2], precisions=("bfloat16",)))
     hidden = [name for name in names(audited.findings) if "hidden" in name]
     assert hidden == ["hidden states of layer 2"]
-
-
-def deep(family, **options):
-    model = tiny.model(family, num_hidden_layers=12)
-    words = tiny.tokenizer(family in tiny.DECODERS)
-    return TextTarget(Loaded(model, words, identity(model), family), WORDS, **options)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +181,7 @@ def deep(family, **options):
 )
 def test_layers_that_were_not_tried_are_named(family, reasons):
     def left(part, **wishes):
-        subject = deep(family, **wishes)
+        subject = target(family, 12, **wishes)
         return left_out(part, subject.loaded.model, subject.layers)
 
     skips = {words.skip(skip): skip.reason for skip in left("it")}
@@ -213,11 +200,7 @@ def test_all_layers_by_one_word(family, caches):
     asked = texts.checks("", target(family, layers="all"), seed=0)
     exposures = [check.exposure for check in asked if not check.exposure.variant]
     for rule, layers in (("HIDDEN-STATES", range(1, 3)), ("KEYS-AND-VALUES", caches)):
-        tried = [
-            exposure.layer
-            for exposure in exposures
-            if exposure.rule == f"KH-TEXT-{rule}"
-        ]
+        tried = [each.layer for each in exposures if each.rule == f"KH-TEXT-{rule}"]
         assert tried == list(layers)
 
 
@@ -242,15 +225,13 @@ def test_wrong_wishes():
 def test_the_classifier_that_ships_gives_its_texts_away():
     demo = load_demo("classification")
     leaks = [leak_of(demo.model, demo.tokenizer, text, "hidden:4") for text in TEXTS]
-    recoveries = recover_texts(
-        demo.model, demo.tokenizer, [degrade(leak, "int8") for leak in leaks]
-    )
+    degraded = [degrade(leak, "int8") for leak in leaks]
+    recoveries = recover_texts(demo.model, demo.tokenizer, degraded)
     assert all(recovery.verified for recovery in recoveries)
     for text, recovery in zip(TEXTS, recoveries, strict=True):
         assert recovery.ids == demo.tokenizer(text)["input_ids"]
-    for recovery, label in zip(
-        recoveries[:2], (1, 0), strict=True
-    ):  # and it is a classifier
+    # and it is a classifier
+    for recovery, label in zip(recoveries[:2], (1, 0), strict=True):
         assert int(demo.model(torch.tensor([recovery.ids])).logits.argmax()) == label
 
 
@@ -263,24 +244,21 @@ class Guess:
     def __call__(self, target, leaks):
         for number, leak in enumerate(leaks):
             known = target.framed(leak.length)
-            yield (
-                number,
-                Proposal([self.word if id_ < 0 else id_ for id_ in known.tolist()]),
-            )
+            ids = known.where(known >= 0, self.word).tolist()
+            yield number, Proposal(ids)
 
 
 @pytest.fixture
 def guess():
     exposure = Shown("KH-TEXT-HIDDEN-STATES", "guessed")
-    ATTACKS.add(
-        Entry("guess", Guess, (Row("hidden", False, exposure, "", lambda _: [2]),))
-    )
+    row = Row("hidden", False, exposure, "", lambda _: [2])
+    ATTACKS.add(Entry("guess", Guess, (row,)))
     yield
     del ATTACKS["guess"]
 
 
 @pytest.mark.usefixtures("guess")
-def test_one_line_adds_an_attack(tmp_path, monkeypatch, capsys):
+def test_one_line_adds_an_attack(tmp_path, keyhole):
     subject = target("bert", layers=[2], precisions=("float32",))
     findings = audit(subject, only=["KH-TEXT-HIDDEN-STATES"]).findings
     assert [(finding.exposure.variant, finding.attack) for finding in findings] == [
@@ -290,23 +268,12 @@ def test_one_line_adds_an_attack(tmp_path, monkeypatch, capsys):
     assert findings[1].status is Status.UNSOLVED
     assert readers("hidden", False) == ["encoder-states", "guess"]
     demo = load_demo()
-    leak_of(demo.model, demo.tokenizer, TEXTS[0], "hidden:1").save(
-        tmp_path / "leak.safetensors"
-    )
-    done = inside(
-        "recover",
-        "demo",
-        "leak.safetensors",
-        "--method",
-        "guess",
-        cwd=tmp_path,
-        monkeypatch=monkeypatch,
-        capsys=capsys,
-    )
+    leak = leak_of(demo.model, demo.tokenizer, TEXTS[0], "hidden:1")
+    leak.save(tmp_path / "leak.safetensors")
+    done = keyhole("recover demo leak.safetensors --method guess")
     assert done.returncode == 0, done.stderr
-    assert (
-        "unsolved" in done.stdout
-    )  # a guess explains nothing, and proves nothing of the model
+    # a guess explains nothing, and proves nothing of the model
+    assert "unsolved" in done.stdout
     assert "leak.safetensors: " in done.stdout
 
 

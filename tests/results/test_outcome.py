@@ -6,9 +6,8 @@ import importlib
 
 import pytest
 
-from command_line import inside
 from exposures import called
-from keyhole import report
+from keyhole import invert, report
 from keyhole.assess import assess
 from keyhole.core import OUTCOMES, Audit, Finding, Outcome, Skip, Status, exit_code
 from keyhole.disrupt.disruption import Control, Disruption
@@ -16,6 +15,7 @@ from keyhole.disrupt.disruption import Outcome as Flip
 from keyhole.extract import Extraction
 from keyhole.invert import Inversion
 from keyhole.recover.recovery import TextRecovery
+from keyhole.recover.run import LeakRead
 
 CODES = {  # written down by hand: the code derives it
     Status.RECOVERED: 1,
@@ -54,16 +54,9 @@ def test_given_away_wins_and_unchecked_is_never_clean():
 
 
 def finding(status, **more):
+    exposure = called("full scores")
     return Finding(
-        called("full scores"),
-        "SingleHead",
-        status,
-        "why",
-        "remedy",
-        None,
-        1,
-        0.0,
-        **more,
+        exposure, "SingleHead", status, "why", "remedy", None, 1, 0.0, **more
     )
 
 
@@ -85,20 +78,15 @@ def results_of(status):
 @pytest.mark.parametrize("status", Status)
 @pytest.mark.parametrize("command", ["audit", "extract", "invert", "recover"])
 def test_every_command_ends_with_the_code_of_its_status(
-    command, status, tmp_path, monkeypatch, capsys
+    command, status, tmp_path, monkeypatch, keyhole
 ):
     result = results_of(status)[command]
-    monkeypatch.chdir(tmp_path)
-    arguments = ["demo"]
+    arguments = "demo"
     if command == "invert":
-        from keyhole import invert
-
-        invert.plant(2, 2)[0].save(tmp_path / "problem.safetensors")
-        arguments = ["problem.safetensors"]
+        arguments = "problem.safetensors"
+        invert.plant(2, 2)[0].save(tmp_path / arguments)
     if command == "recover":
-        from keyhole.recover.run import LeakRead
-
-        arguments = ["demo", "leak.safetensors"]
+        arguments = "demo leak.safetensors"
         (tmp_path / "leak.safetensors").write_bytes(b"")
         read = LeakRead(0, "leak", "digest", result)
         updates = importlib.import_module("keyhole.recover.gradients")
@@ -111,13 +99,7 @@ def test_every_command_ends_with_the_code_of_its_status(
     name = "audit" if command == "audit" else "run"
     module = importlib.import_module(f"keyhole.{command}.run")
     monkeypatch.setattr(module, name, ended)
-    done = inside(
-        *command.split(),
-        *arguments,
-        cwd=tmp_path,
-        monkeypatch=monkeypatch,
-        capsys=capsys,
-    )
+    done = keyhole(command, arguments)
     interrupted = command == "invert" and status is Status.INTERRUPTED
     assert done.returncode == (130 if interrupted else CODES[status]), done.stderr
 
@@ -141,17 +123,10 @@ def test_what_could_not_be_checked_keeps_the_rest_from_being_clean():
     assert mixed.exit_code == 3
     assert "1 of 2 checks had no result" in assess(mixed).verdict
     assert "not a clean bill" in assess(mixed).verdict
-    skipped = Audit(
-        "t",
-        "i",
-        (finding(Status.UNSOLVED),),
-        (Skip(called("signs"), "a", "r", unchecked=True),),
-    )
-    assert skipped.exit_code == 3
-    other_kind = Audit(
-        "t", "i", (finding(Status.UNSOLVED),), (Skip(called("signs"), "a", "r"),)
-    )
-    assert other_kind.exit_code == 0
+    for unchecked, code in ((True, 3), (False, 0)):
+        skip = Skip(called("signs"), "a", "r", unchecked=unchecked)
+        skipped = Audit("t", "i", (finding(Status.UNSOLVED),), (skip,))
+        assert skipped.exit_code == code
 
 
 def test_a_control_is_no_exposure():

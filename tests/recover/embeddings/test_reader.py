@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 import tiny_models as tiny
-from command_line import inside
 from keyhole.audit import Audit
 from keyhole.core import Status
 from keyhole.data import read_texts
@@ -37,20 +36,12 @@ def test_the_corpus_that_ships_is_sentences_and_none_of_what_the_demo_reads():
     assert not [line for line in lines if runs(line) & read_back]
 
 
-@pytest.fixture
-def keyhole(tmp_path, monkeypatch, capsys):
-    return lambda *words: inside(
-        *words, cwd=tmp_path, monkeypatch=monkeypatch, capsys=capsys
-    )
-
-
 def test_a_short_text_is_read_with_a_corpus(keyhole, tmp_path):
     demo = load_demo()
-    leak_of(demo.model, demo.tokenizer, NOTES[0], "pooled").save(
-        tmp_path / "leak.safetensors"
-    )
+    leak = leak_of(demo.model, demo.tokenizer, NOTES[0], "pooled")
+    leak.save(tmp_path / "leak.safetensors")
     (tmp_path / "own.txt").write_text(f"this is no secret .\n{NOTES[0]}\nan old coin\n")
-    done = keyhole("recover", "demo", "leak.safetensors", "--corpus", "own.txt")
+    done = keyhole("recover demo leak.safetensors --corpus own.txt")
     assert done.returncode == 1, done.stderr
     assert NOTES[0] in done.stdout
     words = "recovered (cosine 1.000000, within its precision (float32); read with counts of the "
@@ -60,13 +51,9 @@ def test_a_short_text_is_read_with_a_corpus(keyhole, tmp_path):
 def test_a_store_is_read_without_a_corpus(keyhole, tmp_path):
     demo = load_demo()
     note = min(NOTES, key=len)
-    vectors = (
-        embeddings(demo.model, demo.tokenizer, [note], Exposure("pooled"))
-        .float()
-        .numpy()
-    )
-    name = jsonl(tmp_path, vectors, [note])
-    done = keyhole("audit", name, "--model", "demo")
+    vectors = embeddings(demo.model, demo.tokenizer, [note], Exposure("pooled"))
+    name = jsonl(tmp_path, vectors.float().numpy(), [note])
+    done = keyhole("audit", name, "--model demo")
     assert done.returncode == 1, done.stderr
     (finding,) = Audit.load(tmp_path / "keyhole-vectors.jsonl.json").findings
     assert (finding.status, finding.attack) == (Status.RECOVERED, "CountedReader")

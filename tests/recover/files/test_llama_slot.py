@@ -10,7 +10,6 @@ import torch
 
 import tiny_gguf
 import tiny_models as tiny
-from command_line import inside
 from keyhole import recover
 from keyhole.core.errors import InputError
 from keyhole.models.anatomy import anatomy
@@ -58,9 +57,8 @@ def test_the_ids_are_read_and_checked(slot, loaded):
     )
 
 
-def test_a_slot_on_the_command_line(slot, weights, monkeypatch, capsys):
-    arguments = ["recover", weights.name, "slot.bin", "--json"]
-    done = inside(*arguments, cwd=slot.parent, monkeypatch=monkeypatch, capsys=capsys)
+def test_a_slot_on_the_command_line(slot, weights, keyhole):
+    done = keyhole("recover", weights.name, "slot.bin --json", cwd=slot.parent)
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout)["text"] == TEXT
 

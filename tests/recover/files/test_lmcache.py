@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 
 import tiny_models as tiny
-from command_line import inside
 from keyhole import audit, recover
 from keyhole.core.errors import InputError
 from keyhole.models import Loaded, identity
@@ -131,11 +130,10 @@ def test_plain_and_encrypted_chunks_side_by_side(sealed, subject, chunk):
     assert [result.text for result in results] == [TEXT, ""]
 
 
-def test_an_encrypted_chunk_could_not_be_checked(sealed, subject, monkeypatch, capsys):
+def test_an_encrypted_chunk_could_not_be_checked(sealed, subject, keyhole):
     subject.model.save_pretrained(sealed.parent / "model")
     subject.tokenizer.save_pretrained(sealed.parent / "model")
-    arguments = ["recover", "model", sealed.name, "--json"]
-    done = inside(*arguments, cwd=sealed.parent, monkeypatch=monkeypatch, capsys=capsys)
+    done = keyhole("recover model --json", sealed.name, cwd=sealed.parent)
     assert done.returncode == 3, done.stderr
     assert "encrypted" in json.loads(done.stdout)["reason"]
     (finding,) = audit(str(sealed), model=str(sealed.parent / "model")).findings
