@@ -49,8 +49,9 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import identity, normal, random_stream, tensor, zeros
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.bilinear import lengths, random_orthogonal
 from keyhole.extract.blocks.view import expect_vectors, last
 from keyhole.extract.extraction import Step
 from keyhole.extract.gauss_newton import levenberg, refined
@@ -108,7 +109,7 @@ class AttentionLayers(Method):
     tolerance: float = 1e-8
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         far = _Far.open(oracle, stream)
         W, V, length = _heads(far, stream)
         model = _polished(far, _assigned(far, W, V, length, stream), length, stream)
@@ -143,8 +144,8 @@ class _Far:
         """
         d = oracle.dim
         basis = random_orthogonal(d, stream)
-        tokens = torch.cat([basis, basis.sum(0, keepdim=True)]).unsqueeze(1)
-        answers = ask(oracle, tokens)
+        tokens = torch.cat([basis, basis.sum(0, keepdim=True)])
+        answers = ask(oracle, tokens[:, None])
         expect_vectors(answers, d)
         every_token = answers.ndim == 3
         y = answers[:, -1] if every_token else answers
@@ -156,19 +157,12 @@ class _Far:
             )
         error = max(4 * nonlinear, 2.0**-52)
         P = basis.mT @ y[:-1]
-        three = torch.randn(3, d, generator=stream, dtype=torch.float64) / math.sqrt(d)
+        three = normal(stream, 3, d) / math.sqrt(d)
         both = ask(oracle, torch.stack([three, three[[1, 0, 2]]]))
         difference = both[0, 0] - three[0] @ P if every_token else both[0] - both[1]
-        equal = bool(
-            difference.abs().max() <= max(_SAME, 16 * error) * both.abs().max()
-        )
-        return cls(
-            oracle,
-            P,
-            every_token,
-            causal=equal if every_token else not equal,
-            error=error,
-        )
+        allowed = max(_SAME, 16 * error) * both.abs().max()
+        equal = bool(difference.abs().max() <= allowed)
+        return cls(oracle, P, every_token, equal == every_token, error)
 
     def __call__(self, x: Tensor, delta: Tensor) -> Tensor:
         """Return Σ_h f(x_i W̃_h δ)·δṼ_h, (N, d).
@@ -184,9 +178,8 @@ class _Far:
             return scale * (y - 0.5 * (near @ self.P - near))
         rows: list[Tensor] = []
         for copies in _COPIES:
-            tokens = torch.cat(
-                [far[:, None].expand(-1, copies, -1), (far + near)[:, None]], 1
-            )
+            tokens = far[:, None].repeat(1, copies + 1, 1)
+            tokens[:, -1] += near
             y = last(self.oracle, tokens) - far @ self.P - near
             rows.append(scale * copies * y)
         while len(rows) > 1:  # Neville's scheme in 1/m, which halves from row to row
@@ -206,9 +199,7 @@ def _heads(far: _Far, stream: torch.Generator) -> tuple[Tensor, Tensor, float]:
     """Return W̃ and Ṽ (with a causal mask V) of all heads, (H, d, d), and the length of tokens."""
     d = far.dim
     for share in _LENGTHS:
-        x = torch.randn(
-            3 * d + 16, d, generator=stream, dtype=torch.float64
-        ) / math.sqrt(d)
+        x = normal(stream, 3 * d + 16, d) / math.sqrt(d)
         basis = random_orthogonal(d, stream)
         length = share * _fitting_length(far, x[:8], basis[0])
         x = length * x
@@ -221,14 +212,11 @@ def _heads(far: _Far, stream: torch.Generator) -> tuple[Tensor, Tensor, float]:
             "no network of as many heads as there seem to be explains the answers"
         )
     g, u = found
-    if (
-        not far.causal
-    ):  # −g and −u fit as well as g and u: choose the signs with Σ_h u_h = δP − δ
+    if not far.causal:
+        # −g and −u fit as well as g and u: choose the signs with Σ_h u_h = δP − δ.
         total = first @ far.P - first
-        signs = torch.tensor(
-            list(itertools.product((1.0, -1.0), repeat=len(u)))
-        ).double()
-        best = signs[(signs @ u - total).norm(dim=1).argmin(), :, None]
+        signs = tensor(list(itertools.product((1.0, -1.0), repeat=len(u))))
+        best = signs[lengths(signs @ u - total).argmin(), :, None]
         g = best * g
         u = best * u
     x = x[: d + 2 * len(u) + 4]  # a few more than unknowns of each head
@@ -248,13 +236,14 @@ def _followed(
     shows.
     """
     first, g, u = known
-    W, V = torch.zeros(2, len(u), far.dim, far.dim, dtype=torch.float64)
+    W, V = zeros(2, len(u), far.dim, far.dim)
     for step in steps:
         near, value, explained = fit_network(far.gates, x, far(x, first + step), g)
         if not explained:
             return None
-        W += (near - g)[:, :, None] * step / step.square().sum()
-        V += (step / step.square().sum())[:, None] * (value - u)[:, None]
+        inverse = step / step.square().sum()
+        W += (near - g)[..., None] * inverse
+        V += inverse[:, None] * (value - u)[:, None]
     other = first + steps.sum(0) / math.sqrt(far.dim)
     wanted = far(x, other)
     gates = far.gates(x @ (W @ other).mT)[0]
@@ -288,20 +277,16 @@ def find_network(
 ) -> tuple[Tensor, Tensor] | None:
     """Return g (H, d) and u (H, d) with `wanted = Σ_h f(x g_h)·u_h`, or None; H is its rank."""
     sizes = torch.linalg.svdvals(wanted)
-    ratios = sizes / torch.cat([sizes[1:], sizes[-1:]]).clamp(
-        min=1e-16 * float(sizes[0])
-    )
+    after = torch.cat([sizes[1:], sizes[-1:]])
+    ratios = sizes / after.clamp(min=1e-16 * float(sizes[0]))
     heads = int(ratios.argmax()) + 1
-    if not float(ratios.max()) > _CLEAR:
+    if not ratios.max() > _CLEAR:
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
             f"the layers have {len(sizes)} heads or more in all: an answer has too few numbers",
         )
     for _ in range(_STARTS):
-        shape = heads, x.shape[1]
-        g = torch.randn(shape, generator=stream, dtype=torch.float64) / float(
-            x.norm(dim=1).mean()
-        )
+        g = normal(stream, heads, x.shape[1]) / lengths(x).mean()
         g, u, explained = fit_network(gates, x, wanted, g)
         if explained:
             return g, u
@@ -319,22 +304,19 @@ def fit_network(
     size = float(sizes.norm())
     allowed = max(_FITTED, _LEFT * float(sizes[heads:].norm()) / size)
     inside = wanted @ frame.mT / size
-    identity = torch.eye(heads, dtype=torch.float64)
 
     def misses(point: Tensor) -> tuple[Tensor, Tensor]:
-        g, u = point.split([heads * d, heads * heads])
-        u = u.view(heads, heads)
-        value, slopes = gates(x @ g.view(heads, d).mT)
-        by_g = torch.einsum("nh,hm,nd->nmhd", slopes, u, x).flatten(2).flatten(0, 1)
-        by_u = torch.einsum("nh,mk->nmhk", value, identity).flatten(2).flatten(0, 1)
-        return (value @ u - inside).flatten(), torch.cat([by_g, by_u], 1)
+        g, u = point.view(heads, -1).split([d, heads], 1)
+        value, slopes = gates(x @ g.mT)
+        by_g = torch.einsum("nh,hm,nd->nmhd", slopes, u, x)
+        by_u = torch.einsum("nh,mk->nmhk", value, identity(heads))
+        by_both = torch.cat([by_g, by_u], 3).flatten(2).flatten(0, 1)
+        return (value @ u - inside).flatten(), by_both
 
-    start = torch.cat(
-        [g.flatten(), least_squares(gates(x @ g.mT)[0], inside).flatten()]
-    )
-    point, left = levenberg(misses, start)
-    g, u = point.split([heads * d, heads * heads])
-    return g.view(heads, d), size * u.view(heads, heads) @ frame, left <= allowed
+    start = torch.cat([g, least_squares(gates(x @ g.mT)[0], inside)], 1)
+    point, left = levenberg(misses, start.flatten())
+    g, u = point.view(heads, -1).split([d, heads], 1)
+    return g, size * u @ frame, left <= allowed
 
 
 def _assigned(
@@ -350,7 +332,7 @@ def _assigned(
             break
         for layers in itertools.product(range(depth), repeat=len(W)):
             if len(set(layers)) == depth:
-                model = _in_layers(far, W, V, torch.tensor(layers, dtype=torch.float64))
+                model = _in_layers(far, W, V, tensor(layers))
                 off = float((last(model, tokens) - wanted).norm())
                 if off < least:
                     best = model
@@ -366,18 +348,17 @@ def _in_layers(
     """Return the layers, with V of their heads from Ṽ, the last layer first, and then W from W̃."""
     layers, order = layers.sort(stable=True)
     sizes = layers.unique_consecutive(return_counts=True)[1].tolist()
-    identity = torch.eye(far.dim, dtype=torch.float64)
     values = list(V[order].split(sizes))
-    behind = identity
+    behind = identity(far.dim)
     if not far.causal:
         for depth in reversed(range(len(sizes))):
             values[depth] = values[depth] @ torch.linalg.inv(behind)
-            behind = (identity + values[depth].sum(0)) @ behind
-    forms = list(W[order].split(sizes))
-    front = identity
-    for depth, value in enumerate(values):
-        forms[depth] = torch.linalg.inv(front) @ forms[depth]
-        front = front @ (identity + value.sum(0))
+            behind = behind + values[depth].sum(0) @ behind
+    forms: list[Tensor] = []
+    front = identity(far.dim)
+    for form, value in zip(W[order].split(sizes), values, strict=True):
+        forms.append(torch.linalg.solve(front, form))
+        front = front + front @ value.sum(0)
     return planted.AttentionLayers(
         torch.cat(forms),
         torch.cat(values),
@@ -414,7 +395,7 @@ def _polished(
 
 def _ordinary(count: int, d: int, length: float, stream: torch.Generator) -> Tensor:
     """Draw sequences of tokens of about this length, and of half of it."""
-    tokens = torch.randn(count, _TOKENS, d, generator=stream, dtype=torch.float64)
+    tokens = normal(stream, count, _TOKENS, d)
     tokens[::2] /= 2
     return length / math.sqrt(d) * tokens
 
