@@ -42,6 +42,7 @@ from torch import Tensor
 
 from keyhole.core.endpoint import EndpointOptions, without_password
 from keyhole.core.errors import InputError, expect_among
+from keyhole.core.float64 import full, tensor
 from keyhole.oracle.http import Http, Refused
 from keyhole.oracle.probe import (
     LIMITS,
@@ -59,10 +60,8 @@ COMPLETION = "/completion"
 OPENAI = "/v1/completions"
 ROUTES = (COMPLETION, OPENAI)
 _BAD_REQUEST = 400
-_TOO_MANY = (
-    _BAD_REQUEST,
-    422,
-)  # refusals of a number of log-probabilities, among other things
+# refusals of a number of log-probabilities, among other things
+_TOO_MANY = (_BAD_REQUEST, 422)
 _FORCED = 1000.0  # a bias that exceeds every logit, so that the token is sampled
 # Quotes inside a token's text are escaped, so no text can look like the beginning of an
 # entry.
@@ -167,7 +166,7 @@ class Completions:
             raise Refused(why, error.status, error.text) from error
         size = self.vocabulary or len(ids)
         if not len(ids) and self.vocabulary:
-            return torch.full((size,), ABSENT, dtype=torch.float64)
+            return full(ABSENT, size)
         if len(ids) != size or not np.array_equal(np.sort(ids), np.arange(size)):
             raise OracleError(
                 f"{self.url}{self.route} gave log-probabilities of {len(ids):,} tokens, asked for "
@@ -187,7 +186,7 @@ class Completions:
         value = ABSENT  # also if the answer has an unknown form
         with suppress(*WRONG_FORM):
             value = _sampled_of(answer, token)
-        return torch.tensor([value], dtype=torch.float64)
+        return tensor([value])
 
     def _raised(self, prompt: list[int], pairs: list[tuple[int, float]]) -> Tensor:
         """Return the raised tokens' log-probabilities, less their biases, up to a constant."""
@@ -213,12 +212,11 @@ class Completions:
         # An answer of an unknown form counts as ABSENT: the question was asked and is
         # paid for.
         with suppress(*WRONG_FORM):
-            if (
-                _openai_logprobs(answer) is not None
-            ):  # vLLM returns those before the bias
+            # vLLM returns those before the bias.
+            if _openai_logprobs(answer) is not None:
                 known = logprobs_of(answer)
                 numbers = [max(known.get(token, ABSENT), ABSENT) for token, _ in pairs]
-                return torch.tensor(numbers, dtype=torch.float64)
+                return tensor(numbers)
             for entry in _first(answer)["top_probs"]:
                 share = float(entry["prob"])
                 given[int(entry["id"])] = math.log(share) if share > 0 else ABSENT
@@ -226,7 +224,7 @@ class Completions:
             return self._greedy(prompt, pairs)
         values = [(given.get(token, ABSENT), bias) for token, bias in pairs]
         numbers = [value - bias if value > ABSENT else value for value, bias in values]
-        return torch.tensor(numbers, dtype=torch.float64)
+        return tensor(numbers)
 
     def _greedy(self, prompt: list[int], pairs: list[tuple[int, float]]) -> Tensor:
         """Return 0 for the raised token that is sampled, for servers without probabilities."""
@@ -239,9 +237,7 @@ class Completions:
             else:
                 ids = answer["choices"][0]["token_ids"]
             sampled = ids[0]
-        return torch.tensor(
-            [0.0 if token == sampled else ABSENT for token, _ in pairs]
-        ).double()
+        return tensor([0.0 if token == sampled else ABSENT for token, _ in pairs])
 
     def _request(self, prompt: list[int], count: int) -> dict[str, Any]:
         count = count if self.vocabulary is None else min(count, self.vocabulary)

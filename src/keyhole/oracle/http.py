@@ -48,15 +48,13 @@ _NO_SUCH_ROUTE = (404, 405, 501)
 # seconds between attempts; each pause doubles the last one
 _FIRST_PAUSE = 0.1
 _MAX_PAUSE = 2.0
-_RESTART_PAUSE = (
-    1.0  # seconds between attempts to connect to a server that answered before
-)
+# seconds between attempts to connect to a server that answered before
+_RESTART_PAUSE = 1.0
 _MAX_INTERNAL_ERRORS = 3  # statuses 500 in a row that are retried
 _LARGE = 2**20  # bytes; of the answers that are larger, only one at a time is in memory
 _DECOMPRESSED_BYTES = 2**14  # per step of decompression
-_WRITTEN_BYTES = (
-    2**16
-)  # per write, so that the deadline also ends a request that is read slowly
+# per write, so that the deadline also ends a request that is read slowly
+_WRITTEN_BYTES = 2**16
 _MIN_SECRET = 8  # characters; a shorter word may occur in any answer
 _FAILURES = (httpcore.NetworkError, httpcore.ProtocolError)
 FastParse = Callable[[bytearray], object | None]
@@ -198,9 +196,8 @@ class Http:
         `fast_parse` may take what it needs out of the body; if it returns None, the
         body is parsed as JSON.
         """
-        if content is None:
-            body = None
-        else:
+        body: bytes | None = None
+        if content is not None:
             body = json.dumps(content, allow_nan=False).encode()
         self._rate_limit.wait()
         deadline = time.monotonic() + self.limits.seconds
@@ -221,11 +218,8 @@ class Http:
                 internal_errors = 0
             except Refused as error:
                 internal_errors += 1
-                if (
-                    error.status != 500
-                    or is_last
-                    or internal_errors > _MAX_INTERNAL_ERRORS
-                ):
+                hopeless = is_last or internal_errors > _MAX_INTERNAL_ERRORS
+                if error.status != 500 or hopeless:
                     raise
                 trouble = _Transient("status 500")
             except _Transient as failure:
@@ -241,9 +235,9 @@ class Http:
     ) -> None:
         """Sleep until the next attempt; raise if that would be after the deadline."""
         pause = min(_FIRST_PAUSE * 2 ** min(attempt, 10), _MAX_PAUSE)
-        pause = max(
-            _RESTART_PAUSE if trouble.restarting else pause, trouble.wait or 0.0
-        )
+        if trouble.restarting:
+            pause = _RESTART_PAUSE
+        pause = max(pause, trouble.wait or 0.0)
         if time.monotonic() + pause > deadline:
             raise self._too_slow(url, str(trouble))
         if trouble.wait is not None:  # the server asks all its clients to wait
@@ -315,9 +309,8 @@ class Http:
     def _busy(self, reply: httpcore.Response) -> _Transient:
         header = _header(reply, "retry-after").strip()
         wait = _retry_after(header)
-        if wait is None:
-            asked = ""
-        else:
+        asked = ""
+        if wait is not None:
             asked = f" with Retry-After: {self._excerpt(header, 40)}"
         return _Transient(f"status {reply.status}{asked}", wait)
 
@@ -418,9 +411,8 @@ def split_password(url: str) -> tuple[str, dict[str, str]]:
 
 def _expect_trusted(error: BaseException, url: str) -> None:
     """Raise if TLS failed: another attempt would fail in the same way."""
-    cause = (
-        error.__cause__ or error.__context__
-    )  # the pool raises it again without its cause
+    # The pool raises it again without its cause.
+    cause = error.__cause__ or error.__context__
     if isinstance(cause, ssl.SSLCertVerificationError):
         why = shown(cause.verify_message, 100)
         raise OracleError(
@@ -497,9 +489,8 @@ def _body(reply: httpcore.Response, url: str, limit: int) -> Iterator[bytes]:
             f"the answer of {url} has more than {limit:,} bytes{how}: raise Limits(body=)"
         )
 
-    announced = int(
-        _header(reply, "content-length") or 0
-    )  # httpcore checks that it is a number
+    # httpcore checks that it is a number.
+    announced = int(_header(reply, "content-length") or 0)
     if announced > limit:
         raise too_long(f" (Content-Length {announced:,})")
     sent = bounded(reply.iter_stream(), "")
@@ -525,9 +516,8 @@ def _decompressed(
                 # Some servers send deflate without the header of zlib, whose low four
                 # bits are 8.
                 bare = coding == "deflate" and piece[:1] and piece[0] & 15 != 8
-                unpack = zlib.decompressobj(
-                    -zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32
-                )
+                bits = -zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32
+                unpack = zlib.decompressobj(bits)
             while piece and not unpack.eof:
                 yield unpack.decompress(piece, _DECOMPRESSED_BYTES)
                 piece = unpack.unconsumed_tail
@@ -665,9 +655,8 @@ class _Stream(httpcore.NetworkStream):
 
     def __init__(self, inner: httpcore.NetworkStream) -> None:
         self._inner = inner
-        self._opening: bytes | None = (
-            None  # the first bytes of an answer, until they are checked
-        )
+        # the first bytes of an answer, until they are checked
+        self._opening: bytes | None = None
         self.was_read = False  # since the last write
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:

@@ -32,6 +32,7 @@ from keyhole.core.files import (
     expect_file,
     is_folder,
     private,
+    reading,
     unreadable,
     unwritable,
 )
@@ -54,9 +55,8 @@ _WHAT = "a Keyhole ledger"
 _APPLICATION_ID = 0x4B45594C  # "KEYL": tells a ledger from other SQLite files
 _MAX_WAIT = 3600.0  # seconds to wait for another process to end its turn at the oracle
 _MAX_WITNESSES = 8
-_WITNESSES_PER_TURN = (
-    2  # few, so that witnesses of several stages of an attack are stored
-)
+# few, so that witnesses of several stages of an attack are stored
+_WITNESSES_PER_TURN = 2
 _MAX_ROUNDINGS = 64  # rounding errors by which sums in another order may differ
 _MAX_VARIABLES = 900  # the oldest limit of SQLite on parameters in a statement is 999
 _TABLES = {
@@ -99,9 +99,7 @@ class Ledger(Wrapper):
         self._is_checked = not any(
             getattr(layer, "may_change", False) for layer in layers(inner)
         )
-        self._batch = (
-            64  # questions per commit; grows until a commit covers about a second
-        )
+        self._batch = 64  # questions per commit; grows until one covers about a second
         self._db = _open(self.path)
         try:
             self._claim()
@@ -138,14 +136,11 @@ class Ledger(Wrapper):
                 turn = missing[: self._batch]
                 missing = missing[self._batch :]
                 known |= self._take_turn(turn, sequences)
-        except (
-            BudgetExhausted
-        ) as end:  # attacks go on with fewer answers: pass these on
+        except BudgetExhausted as end:  # attacks go on with fewer answers
             known = self._recall(keys)
             answered = list(itertools.takewhile(known.__contains__, keys))
-            raise BudgetExhausted(
-                end.budget, _unpack(known, answered) if answered else None
-            ) from end
+            answers = _unpack(known, answered) if answered else None
+            raise BudgetExhausted(end.budget, answers) from end
         return _unpack(known, keys)
 
     def _ask_witnesses(self) -> None:
@@ -177,9 +172,8 @@ class Ledger(Wrapper):
         """Return how far two answers of one model may differ, by rounding and by stated errors."""
         exact = torch.finfo(torch.float64).eps / 2
         precision = float(stated(self.inner, "precision") or exact)
-        rounding = (
-            2 * precision * float(answer.abs().where(answer != ABSENT, 0.0).max())
-        )
+        largest = float(answer.abs().where(answer != ABSENT, 0.0).max())
+        rounding = 2 * precision * largest
         return _MAX_ROUNDINGS * rounding + 2 * self._answer_error
 
     def _set_aside(self) -> str:
@@ -203,9 +197,8 @@ class Ledger(Wrapper):
         """Ask the questions that no process has asked yet, and store their answers."""
         failure: KeyholeError | None = None
         with self._transaction():
-            known = self._recall(
-                [key for key, _ in turn]
-            )  # another process may have asked since
+            # Another process may have asked since.
+            known = self._recall([key for key, _ in turn])
             self.remembered += len(known)
             new = [(key, row) for key, row in turn if key not in known]
             if new:
@@ -232,11 +225,10 @@ class Ledger(Wrapper):
         shape = ",".join(map(str, answers.shape[1:]))
         is_finite = torch.isfinite(answers).reshape(len(answers), -1).all(1).tolist()
         data = answers.cpu().contiguous().numpy()
+        # A failure leaves fewer answers than keys.
         stored = {
-            key: (shape, data[row].tobytes())
-            for row, (key, fine) in enumerate(
-                zip(keys, is_finite, strict=False)
-            )  # a failure cuts
+            key: (shape, answer.tobytes())
+            for key, fine, answer in zip(keys, is_finite, data, strict=False)
             if fine
         }
         rows = [(key, shape, answer) for key, (shape, answer) in stored.items()]
@@ -282,22 +274,17 @@ class Ledger(Wrapper):
             "dim": str(self.dim),
             "target": self.identity,
         }
-        try:
+        ask = self._db.execute
+        with reading(_WHAT, self.path, sqlite3.DatabaseError):
             with self._transaction():
-                if not self._db.execute("SELECT * FROM sqlite_master").fetchall():
-                    self._db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-                    self._db.execute(
-                        "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT)"
-                    )
+                if not ask("SELECT * FROM sqlite_master").fetchall():
+                    ask(f"PRAGMA application_id = {_APPLICATION_ID}")
+                    ask("CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT)")
                     self._db.executemany("INSERT INTO meta VALUES (?, ?)", mine.items())
                 self._create_tables()
-            theirs = dict(self._db.execute("SELECT name, value FROM meta").fetchall())
+            theirs = dict(ask("SELECT name, value FROM meta").fetchall())
             # Fails if the table is none of ours.
-            self._db.execute(
-                "SELECT question, shape, answer FROM answers LIMIT 1"
-            ).fetchall()
-        except sqlite3.DatabaseError as error:
-            raise unreadable(_WHAT, self.path, error) from error
+            ask("SELECT question, shape, answer FROM answers LIMIT 1").fetchall()
         expect_same_run(self.path, mine, theirs)
 
     @contextmanager
@@ -333,9 +320,8 @@ def _open(path: Path) -> sqlite3.Connection:
     except (sqlite3.OperationalError, OSError, ValueError) as error:
         raise unwritable(path, error) from error
     try:
-        db.execute(
-            "PRAGMA journal_mode = WAL"
-        )  # readers need not wait for the turn to end
+        # readers need not wait for the turn to end
+        db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")  # a commit survives a power cut
     except sqlite3.DatabaseError as error:
         db.close()
@@ -348,14 +334,14 @@ def _expect_ledger(path: Path) -> None:
     if not exists(path) or path.stat().st_size == 0:
         return
     expect_file(path, _WHAT)
-    try:
-        with closing(_read_only(path)) as db:
-            # In this order: another process may be creating the ledger, tables and id
-            # at once.
-            tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-            application = db.execute("PRAGMA application_id").fetchone()[0]
-    except sqlite3.DatabaseError as error:
-        raise unreadable(_WHAT, path, error) from error
+    with (
+        reading(_WHAT, path, sqlite3.DatabaseError),
+        closing(_read_only(path)) as db,
+    ):
+        # In this order: another process may be creating the ledger, tables and id at
+        # once.
+        tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        application = db.execute("PRAGMA application_id").fetchone()[0]
     if tables and application != _APPLICATION_ID:
         raise InputError(f"{path} is not a Keyhole ledger but another SQLite file")
 

@@ -97,9 +97,8 @@ def uncertain(name: str, answers: Tensor, error: Tensor) -> Tensor:
             (undone(name, answers + sign * error) - scores).abs() for sign in (1, -1)
         ]
         return torch.stack(moved).amax(0).nan_to_num(nan=torch.inf)
-    parts = (
-        (answers / _inside(answers - error, 0.0, 1.0)).log().nan_to_num(nan=torch.inf)
-    )
+    ratios = answers / _inside(answers - error, 0.0, 1.0)
+    parts = ratios.log().nan_to_num(nan=torch.inf)
     if answers.shape[-1] == 2:
         return parts.sum(-1)
     return parts + parts.mean(-1, keepdim=True)
@@ -155,10 +154,8 @@ class Linked:
         return self.link.answer(self.inner(sequences))
 
     def __getattr__(self, name: str) -> Any:
-        if name in (
-            "inner",
-            "link",
-        ):  # they do not exist yet while a copy is being made
+        # They do not exist yet while a copy is being made.
+        if name in ("inner", "link"):
             raise AttributeError(name)
         return getattr(self.inner, name)
 

@@ -32,17 +32,15 @@ from torch import Tensor
 
 from keyhole.core.endpoint import EndpointOptions, names_address, without_password
 from keyhole.core.errors import InputError, KeyholeError, expect_count
+from keyhole.core.float64 import full
 from keyhole.oracle.http import Garbled, Http, Limits, as_object, shown
 from keyhole.oracle.protocol import OracleError, check_sequences, expect_finite_answers
 
 _BATCH = 512  # sequences per request
 _MAX_DIGITS = 25  # bytes of one float64 in JSON
 _MAX_NUMBERS = 2**18  # per request, since several requests are under way at a time
-_NOT_TOKENS = (
-    "type",
-    "position",
-    "segment",
-)  # in the names of integer inputs other than token ids
+# in the names of integer inputs other than token ids
+_NOT_TOKENS = ("type", "position", "segment")
 
 T = TypeVar("T")
 
@@ -172,12 +170,10 @@ class OpenInference(ServedModel):
     def _configured_batch_size(self) -> int | None:
         """Return the largest batch that Triton's configuration of the model allows."""
         try:
-            configured = self._http.request("GET", f"{self.url}/config").get(
-                "max_batch_size"
-            )
+            configuration = self._http.request("GET", f"{self.url}/config")
         except OracleError:  # only Triton has this route
             return None
-        return configured if isinstance(configured, int) and configured > 0 else None
+        return _least([configuration.get("max_batch_size")])
 
     def _dimension(self, given: int | None, stated: int | None) -> int:
         if given is not None and stated is not None and given != stated:
@@ -283,13 +279,10 @@ class OpenInference(ServedModel):
                 f"{float(sequences.abs().max()):.1e}"
             )
         ones = torch.ones(sequences.shape[:2], dtype=torch.int64)
-        masks = [
-            tensor for tensor in self.inputs if tensor.is_mask and tensor != self.input
-        ]
-        inputs = [
-            self.input.as_input(rounded),
-            *(mask.as_input(ones) for mask in masks),
-        ]
+        inputs = [self.input.as_input(rounded)]
+        for tensor in self.inputs:
+            if tensor.is_mask and tensor != self.input:
+                inputs.append(tensor.as_input(ones))
         return self._infer(inputs, lambda outputs: self._read(outputs, sequences))
 
     def _read(self, outputs: Sequence[dict[str, Any]], sequences: Tensor) -> Tensor:
@@ -354,14 +347,12 @@ def _with_gaps(
 ) -> Tensor:
     """Join the answers up to the last that arrived, with NaN for those that did not."""
     last = max(number for number, answer in enumerate(answers) if answer is not None)
-    return torch.cat(
-        [
-            torch.full((len(part), *like.shape[1:]), math.nan, dtype=torch.float64)
-            if answer is None
-            else answer
-            for answer, part in zip(answers[: last + 1], parts, strict=False)
-        ]
-    )
+    joined: list[Tensor] = []
+    for answer, part in zip(answers[: last + 1], parts, strict=False):
+        if answer is None:
+            answer = full(math.nan, len(part), *like.shape[1:])
+        joined.append(answer)
+    return torch.cat(joined)
 
 
 # The tensors that a server's metadata states, and the choice of those that are sent and
@@ -390,12 +381,12 @@ class TensorSpec:
 
     @property
     def width(self) -> int | None:
-        return self.shape[-1] if self.shape and self.shape[-1] > 0 else None
+        return _least(self.shape[-1:])
 
     @property
     def length(self) -> int | None:
         """The only sequence length that it takes; None if it takes any."""
-        return self.shape[1] if len(self.shape) == 3 and self.shape[1] > 0 else None
+        return _least(self.shape[1:-1]) if len(self.shape) == 3 else None
 
     @property
     def is_mask(self) -> bool:
@@ -504,8 +495,13 @@ def _max_batch_size(metadata: dict[str, Any], tensor: TensorSpec) -> int | None:
     limits = [about.get("max_batch_size"), metadata.get("max_batch_size")]
     if len(tensor.shape) == 3:
         limits.append(tensor.shape[0])
-    whole = [limit for limit in limits if isinstance(limit, int) and limit > 0]
-    return min(whole, default=None)
+    return _least(limits)
+
+
+def _least(limits: Sequence[object]) -> int | None:
+    """Return the least of the limits that are counts; None if there is none."""
+    counts = [limit for limit in limits if isinstance(limit, int) and limit > 0]
+    return min(counts, default=None)
 
 
 def _signs(labels: Sequence[str], positive: str | None, url: str) -> Tensor:
@@ -612,10 +608,8 @@ class TextEndpoint(ServedModel):
     @property
     def length(self) -> int | None:
         """The only number of tokens that it takes; None if it takes any."""
-        sizes = self.input.shape
-        if not self.takes_texts and len(sizes) == 2 and sizes[-1] > 0:
-            return sizes[-1]
-        return None
+        fixed = not self.takes_texts and len(self.input.shape) == 2
+        return self.input.width if fixed else None
 
     def ask(self, text: str | Sequence[int]) -> list[Output]:
         """Return every output for one text, given as a string or as token ids."""
@@ -665,14 +659,10 @@ class TextEndpoint(ServedModel):
                 f"expected one answer for one text from {self.url}, got the shape "
                 f"{_describe(output.get('shape'))}"
             )
-        if datatype in TEXTS:
-            labels = _as_strings(output.get("data"), math.prod(sizes))
-        else:
-            labels = None
-        if labels is not None:
+        labels = _as_strings(output.get("data"), math.prod(sizes))
+        if datatype in TEXTS and labels is not None:
             return Output(name, datatype, None, tuple(labels))
         values = _as_numbers(output.get("data"), sizes, self.url)
         # A column of one number is a number.
-        return Output(
-            name, datatype, values.reshape([] if sizes[1:] == [1] else sizes[1:])
-        )
+        shape = [] if sizes[1:] == [1] else sizes[1:]
+        return Output(name, datatype, values.reshape(shape))

@@ -19,12 +19,8 @@ from keyhole.oracle.protocol import OracleError
 
 MANY = 1_000_000  # log-probabilities to ask for, to get all that the server gives
 SAFE = 1_000  # log-probabilities that every server has
-_FEWER = (
-    -1,
-    SAFE,
-    20,
-    5,
-)  # log-probabilities to ask for if more are refused; -1 asks for all
+# log-probabilities to ask for if more are refused; -1 asks for all
+_FEWER = (-1, SAFE, 20, 5)
 # Asked for more log-probabilities than they have tokens, these servers answer or
 # refuse. SGLang 0.5.23 crashes.
 _TAKES_MANY = ("llama.cpp", "vLLM")
@@ -68,21 +64,15 @@ class Server:
     kind: str
     model: str
     options: EndpointOptions = field(default_factory=EndpointOptions)
-    address: str = field(
-        default="", repr=False
-    )  # as the user gave it, maybe with a password
+    # as the user gave it, maybe with a password
+    address: str = field(default="", repr=False)
 
     @classmethod
     def at(cls, url: str, options: EndpointOptions | None = None) -> Server:
         """Return the server at an address, recognised by what it states about itself."""
         address = url.rstrip("/")
-        server = cls(
-            without_password(address),
-            "",
-            "default",
-            options or EndpointOptions(),
-            address,
-        )
+        options = options or EndpointOptions()
+        server = cls(without_password(address), "", "default", options, address)
         with closing(server.http(key=True)) as http:
             models: Any = _stated(http, f"{server.url}/v1/models")
             about: Any = None
@@ -163,9 +153,9 @@ class Server:
             read = route.read(answer)
         except WRONG_FORM:
             read = None
-        return Answered(
-            read, reason="" if read is not None else f"no {route.gives} in the answer"
-        )
+        if read is None:
+            return Answered(reason=f"no {route.gives} in the answer")
+        return Answered(read)
 
 
 def _stated(http: Http, url: str) -> object:
@@ -237,12 +227,9 @@ def _filled(content: Any, values: Mapping[str, Any]) -> Any:
 
 def _rows(rows: Any) -> list[list[float]] | None:
     """Return rows of numbers if they have one width."""
-    whole = (
-        isinstance(rows, list)
-        and bool(rows)
-        and all(isinstance(row, list) for row in rows)
-    )
-    if not whole or len({len(row) for row in rows}) != 1:
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        return None
+    if len({len(row) for row in rows}) != 1:
         return None
     return [[float(number) for number in row] for row in rows]
 
@@ -293,14 +280,14 @@ def _sglang_logprobs(answer: Any) -> dict[int, float]:
     return {int(entry[1]): float(entry[0]) for entry in entries}
 
 
-_NUMBERED = {
+_COMPLETION = {
     "model": "$model",
     "prompt": "$text",
     "max_tokens": 1,
     "logprobs": "$count",
     "temperature": 0,
-    "return_tokens_as_token_ids": True,
 }
+_NUMBERED = {**_COMPLETION, "return_tokens_as_token_ids": True}
 ROUTES = (
     Route(
         "llama.cpp",
@@ -344,13 +331,7 @@ ROUTES = (
         LOGPROBS,
         f"Cap logprobs at a few (20); {_PROXY}.",
         logprobs_of,
-        {
-            "model": "$model",
-            "prompt": "$text",
-            "max_tokens": 1,
-            "logprobs": "$count",
-            "temperature": 0,
-        },
+        _COMPLETION,
     ),
     Route(
         "OpenAI's form",

@@ -224,15 +224,14 @@ class Counted(Wrapper):
         )
 
     def _ask(self, sequences: Tensor) -> Tensor:
-        self.queries += len(
-            sequences
-        )  # before the call: a question that fails was still asked
+        # Before the call: a question that fails was still asked.
+        self.queries += len(sequences)
         try:
             return ask(self.inner, sequences)
         except BudgetExhausted as end:  # of an inner counter: it did not ask the rest
-            self.queries -= len(sequences) - (
-                0 if end.answers is None else len(end.answers)
-            )
+            self.queries -= len(sequences)
+            if end.answers is not None:
+                self.queries += len(end.answers)
             raise
         finally:
             self._progress(self.queries)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from keyhole.core.errors import (
     expect_seed,
 )
 from keyhole.core.files import read_tensors, write_tensors
+from keyhole.core.float64 import normal, random_stream
 from keyhole.core.machine import expect_memory
 from keyhole.defence import ANSWERS, Defence
 from keyhole.oracle.block import Block, Blocks
@@ -91,12 +93,8 @@ def plant(
     `plant_orthogonal` also returns the bases of orthogonal heads.
     """
     expect_among("kind", kind, KINDS)
-    for name, size in {
-        "dim": dim,
-        "heads": heads,
-        "layers": layers,
-        "width": width,
-    }.items():
+    counts = {"dim": dim, "heads": heads, "layers": layers, "width": width}
+    for name, size in counts.items():
         expect_count(name, size)
     if rank is not None and not 1 <= rank <= dim:
         raise InputError(f"rank must be from 1 to dim = {dim}, not {rank}")
@@ -112,39 +110,38 @@ def plant(
         if rank is not None:
             raise InputError("orthogonal-heads takes no rank: its subspaces set it")
         return plant_orthogonal(dim, heads, scale=scale, seed=seed)[0]
-    normal = _normals(seed)
+    draw = _normals(seed)
 
     def weights() -> Tensor:
         if rank is None:
-            return scale / math.sqrt(dim) * normal(dim, dim)
+            return scale / math.sqrt(dim) * draw(dim, dim)
         # The singular values of a product of two such factors are about dim.
-        return 2 * scale / dim * normal(dim, rank) @ normal(rank, dim)
+        return 2 * scale / dim * draw(dim, rank) @ draw(rank, dim)
 
     if kind == "head":
-        return Head(weights(), normal(dim))
+        return Head(weights(), draw(dim))
     if kind == "multi-head":
         return MultiHead(
-            [weights() for _ in range(heads)], [normal(dim) for _ in range(heads)]
+            [weights() for _ in range(heads)], [draw(dim) for _ in range(heads)]
         )
     if kind == "one-layer":
-        return OneLayer(weights(), normal(width, dim) / math.sqrt(dim), normal(width))
+        return OneLayer(weights(), draw(width, dim) / math.sqrt(dim), draw(width))
     if kind == "relu":
-        return ReluFfn(normal(width, dim) / math.sqrt(dim), normal(width))
-    if kind == "attention-layers":
-        W = torch.stack([weights() for _ in range(layers * heads)])
-        V = normal(layers * heads, dim, dim) / math.sqrt(dim)
-        numbers = torch.arange(layers, dtype=torch.float64).repeat_interleave(heads)
-        return AttentionLayers(W, V, numbers, every_token=every_token, causal=causal)
-    W = torch.stack([weights() for _ in range(heads)])
-    V = normal(heads, dim, outputs or dim) / math.sqrt(dim)
-    return Attention(W, V, every_token=every_token, causal=causal)
+        return ReluFfn(draw(width, dim) / math.sqrt(dim), draw(width))
+    if kind == "attention":
+        W = torch.stack([weights() for _ in range(heads)])
+        V = draw(heads, dim, outputs or dim) / math.sqrt(dim)
+        return Attention(W, V, every_token=every_token, causal=causal)
+    W = torch.stack([weights() for _ in range(layers * heads)])
+    V = draw(layers * heads, dim, dim) / math.sqrt(dim)
+    numbers = torch.arange(layers).double().repeat_interleave(heads)
+    return AttentionLayers(W, V, numbers, every_token=every_token, causal=causal)
 
 
 def _normals(seed: int) -> Callable[..., Tensor]:
     """Return a function that draws normal numbers of any shape in float64 from one stream."""
     expect_seed(seed)
-    stream = torch.Generator().manual_seed(seed)
-    return lambda *shape: torch.randn(*shape, generator=stream, dtype=torch.float64)
+    return partial(normal, random_stream(seed))
 
 
 def plant_orthogonal(
@@ -161,15 +158,15 @@ def plant_orthogonal(
     if heads > dim:
         raise InputError(f"heads must not exceed dim = {dim}: there are {heads} heads")
     expect_number("scale", scale, least=0)
-    normal = _normals(seed)
-    Q = torch.linalg.qr(normal(dim, dim)).Q
+    draw = _normals(seed)
+    Q = torch.linalg.qr(draw(dim, dim)).Q
     bases = [part.contiguous() for part in Q.tensor_split(heads, dim=1)]
     W: list[Tensor] = []
     v: list[Tensor] = []
     for basis in bases:
         k = basis.shape[1]
-        W.append(basis @ (scale / math.sqrt(k) * normal(k, k)) @ basis.mT)
-        v.append(basis @ normal(k))
+        W.append(basis @ (scale / math.sqrt(k) * draw(k, k)) @ basis.mT)
+        v.append(basis @ draw(k))
     return MultiHead(W, v), bases
 
 

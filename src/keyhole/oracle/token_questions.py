@@ -20,21 +20,19 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError
+from keyhole.core.float64 import zeros
 from keyhole.oracle.protocol import OracleError, check_sequences
 
 DIM = 2
-ABSENT = (
-    -1e6
-)  # a log-probability that was not returned; finite, so that a ledger stores it
+# a log-probability that was not returned; finite, so that a ledger stores it
+ABSENT = -1e6
 
 
 def question(
     prompt: Tensor, raised: Tensor | None = None, biases: Tensor | None = None
 ) -> Tensor:
     """Return a question (1, n, 2) of a prompt's token ids and of tokens to raise by `biases`."""
-    rows = torch.stack(
-        [prompt.double(), torch.zeros(len(prompt), dtype=torch.float64)], 1
-    )
+    rows = torch.stack([prompt.double(), zeros(len(prompt))], 1)
     if raised is None or biases is None:
         return rows[None]
     if (biases == 0).any():

@@ -115,13 +115,10 @@ class VectorPrompts:
 
     def _answer(self, rows: Tensor) -> Tensor:
         url = f"{self.server.url}{self.form.path}"
-        answer: Any = self._http.ask(
-            "POST", url, self.form.request(rows, self.server.model)
-        )
+        request = self.form.request(rows, self.server.model)
+        answer: Any = self._http.ask("POST", url, request)
         try:
-            values = sorted(
-                (float(value) for value in self.form.read(answer)), reverse=True
-            )
+            values = sorted(map(float, self.form.read(answer)), reverse=True)
         except WRONG_FORM:
             values = []
         if len(values) < BEST:
