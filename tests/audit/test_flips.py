@@ -31,7 +31,6 @@ from keyhole.disrupt import (
     Rerank,
 )
 from keyhole.disrupt.registry import Row
-from keyhole.models import Loaded, identity
 from keyhole.models.demo import EXAMPLES, load_demo
 from keyhole.report import words
 from keyhole.report.page import picture
@@ -41,7 +40,7 @@ HOSTILE = "<script>window.stolen = 1</script><img src=x onerror='window.stolen =
 
 def target(**options):
     model = tiny_classifiers.model(seed=2, labels=2).eval().requires_grad_(False)
-    loaded = Loaded(model, tiny.tokenizer(), identity(model), "tiny")
+    loaded = tiny.loaded(model)
     examples = options.pop("examples", tiny_classifiers.examples(6))
     return TextTarget(
         loaded, [example.text for example in examples], examples=examples, **options
@@ -161,7 +160,7 @@ def test_the_hardened_model_stands_next_to_it(easily):
 
 def test_a_model_without_a_head_is_skipped_and_wrong_labels_are_said():
     bare = tiny.model("bert")
-    loaded = Loaded(bare, tiny.tokenizer(), identity(bare), "bert")
+    loaded = tiny.loaded(bare, name="bert")
     skipped = checked(TextTarget(loaded, ["w1 w2"]))
     assert skipped.findings == ()
     assert "BertModel has no head for classes or text" in skipped.skips[0].reason

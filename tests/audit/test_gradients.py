@@ -64,7 +64,7 @@ def of_another_kind(family):
         model = transformers.AutoModelForSequenceClassification.from_config(
             config
         ).eval()
-    return TextTarget(Loaded(model, tiny.tokenizer(), identity(model), family), TEXTS)
+    return TextTarget(tiny.loaded(model, name=family), TEXTS)
 
 
 def test_embeddings_narrower_than_the_model_are_widened():

@@ -20,7 +20,7 @@ from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
 from keyhole.core.journal import Journal
 from keyhole.core.tasks import Runner
-from keyhole.models import Loaded, identity
+from keyhole.models import identity
 
 HEAD = oracle.plant(dim=4, seed=1)
 LAYER = oracle.plant("attention", dim=3, every_token=True, seed=1)
@@ -30,7 +30,7 @@ ONLY = ("KH-TEXT-HIDDEN-STATES", "KH-TEXT-KEYS-AND-VALUES", "predictions")
 
 def classifier(seed=2, **options):
     model = tiny_classifiers.model(seed=seed, labels=2).eval().requires_grad_(False)
-    loaded = Loaded(model, tiny.tokenizer(), identity(model), "tiny")
+    loaded = tiny.loaded(model)
     examples = tiny_classifiers.examples(2)
     given = {"texts": [examples[0].text], "examples": examples, "layers": [1]}
     return TextTarget(loaded, **{**given, "precisions": ("float32",), **options})

@@ -14,11 +14,9 @@ from keyhole.audit.target import EndpointPart, ModelPart, Target, target_of
 from keyhole.core import Status
 from keyhole.core.errors import InputError
 from keyhole.core.progress import untracked
-from keyhole.models import Loaded, identity
 
 MODEL = tiny.model("bert")
-WORDS = tiny.tokenizer()
-SUBJECT = TextTarget(Loaded(MODEL, WORDS, identity(MODEL), "tiny"), ["w1 w2 w3"])
+SUBJECT = TextTarget(tiny.loaded(MODEL), ["w1 w2 w3"])
 HEAD = oracle.plant(dim=5, seed=2)
 BOTH = Target("both", (EndpointPart("head", HEAD), ModelPart("tiny", SUBJECT)))
 

@@ -23,11 +23,15 @@ TOKEN = "tok-3n-f0r-t3sts-0nly"
 PASSWORD = "passw0rd-f0r-t3sts"
 
 
+def scoring():
+    return Endpoint([vectors(DIM)], scores(TARGET))
+
+
 @pytest.mark.slow  # a process
 @pytest.mark.skipif(not shutil.which("openssl"), reason="openssl is not installed")
 def test_a_token_is_sent_and_stands_nowhere_else(tmp_path, keyhole, monkeypatch):
     """It is not in the list of processes, in the output, or in any file."""
-    endpoint = Endpoint([vectors(DIM)], scores(TARGET))
+    endpoint = scoring()
     endpoint.token = f"Bearer {TOKEN}"
     (tmp_path / "tls").mkdir()
     certificate = self_signed(tmp_path / "tls")
@@ -66,7 +70,7 @@ def test_a_token_is_sent_and_stands_nowhere_else(tmp_path, keyhole, monkeypatch)
 
 
 def test_a_password_of_an_address_is_written_nowhere(tmp_path, keyhole):
-    endpoint = Endpoint([vectors(DIM)], scores(TARGET))
+    endpoint = scoring()
     with serving(endpoint):
         address = endpoint.address.replace("//", f"//me:{PASSWORD}@")
         done = keyhole("audit", address, "--ledger run.db --json")
@@ -140,7 +144,7 @@ def test_an_endpoint_that_takes_texts_is_said_to_be_one(keyhole):
 
 @pytest.mark.parametrize("words", ["--budget 10", "--probe-only", "--layers all"])
 def test_options_that_an_endpoint_does_not_follow_are_refused(keyhole, words):
-    with serving(Endpoint([vectors(DIM)], scores(TARGET))) as endpoint:
+    with serving(scoring()) as endpoint:
         done = keyhole("audit", endpoint.address, words)
     assert done.returncode == 2
     option = words.split()[0]
@@ -150,7 +154,7 @@ def test_options_that_an_endpoint_does_not_follow_are_refused(keyhole, words):
 
 
 def test_a_retrained_model_is_said(keyhole):
-    endpoint = Endpoint([vectors(DIM)], scores(TARGET))
+    endpoint = scoring()
     with serving(endpoint):
         first = keyhole("extract", endpoint.address, "--ledger run.db")
         endpoint.answer = scores(oracle.plant(dim=DIM, seed=9))

@@ -32,6 +32,14 @@ def draw(count: int, tokens: int = 2, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, tokens, DIM, dtype=torch.float64, generator=stream)
 
 
+def scoring(**stated) -> Endpoint:
+    return Endpoint([vectors(DIM)], scores(TARGET), **stated)
+
+
+def assert_scores(remote: OpenInference, question: torch.Tensor) -> None:
+    assert torch.equal(remote(question), TARGET(question))
+
+
 def opened(endpoint: Endpoint, **options) -> closing:
     return closing(
         OpenInference(endpoint.url, "m", options=EndpointOptions(**options), retries=0)
@@ -75,10 +83,10 @@ def test_numbers_that_a_format_cannot_hold_are_refused():
     ],
 )
 def test_the_largest_batch_that_a_server_states_is_kept(stated, routes):
-    endpoint = Endpoint([vectors(DIM)], scores(TARGET), **stated)
+    endpoint = scoring(**stated)
     endpoint.routes = routes
     with serving(endpoint), opened(endpoint) as remote:
-        assert torch.equal(remote(draw(20)), TARGET(draw(20)))
+        assert_scores(remote, draw(20))
     assert sorted(r["inputs"][0]["shape"][0] for r in endpoint.requests) == [4, 8, 8]
 
 
@@ -88,7 +96,7 @@ def test_a_stated_batch_and_length_in_the_shape_are_kept():
         serving(Endpoint([shape], scores(TARGET))) as endpoint,
         opened(endpoint) as remote,
     ):
-        assert torch.equal(remote(draw(20)), TARGET(draw(20)))
+        assert_scores(remote, draw(20))
         with pytest.raises(
             InputError, match=r"takes sequences of 2 tokens only, not of 3"
         ):
@@ -97,9 +105,7 @@ def test_a_stated_batch_and_length_in_the_shape_are_kept():
 
 
 def test_the_batch_option_lowers_a_stated_batch():
-    endpoint = Endpoint(
-        [vectors(DIM)], scores(TARGET), parameters={"max_batch_size": 8}
-    )
+    endpoint = scoring(parameters={"max_batch_size": 8})
     with serving(endpoint), opened(endpoint, batch=3) as remote:
         remote(draw(6))
     assert [r["inputs"][0]["shape"][0] for r in endpoint.requests] == [3, 3]
@@ -108,7 +114,7 @@ def test_the_batch_option_lowers_a_stated_batch():
 def test_the_tensor_of_vectors_is_chosen_and_masks_are_filled():
     endpoint = Endpoint([MASK, vectors(DIM, name="e")], scores(TARGET))
     with serving(endpoint), opened(endpoint) as remote:
-        assert torch.equal(remote(draw(3)), TARGET(draw(3)))
+        assert_scores(remote, draw(3))
     inputs = {tensor["name"]: tensor for tensor in endpoint.requests[0]["inputs"]}
     assert inputs["attention_mask"] == {
         "name": "attention_mask",
@@ -134,7 +140,7 @@ def test_tensors_are_chosen_by_name():
         with pytest.raises(InputError, match=r"has no tensor c: choose among a, b"):
             opened(endpoint, input="c")
         with opened(endpoint, input="b", output="answers") as remote:
-            assert torch.equal(remote(draw(2)), TARGET(draw(2)))
+            assert_scores(remote, draw(2))
         assert endpoint.requests[0]["outputs"] == [{"name": "answers"}]
         with (
             opened(endpoint, input="b", output="none") as remote,
@@ -148,7 +154,7 @@ def test_a_dimension_that_is_not_stated_is_given():
         with pytest.raises(InputError, match=r"has no dimension: give --endpoint dim"):
             opened(endpoint)
         with opened(endpoint, dim=DIM) as remote:
-            assert torch.equal(remote(draw(2)), TARGET(draw(2)))
+            assert_scores(remote, draw(2))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +207,7 @@ def test_an_endpoint_that_takes_no_vectors_is_recognised(tensor, words):
 
 def test_requests_keep_to_the_rate():
     with (
-        serving(Endpoint([vectors(DIM)], scores(TARGET))) as endpoint,
+        serving(scoring()) as endpoint,
         opened(endpoint, batch=1, rate=20) as remote,
     ):
         started = time.monotonic()
@@ -211,19 +217,18 @@ def test_requests_keep_to_the_rate():
 
 def test_a_repeated_answer_is_not_taken_for_the_next():
     """The second copy stays on the connection, and it has no id that would give it away."""
-    endpoint = Endpoint([vectors(DIM)], scores(TARGET))
+    endpoint = scoring()
     endpoint.twice = True
     with (
         serving(endpoint),
         closing(OpenInference(endpoint.url, "m", batch=1)) as remote,
     ):
         for number in range(4):
-            question = draw(3, seed=number)
-            assert torch.equal(remote(question), TARGET(question))
+            assert_scores(remote, draw(3, seed=number))
 
 
 def test_an_answer_with_another_id_is_not_taken():
-    endpoint = Endpoint([vectors(DIM)], scores(TARGET))
+    endpoint = scoring()
     seen: list[str] = []
 
     def late(inputs):
@@ -240,14 +245,13 @@ def test_an_answer_with_another_id_is_not_taken():
         closing(OpenInference(endpoint.url, "m", batch=1)) as remote,
     ):
         for number in range(6):
-            question = draw(1, seed=number)
-            assert torch.equal(remote(question), TARGET(question))
+            assert_scores(remote, draw(1, seed=number))
     assert len(seen) > 6
 
 
 @needs_openssl
 def test_certificates(tmp_path):
-    endpoint = Endpoint([vectors(DIM)], scores(TARGET))
+    endpoint = scoring()
     both = self_signed(tmp_path)
     with serving(endpoint, both):
         with pytest.raises(
@@ -256,7 +260,7 @@ def test_certificates(tmp_path):
             opened(endpoint)
         for options in ({"ca": tmp_path / "certificate.pem"}, {"insecure": True}):
             with opened(endpoint, **options) as remote:
-                assert torch.equal(remote(draw(3)), TARGET(draw(3)))
+                assert_scores(remote, draw(3))
         (tmp_path / "no.pem").write_text("no certificate")
         for file, words in (
             ("no.pem", "PEM certificates"),
@@ -268,7 +272,7 @@ def test_certificates(tmp_path):
 
 @needs_openssl
 def test_a_certificate_of_another_host_is_refused(tmp_path):
-    endpoint = Endpoint([vectors(DIM)], scores(TARGET))
+    endpoint = scoring()
     with (
         serving(endpoint, self_signed(tmp_path, "DNS:elsewhere.invalid")),
         pytest.raises(OracleError, match=r"the certificate of .* is not trusted"),
@@ -277,12 +281,12 @@ def test_a_certificate_of_another_host_is_refused(tmp_path):
 
 
 def test_a_password_in_the_address_is_sent_and_kept_nowhere(monkeypatch):
-    endpoint = Endpoint([vectors(DIM)], scores(TARGET))
+    endpoint = scoring()
     endpoint.token = "Basic dXNlcjpwYXNzd29yZC0xMjM="
     with serving(endpoint):
         address = endpoint.address.replace("//", "//user:password-123@")
         with closing(open_endpoint(address)) as remote:
-            assert torch.equal(remote(draw(2)), TARGET(draw(2)))
+            assert_scores(remote, draw(2))
             assert remote.identity == endpoint.address
             assert "password" not in describe(address, remote)
         for wrong in (address.replace("123", "124"), f"{address}?token=password-123"):

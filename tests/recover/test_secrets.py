@@ -8,7 +8,6 @@ import torch
 import tiny_models as tiny
 from keyhole.core import Unsuccessful
 from keyhole.core.errors import InputError
-from keyhole.models import Loaded, identity
 from keyhole.models.capture import Exposure
 from keyhole.recover import recover_texts
 from keyhole.recover.attack import Target
@@ -33,13 +32,13 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def bert():
     model = tiny.model("bert")
-    return Loaded(model, tiny.tokenizer(), identity(model), "bert")
+    return tiny.loaded(model, name="bert")
 
 
 @pytest.fixture(scope="module")
 def llama():
     model = tiny.model("llama")
-    return Loaded(model, tiny.tokenizer(causal=True), identity(model), "llama")
+    return tiny.loaded(model, True, "llama")
 
 
 def leak(loaded, exposure, text=TEXTS[0]):

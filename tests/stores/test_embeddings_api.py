@@ -13,7 +13,6 @@ import torch
 import tiny_models as tiny
 from keyhole.audit.stores import StoreTarget
 from keyhole.core.errors import InputError
-from keyhole.models import Loaded, identity
 from keyhole.models.capture import Exposure
 from keyhole.oracle.protocol import OracleError
 from keyhole.recover.embeddings.pooling import embeddings
@@ -77,7 +76,7 @@ def test_the_server_embeds_known_texts(monkeypatch):
             ("/v1/embeddings", "tiny")
         }
         assert all(headers["Authorization"] == "Bearer a key" for *_, headers in asked)
-        loaded = Loaded(MODEL, WORDS, identity(MODEL), "a tiny encoder")
+        loaded = tiny.loaded(MODEL, name="a tiny encoder")
         target = StoreTarget.of(store, loaded, texts=3)
     way = target.pooling.exposure
     assert (way.pooling, way.normalised, target.pooling.sure) == ("cls", True, True)

@@ -17,7 +17,7 @@ from keyhole.audit import StoreTarget
 from keyhole.audit.one_exposure import NAMES
 from keyhole.core.errors import InputError
 from keyhole.models.capture import Exposure
-from keyhole.models.loading import Loaded, identity
+from keyhole.models.loading import identity
 from keyhole.recover.embeddings.pooling import embeddings
 from keyhole.recover.embeddings.reader import CountedReader
 from keyhole.recover.embeddings.sum_search import SumSearch
@@ -140,7 +140,7 @@ def test_a_model_without_the_head_for_it_could_not_be_checked(encoder, exposure)
 def test_a_store(tmp_path):
     """Given as an opened store, or by its name with the encoder that made its vectors."""
     model = tiny.model("bert", num_hidden_layers=1)
-    loaded = Loaded(model, WORDS, identity(model), "a tiny encoder")
+    loaded = tiny.loaded(model, name="a tiny encoder")
     texts = ["w1", "w20"]
     vectors = embeddings(model, WORDS, texts, Exposure("pooled")).float().numpy()
     name = made_stores.jsonl(tmp_path, vectors, texts)
@@ -185,7 +185,7 @@ def test_a_model_in_half_precision_is_copied(encoder):
 def test_a_folder_a_loaded_model_and_a_file_of_texts(tmp_path, encoder):
     tiny.save("bert", tmp_path / "model")
     (tmp_path / "texts.txt").write_text("w1 w2 w3\n")
-    loaded = Loaded(encoder, WORDS, identity(encoder), "mine")
+    loaded = tiny.loaded(encoder, name="mine")
     for target in (tmp_path / "model", loaded):
         with pytest.raises(AssertionError, match="recovered, 1 text, such as"):
             assert_withstands(target, "hidden:1", tmp_path / "texts.txt")

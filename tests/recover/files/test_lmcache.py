@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 import tiny_models as tiny
 from keyhole import audit, recover
 from keyhole.core.errors import InputError
-from keyhole.models import Loaded, identity
 from keyhole.models.anatomy import anatomy
 
 TEXT = "w1 w20 w3 w4 w99 w7 w8 w30"
@@ -27,7 +26,7 @@ SERVER = "org-SEP-model@0x01000100@0@1f2e3d{}.data"
 @pytest.fixture(scope="module")
 def subject():
     model = tiny.model("llama")
-    return Loaded(model, tiny.tokenizer(causal=True), identity(model), "llama")
+    return tiny.loaded(model, True, "llama")
 
 
 def kept(subject, text):

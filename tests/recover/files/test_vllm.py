@@ -9,7 +9,6 @@ from safetensors.torch import save_file
 import tiny_models as tiny
 from keyhole import recover
 from keyhole.core.errors import InputError
-from keyhole.models import Loaded, identity
 
 TEXT = "w1 w20 w3 w4 w99"
 
@@ -17,7 +16,7 @@ TEXT = "w1 w20 w3 w4 w99"
 @pytest.fixture(scope="module")
 def subject():
     model = tiny.model("llama")
-    return Loaded(model, tiny.tokenizer(causal=True), identity(model), "llama")
+    return tiny.loaded(model, True, "llama")
 
 
 @pytest.fixture(scope="module")
