@@ -74,20 +74,17 @@ class Branches:
         self.lengths = torch.zeros_like(starts)
         self.layers = [_Layer() for _ in range(self.parts.layers)]
         self.positions = starts[:, None]  # of the last chunk's tokens
-        self._final_pass = (
-            False  # if nothing follows it, a pass drops each layer's keys
-        )
+        # if nothing follows it, a pass drops each layer's keys
+        self._final_pass = False
         self._columns = 0  # of the cache, before the chunk
         self._chunk = starts[:, None]
-        self._texts = [
-            starts.new_zeros(start) for start in starts.tolist()
-        ]  # padding, then tokens
+        # padding, then tokens
+        self._texts = [starts.new_zeros(start) for start in starts.tolist()]
         self._cached = _takes_branches(self.parts)
         # Only texts longer than a window would show it, and those have thousands of
         # tokens.
-        self._window = (
-            getattr(self.parts.base.config, "sliding_window", None) or NO_LIMIT
-        )
+        window = getattr(self.parts.base.config, "sliding_window", None)
+        self._window = window or NO_LIMIT
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -223,9 +220,8 @@ class Branches:
     def at_once(self, length: int) -> int:
         """Return how many tokens fit into a pass of `each` after a prefix, by the free memory."""
         parts = self.parts
-        heads = (
-            parts.key_heads + parts.heads
-        )  # as they are cached, and as queries use them
+        # as they are cached, and as queries use them
+        heads = parts.key_heads + parts.heads
         kept = 2 * heads * parts.head_dim * (1 + length / _CHUNK)
         return _CHUNK * max(1, parts.at_once(length + _CHUNK, kept=kept) // _CHUNK)
 
@@ -267,7 +263,7 @@ class Branches:
         self._columns = columns.shape[1]
 
 
-_TAKES: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+_TAKES = weakref.WeakKeyDictionary[nn.Module, bool]()
 
 
 def _takes_branches(parts: Anatomy) -> bool:

@@ -124,12 +124,10 @@ def capture(
         embeddings = embeddings.to(parts.tokens.weight.dtype)
     maps = exposure.kind == "maps"
     given = {"input_ids": ids} if embeddings is None else {"inputs_embeds": embeddings}
-    if (
-        embeddings is not None and not parts.takes_embeddings
-    ):  # replace its table's output
-        stand_in = torch.full(
-            embeddings.shape[:2], parts.ordinary, device=embeddings.device
-        )
+    if embeddings is not None and not parts.takes_embeddings:
+        # Tokens stand in for them, and the output of their table is replaced.
+        shape = embeddings.shape[:2]
+        stand_in = torch.full(shape, parts.ordinary, device=embeddings.device)
         given = {"input_ids": stand_in}
         wanted.append((parts.tokens.register_forward_hook, lambda *_: embeddings))
     if exposure.kind == "kv" and parts.causal and inputs.get("past_key_values") is None:
@@ -151,9 +149,8 @@ def capture(
     if exposure.kind == "logits":
         logits = unembedding(model)(last_state(tensors.pop("states"), mask)[:, None])
         if exposure.log_probabilities:
-            tensors["values"] = logits.log_softmax(-1)
-        else:
-            tensors["values"] = logits
+            logits = logits.log_softmax(-1)
+        tensors["values"] = logits
     if exposure.width is not None:
         tensors["values"] = tensors["values"][..., : exposure.width]
     if exposure.unit:
@@ -225,12 +222,9 @@ def _hooks(
 def _of_output(exposure: Exposure, output: Any, model: str) -> dict[str, Tensor]:
     """Read the model's output: hidden states, those to pool, or what its pooler makes of them."""
     if exposure.kind == "hidden":
-        states = output.hidden_states
-        return {
-            "values": output.last_hidden_state
-            if states is None
-            else states[exposure.layer]
-        }
+        if output.hidden_states is None:
+            return {"values": output.last_hidden_state}
+        return {"values": output.hidden_states[exposure.layer]}
     if exposure.pooling != "pooler":
         return {"states": output.last_hidden_state}
     if getattr(output, "pooler_output", None) is None:
@@ -264,19 +258,17 @@ def _reads(parts: Anatomy, kind: str, number: int) -> list[tuple[nn.Module, Read
             return {"keys": layer.keys, "values": layer.values}
 
         attention = parts.attentions[number - 1]
-        modules = [
-            parts.blocks[number - 1],
-            *([] if attention is None else [attention.module]),
-        ]
+        modules = [parts.blocks[number - 1]]
+        if attention is not None:
+            modules.append(attention.module)
         return [(module, cached) for module in modules]
 
     def projected(name: str, projection: Projection) -> tuple[nn.Module, Read]:
         def read(
             _a: tuple[Any, ...], _k: dict[str, Any], output: Tensor
         ) -> dict[str, Tensor]:
-            heads = projection.of(output).unflatten(
-                -1, (parts.key_heads, parts.head_dim)
-            )
+            shape = (parts.key_heads, parts.head_dim)
+            heads = projection.of(output).unflatten(-1, shape)
             return {name: heads.transpose(1, 2)}
 
         return projection.module, read
@@ -338,10 +330,10 @@ def as_multiplied(numbers: Tensor, stored: str) -> Tensor:
     """Round numbers as ggml does before a product with weights that are `stored` as such a type."""
     if stored == "F32":
         return numbers
-    if stored in ("F16", "BF16"):
-        return numbers.to(torch.float16 if stored == "F16" else torch.bfloat16).to(
-            numbers
-        )
+    if stored == "F16":
+        return numbers.half().to(numbers)
+    if stored == "BF16":
+        return numbers.bfloat16().to(numbers)
     large = stored.endswith("_K") or (stored.startswith("IQ") and stored != "IQ4_NL")
     return in_blocks(numbers, _LARGE_BLOCK if large else _BLOCK)
 
@@ -371,9 +363,8 @@ def bfloat16_arithmetic(model: nn.Module) -> Generator[None]:
         if isinstance(module, nn.Linear):
             bias = cast("Tensor | None", module.bias)
             bias = None if bias is None else bias.bfloat16()
-            output = nn.functional.linear(
-                inputs[0].bfloat16(), module.weight.bfloat16(), bias
-            )
+            weight = module.weight.bfloat16()
+            output = nn.functional.linear(inputs[0].bfloat16(), weight, bias)
         return output.bfloat16().to(dtype)
 
     with hooks(

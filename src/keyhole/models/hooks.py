@@ -12,9 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 _HOOKS = "_forward_hooks"  # where torch keeps them
 _CAPTURING = "_output_capturing_hooks_installed"  # the mark of transformers
-Wanted = tuple[
-    Callable[..., RemovableHandle], Callable[..., Any]
-]  # a register method and a hook
+# a register method and a hook
+Wanted = tuple[Callable[..., RemovableHandle], Callable[..., Any]]
 
 
 @contextmanager

@@ -46,9 +46,8 @@ from keyhole.core.machine import available, expect_device, expect_memory
 from keyhole.models.hooks import evaluating
 
 T = TypeVar("T")
-STORED = (
-    "stored_as"  # attribute of a linear map: the type of its weights in a GGUF file
-)
+# attribute of a linear map: the type of its weights in a GGUF file
+STORED = "stored_as"
 _log = logging.getLogger(__name__)
 _LARGE = 2**30  # bytes of weights from which the memory is logged
 _MAX_HEADER = 2**27  # bytes of the header of a file of weights
@@ -82,10 +81,8 @@ _NO_EFFECT = frozenset(
 # Tasks: what a model's head is for
 
 Task = Literal["base", "classification", "choice", "causal", "seq2seq"]
-GENERATES = (
-    "causal",
-    "seq2seq",
-)  # these need no labels: what they generate is the right answer
+# These need no labels: what they generate is the right answer.
+GENERATES = ("causal", "seq2seq")
 AUTO_CLASSES: dict[str, str] = {  # of transformers, with what their heads give
     "base": "AutoModel",  # hidden states
     "causal": "AutoModelForCausalLM",  # the next token
@@ -138,12 +135,10 @@ def transformers() -> Any:
     return optional("transformers", "transformers is not installed", "models")
 
 
-_lock = (
-    threading.RLock()
-)  # a cluster's worker may have several threads, but memory for one model
-_kept: list[
-    tuple[Any, Any, ExitStack]
-] = []  # key, value and what closes it: one entry or none
+# A cluster's worker may have several threads, but memory for one model.
+_lock = threading.RLock()
+# key, value and what closes it: one entry or none
+_kept: list[tuple[Any, Any, ExitStack]] = []
 
 
 @contextmanager
@@ -238,11 +233,9 @@ def _is_encoder_alone(name: str | Path) -> bool:
 
 def _own_dtype(name: str | Path) -> torch.dtype:
     """Return the precision in which a language model is stored; float32 for all other models."""
-    if task_of(name) == "causal":
-        own = getattr(load_config(name), "dtype", None)
-    else:
-        own = None
-    return own if own in (torch.float16, torch.bfloat16) else torch.float32
+    own = getattr(load_config(name), "dtype", None)
+    halved = own in (torch.float16, torch.bfloat16)
+    return own if halved and task_of(name) == "causal" else torch.float32
 
 
 def _expect_memory(
@@ -262,12 +255,9 @@ def _expect_memory(
                     f"expected {size} as a whole number in {name}, got {value!r:.40}"
                 )
         vocabulary, width, layers, inner = sizes.values()
-        parameters = vocabulary * width + layers * (
-            4 * width * width + 2 * width * inner
-        )
-        expect_memory(
-            dtype.itemsize * parameters, f"the configuration of {name}", device, _FITS
-        )
+        block = 4 * width * width + 2 * width * inner
+        needed = dtype.itemsize * (vocabulary * width + layers * block)
+        expect_memory(needed, f"the configuration of {name}", device, _FITS)
     needed = dtype.itemsize * _parameters(Path(where), gguf)
     expect_memory(needed, f"the model {name}", device, _FITS)
     if needed >= _LARGE:
@@ -332,9 +322,7 @@ def task_of(name: str | Path) -> Task:
         )
     for architecture in cast("Sequence[Any]", architectures):
         task = named_task(str(architecture))
-        if (
-            task == "seq2seq"
-        ):  # does its encoder read text, as far as the library knows?
+        if task == "seq2seq":  # does its encoder read text, as the library knows?
             known = transformers().MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
             return task if type(config) in known else "base"
         if task != "base":
@@ -344,9 +332,7 @@ def task_of(name: str | Path) -> Task:
 
 def load_config(name: str | Path) -> Any:
     """Load a checkpoint's configuration alone."""
-    where, options = _source(
-        str(name), allow_pickle=True
-    )  # a configuration is no pickle
+    where, options = _source(str(name), allow_pickle=True)  # it is no pickle
     with _quiet(f"the configuration of {name}"):
         if nomic := _nomic(where, options):
             return nomic.config
@@ -355,10 +341,8 @@ def load_config(name: str | Path) -> Any:
 
 def class_names(config: Any) -> list[str]:
     """Return the names of a classifier's classes, in order, by its configuration."""
-    return [
-        str(name)
-        for _, name in sorted((getattr(config, "id2label", None) or {}).items())
-    ]
+    names = getattr(config, "id2label", None) or {}
+    return [str(name) for _, name in sorted(names.items())]
 
 
 def expect_names(given: Sequence[str], config: Any) -> None:
@@ -411,10 +395,9 @@ def _source(name: str, allow_pickle: bool) -> tuple[str, dict[str, Any]]:
     if not is_folder(path):
         if not _HUB_NAME.fullmatch(name):
             raise InputError(f"there is no model {name}: no such folder")
-        return name, options if _hub_answers() else {
-            **options,
-            "local_files_only": True,
-        }
+        if not _hub_answers():
+            options["local_files_only"] = True
+        return name, options
     if not (path / "config.json").is_file():
         raise InputError(f"{name} is not a model's folder: it has no config.json")
     for file in path.iterdir():  # the library would wait for ever at a pipe
@@ -438,9 +421,8 @@ def _hub_answers() -> bool:
         hub.get_session().head(
             hub.constants.ENDPOINT, timeout=hub.constants.HF_HUB_ETAG_TIMEOUT
         )
-    except (
-        Exception
-    ):  # no network, no name, no route, or offline by choice: use the local cache
+    # no network, no name, no route, or offline by choice: use the local cache
+    except Exception:
         return False
     return True
 
@@ -455,9 +437,8 @@ def _gguf_read_once() -> Generator[None]:
     gguf = importlib.import_module("gguf")
     reading = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
 
-    class Reader(
-        gguf.GGUFReader
-    ):  # a slice of a memmap calls Python, one of an array does not
+    # A slice of a memmap calls Python, one of an array does not.
+    class Reader(gguf.GGUFReader):
         data = property(
             lambda self: self.array,
             lambda self, file: setattr(self, "array", np.asarray(file)),
@@ -540,17 +521,16 @@ def lent(model: Any, tokenizer: Any, name: str | None = None) -> Generator[Loade
     """
     if tokenizer is None:
         raise InputError("a model in memory needs tokenizer=…")
-    if any(
-        weight.is_floating_point()
-        and weight.dtype != torch.float32
-        and not weight.is_cuda
+    others = {
+        weight.dtype
         for weight in model.parameters()
-    ):
+        if weight.is_floating_point() and not weight.is_cuda
+    }
+    if others - {torch.float32}:
         model = copy.deepcopy(model).float()
     gradients = [(weight, weight.requires_grad) for weight in model.parameters()]
-    called = (
-        name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
-    )
+    path = str(getattr(model.config, "_name_or_path", ""))
+    called = name or path or type(model).__name__
     with evaluating(model):
         try:
             model.requires_grad_(False)
@@ -638,9 +618,8 @@ class _NomicFile:
             raise InputError(f"a GGUF file of {NOMIC} has no head for {task}")
         with torch.random.fork_rng():
             model = transformers().NomicBertModel(self.config)
-        model.load_state_dict(
-            self._weights()
-        )  # every weight, or an error that names those missing
+        # every weight, or an error that names those missing
+        model.load_state_dict(self._weights())
         return model.to(device, dtype)
 
     def _weights(self) -> dict[str, Tensor]:
@@ -654,9 +633,8 @@ class _NomicFile:
             inside, stem = (f"layers.{block[1]}.", block[2]) if block else ("", stem)
             if stem == "attn_qkv":
                 for letter, part in zip("qkv", values.chunk(3), strict=True):
-                    found[f"{inside}self_attn.{letter}_proj.{ending}"] = (
-                        part.contiguous()
-                    )
+                    name = f"{inside}self_attn.{letter}_proj.{ending}"
+                    found[name] = part.contiguous()
             elif stem in _NAMES:
                 found[f"{inside}{_NAMES[stem]}.{ending}"] = values
             else:

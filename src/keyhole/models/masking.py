@@ -108,9 +108,7 @@ class Untouched:
 class Sites:
     """The attention calls of the last forward pass, and how many passes there were."""
 
-    calls: list[tuple[Site, torch.Size]] = field(
-        default_factory=list[tuple[Site, torch.Size]]
-    )
+    calls: list[tuple[Site, torch.Size]] = field(default_factory=list[Any])
     forwards: int = 0
 
 
@@ -155,9 +153,8 @@ class _Watch:
         self.names = {module: name for name, module in model.named_modules()}
         self._counts: dict[nn.Module, int] = {}  # calls of each module in this pass
         self._latest: dict[nn.Module, Site] = {}
-        self._depth = (
-            0  # how many calls of hooked modules are going on, inside each other
-        )
+        # how many calls of hooked modules are going on, inside each other
+        self._depth = 0
         self._skipped = False  # the rewrite leaves this pass alone
         self._thread = 0
 
@@ -165,14 +162,10 @@ class _Watch:
         library = transformers()
         for module in self.names:
             if module is self.model or isinstance(module, library.PreTrainedModel):
-                yield (
-                    partial(module.register_forward_pre_hook, with_kwargs=True),
-                    self._enter,
-                )
-                yield (
-                    partial(module.register_forward_hook, always_call=True),
-                    self._leave,
-                )
+                before = partial(module.register_forward_pre_hook, with_kwargs=True)
+                yield before, self._enter
+                after = partial(module.register_forward_hook, always_call=True)
+                yield after, self._leave
 
     def _enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -240,9 +233,8 @@ def _named(
     return {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
 
 
-_ACTIVE: dict[
-    nn.Module, _Watch
-] = {}  # modules of models whose attention is being rewritten
+# modules of models whose attention is being rewritten
+_ACTIVE: dict[nn.Module, _Watch] = {}
 _LOCK = threading.Lock()
 
 
@@ -297,9 +289,8 @@ def _rewritten(
     rewrite.masked(site, mask)
     cut = _expect("cut", rewrite.cut(site, shape), site, shape)
     if cut is not None:
-        if mask is None:
-            closed = cut
-        else:
+        closed = cut
+        if mask is not None:
             closed = cut | (mask < mask.amax(-1, keepdim=True) - _CLOSED)
         empty = closed.all(-1, keepdim=True)
         scores = scores.masked_fill(cut & ~empty, torch.finfo(scores.dtype).min)

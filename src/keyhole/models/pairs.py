@@ -18,7 +18,7 @@ import copy
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,19 +30,17 @@ from keyhole.models.hooks import hooks
 def is_pair(model: nn.Module) -> bool:
     """Return whether this is an encoder with a decoder, and not one of them on its own."""
     config = getattr(model, "config", None)
-    return (
-        bool(getattr(config, "is_encoder_decoder", False))
-        and decoder_of(model) is not model
-    )
+    pair = bool(getattr(config, "is_encoder_decoder", False))
+    return pair and decoder_of(model) is not model
 
 
-def encoder_of(model: nn.Module) -> nn.Module:
-    return cast("Any", model).get_encoder()
+def encoder_of(model: Any) -> nn.Module:
+    return model.get_encoder()
 
 
-def decoder_of(model: nn.Module) -> nn.Module:
+def decoder_of(model: Any) -> nn.Module:
     """Return the decoder of a pair; a model that is no pair is its own decoder."""
-    return cast("Any", model).get_decoder()
+    return model.get_decoder()
 
 
 @contextmanager
@@ -55,20 +53,16 @@ def behind(decoder: nn.Module, states: Tensor) -> Generator[None]:
     def pass_states(
         _m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        names = ("input_ids", "inputs_embeds")
-        texts = next(
-            len(kwargs[name]) for name in names if kwargs.get(name) is not None
-        )
+        given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+        texts = next(len(each) for each in given if each is not None)
         kwargs = {**kwargs, "encoder_hidden_states": states.expand(texts, -1, -1)}
         if kwargs.get("use_cache") is not False:
-            kwargs["past_key_values"] = _shared(
-                cached, kwargs.get("past_key_values"), texts
-            )
+            own = kwargs.get("past_key_values")
+            kwargs["past_key_values"] = _shared(cached, own, texts)
         return args, kwargs
 
-    with hooks(
-        (partial(decoder.register_forward_pre_hook, with_kwargs=True), pass_states)
-    ):
+    register = partial(decoder.register_forward_pre_hook, with_kwargs=True)
+    with hooks((register, pass_states)):
         yield
 
 

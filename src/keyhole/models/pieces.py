@@ -63,15 +63,11 @@ def labels(tokenizer: Any, ids: list[int]) -> list[str]:
     shown: list[str] = []
     for piece, id_ in zip(written(tokenizer, ids), ids, strict=True):
         name = str(tokenizer.convert_ids_to_tokens(id_))
-        blank = "".join(
-            "␣" if letter == " " else ascii(letter)[1:-1] for letter in piece
-        )
-        marked = name == f"##{piece}"
-        shown.append(
-            name
-            if marked
-            else piece.strip() or blank or _spelled(tokenizer, id_) or name
-        )
+        if name == f"##{piece}":
+            shown.append(name)
+            continue
+        blank = "".join(ascii(letter)[1:-1] for letter in piece).replace(" ", "␣")
+        shown.append(piece.strip() or blank or _spelled(tokenizer, id_) or name)
     return shown
 
 
@@ -79,10 +75,8 @@ def unknown_token(tokenizer: Any) -> int | None:
     """Return the id for text that has no token, or None where it has another meaning as well."""
     unknown = getattr(tokenizer, "unk_token_id", None)
     others = ("bos", "eos", "pad", "cls", "sep", "mask")  # GPT-2's is its end of text
-    shared = unknown in [
-        getattr(tokenizer, f"{name}_token_id", None) for name in others
-    ]
-    return None if unknown is None or shared else int(unknown)
+    taken = [getattr(tokenizer, f"{name}_token_id", None) for name in others]
+    return None if unknown is None or unknown in taken else int(unknown)
 
 
 def _decode(tokenizer: Any, ids: list[int]) -> str:
@@ -103,7 +97,6 @@ def _spelled(tokenizer: Any, id_: int) -> str:
     if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", token):
         return f"\\x{byte[1].lower()}"
     if all(letter in _BYTES for letter in token):
-        return bytes(_BYTES[letter] for letter in token).decode(
-            "utf-8", "backslashreplace"
-        )
+        spelled = bytes(_BYTES[letter] for letter in token)
+        return spelled.decode("utf-8", "backslashreplace")
     return text

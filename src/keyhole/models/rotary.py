@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -78,9 +79,8 @@ class Rotation:
         return torch.cat([before, rotated, after], -1)
 
 
-Turn = tuple[
-    Rotation, Tensor, Tensor
-]  # with the cosines and sines (…, 1, n, planes) of one call
+# with the cosines and sines (…, 1, n, planes) of one call
+Turn = tuple[Rotation, Tensor, Tensor]
 
 
 def turn_of(
@@ -116,12 +116,7 @@ def ways_to_undo(
     for rotation, cos, sin in turns:
         if 2 * cos.shape[-1] > keys.shape[-1]:
             continue
-        for neighbours, last in (
-            (False, False),
-            (True, False),
-            (False, True),
-            (True, True),
-        ):
+        for last, neighbours in product((False, True), repeat=2):
             tried = replace(rotation, neighbours=neighbours, last=last)
             yield tried, tried.undone(keys, cos, sin)
 
