@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-import torch
 from torch import Tensor
 
 from keyhole import attention
@@ -32,6 +31,7 @@ from keyhole.audit.check import (
 from keyhole.core import Skip, Status
 from keyhole.core.errors import MissingExtra
 from keyhole.core.exposure import Exposure
+from keyhole.core.float64 import normal, random_stream
 from keyhole.core.progress import Track
 from keyhole.extract.auto import Choice, choose
 from keyhole.extract.judge import Method, judge
@@ -202,8 +202,8 @@ def _input_and_output(
 
     The input is scaled so that scores have deviation 1, as in a working model.
     """
-    stream = torch.Generator().manual_seed(seed ^ 0x1A9E)
-    X = torch.randn(LENGTH, layer.dim, generator=stream, dtype=torch.float64)
+    stream = random_stream(seed ^ 0x1A9E)
+    X = normal(stream, LENGTH, layer.dim)
     deviation = float(attention.scores(X, X, layer.W).std())
     secret = X / max(deviation, 1e-6) ** 0.5
     return secret, ask(oracle, secret.unsqueeze(0))[0]

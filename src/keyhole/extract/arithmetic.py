@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.float64 import EPSILON, random_stream
+from keyhole.extract.bilinear import max_abs
 from keyhole.oracle.protocol import Oracle, OracleError, ask, stated
 
 EXACT = 1e-12  # relative errors below this are rounding of float64
@@ -55,7 +56,7 @@ def precision_of(oracle: Oracle, answers: Tensor) -> float:
 def digits(answers: Tensor) -> float:
     """Return half the ε of the shortest format that holds all answers; float32 also as decimals."""
     for dtype in _FORMATS:
-        if torch.equal(answers, answers.to(dtype).to(torch.float64)):
+        if torch.equal(answers, answers.to(dtype).double()):
             return torch.finfo(dtype).eps / 2
     some = answers.flatten()[:_READ]
     printed = [str(value) for value in some.float().numpy()]
@@ -93,7 +94,7 @@ def exact_decimals(
     """
     for decimals in range(least, most + 1):
         shifted = answers * 10.0**decimals
-        if float(shifted.abs().max()) * EPSILON > _ANY:
+        if max_abs(shifted) * EPSILON > _ANY:
             return None
         if _are_whole(shifted, torch.full_like(shifted, _WHOLE)):
             return decimals
@@ -102,7 +103,7 @@ def exact_decimals(
 
 def _are_whole(numbers: Tensor, allowed: Tensor) -> bool:
     whole = numbers.round()
-    zero = (_ZERO * numbers.abs().max()).clamp(max=_WHOLE)
+    zero = min(_ZERO * max_abs(numbers), _WHOLE)
     return bool(
         ((numbers - whole).abs() <= torch.where(whole == 0, zero, allowed)).all()
     )
@@ -130,9 +131,7 @@ def measured_errors(
     changed = ask(oracle, sequences * (1 + _UNSEEN * _signs(sequences)))
     if torch.equal(changed, answers):
         return torch.finfo(torch.float32).eps / 2, 0.0
-    if answers.ndim > 1 or (changed - answers).abs().max() <= _NOISE * float(
-        answers.abs().max()
-    ):
+    if answers.ndim > 1 or max_abs(changed - answers) <= _NOISE * max_abs(answers):
         return precision, 0.0
     again = sequences[:1].expand(_AGAIN, *sequences.shape[1:])
     noisy = torch.cat([answers[:1], ask(oracle, again * (1 + _UNSEEN * _signs(again)))])
@@ -158,7 +157,7 @@ def own_error(
         (_last(answered(oracle, each)) - last).abs() for each in (*turned, swapped)
     ]
     *turns, swaps = (each.nan_to_num(0.0).amax(1) for each in differences)
-    if (swaps > _DOUBTFUL * last.abs().max()).any():
+    if (swaps > _DOUBTFUL * max_abs(last)).any():
         swaps = turns[0]
     return torch.stack(
         [*turns, swaps, _last(rounding(oracle, answers, precision)).amax(1)]
@@ -175,7 +174,7 @@ def exact(oracle: Oracle, answers: Tensor, precision: float) -> bool:
     """Return whether answers have no error but the rounding of float64."""
     return bool(
         precision <= EXACT
-        and rounding(oracle, answers, precision).max() <= EXACT * answers.abs().max()
+        and rounding(oracle, answers, precision).max() <= EXACT * max_abs(answers)
     )
 
 

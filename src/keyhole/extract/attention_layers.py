@@ -51,7 +51,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.float64 import identity, normal, random_stream, tensor, zeros
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import lengths, random_orthogonal
+from keyhole.extract.bilinear import lengths, max_abs, random_orthogonal
 from keyhole.extract.blocks.view import expect_vectors, last
 from keyhole.extract.extraction import Step
 from keyhole.extract.gauss_newton import levenberg, refined
@@ -160,8 +160,8 @@ class _Far:
         three = normal(stream, 3, d) / math.sqrt(d)
         both = ask(oracle, torch.stack([three, three[[1, 0, 2]]]))
         difference = both[0, 0] - three[0] @ P if every_token else both[0] - both[1]
-        allowed = max(_SAME, 16 * error) * both.abs().max()
-        equal = bool(difference.abs().max() <= allowed)
+        allowed = max(_SAME, 16 * error) * max_abs(both)
+        equal = max_abs(difference) <= allowed
         return cls(oracle, P, every_token, equal == every_token, error)
 
     def __call__(self, x: Tensor, delta: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ from keyhole.extract.arithmetic import (
     smallest,
 )
 from keyhole.extract.attention_layers import AttentionLayers
-from keyhole.extract.bilinear import random_units
+from keyhole.extract.bilinear import max_abs, random_units
 from keyhole.extract.block import TransformerBlock
 from keyhole.extract.blocks.view import last
 from keyhole.extract.domain import CHANGED, Witness, within
@@ -227,7 +227,7 @@ def _repeated(result: Extraction, early: Witness, arithmetic: Arithmetic) -> Ext
     before = early.queries
 
     def same(now: Tensor, before: Tensor, allowed: float) -> bool:
-        difference = (now - before).abs().max()
+        difference = max_abs(now - before)
         small = bool(difference <= 2 * arithmetic.absolute)
         return small or within(now, before, allowed)
 
@@ -382,15 +382,15 @@ def _deep(oracle: Oracle, delta: Tensor, x: Tensor, same: float) -> bool:
     near, minus, far = last(oracle, torch.stack([pair, -pair, long]))
     nonlinear = torch.stack([y + other - both, near + minus])
     change = (near - y) - 2 * (far - 2 * y)
-    limit = same * both.abs().max()
-    return bool(nonlinear.abs().max() <= limit < change.abs().max())
+    limit = same * max_abs(both)
+    return max_abs(nonlinear) <= limit < max_abs(change)
 
 
 def _behind_norm(oracle: Oracle, tokens: Tensor, alone: Tensor) -> bool:
     """Return whether a token eight times as long gets the same answer, as it does behind a norm."""
     plus, minus = alone.view(-1, 2).unbind(1)
-    change = (ask(oracle, 8 * tokens[:, None]) - plus).abs().max()
-    flat = bool(change <= _NEARLY_FLAT * (plus - minus).abs().max())
+    change = max_abs(ask(oracle, 8 * tokens[:, None]) - plus)
+    flat = change <= _NEARLY_FLAT * max_abs(plus - minus)
     return flat and find_norm(oracle, random_stream(0)).normed
 
 
@@ -408,8 +408,8 @@ def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> b
             square /= 16  # saturated, or several heads, whose α can be any number
             continue
         z = torch.logit(alpha)
-        if z.abs().max() > 0.05:
-            return bool((z[0] + z[1] - z[2]).abs() <= same * z.abs().max())
+        if max_abs(z) > 0.05:
+            return bool((z[0] + z[1] - z[2]).abs() <= same * max_abs(z))
         square *= 16
     return False
 
@@ -475,7 +475,7 @@ def find_link(
                 names.remove(name)
             else:
                 first.setdefault(name, answers)
-        differ = (answers - answers[:1]).abs().max() > 8 * error.max()
+        differ = max_abs(answers - answers[:1]) > 8 * error.max()
         if len(names) < 2 and differ:
             break
         scale *= 2 if differ else _FURTHER

@@ -160,6 +160,10 @@ def lengths(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows, dim=-1)
 
 
+def max_abs(values: Tensor) -> float:
+    return float(values.abs().max())
+
+
 def normalized(rows: Tensor) -> Tensor:
     """Return the rows at length one; a row of zeros stays."""
     return rows / lengths(rows).clamp(min=1e-300)[..., None]

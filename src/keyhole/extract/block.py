@@ -69,7 +69,7 @@ from keyhole.core import Status, Unsuccessful
 from keyhole.core.float64 import identity, normal, random_stream, zeros
 from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.arithmetic import EXACT, exact_decimals, measured_errors
-from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.bilinear import max_abs, random_orthogonal
 from keyhole.extract.blocks import kinks, post_norm, pre_norm
 from keyhole.extract.blocks.curvature import Field, find_units
 from keyhole.extract.blocks.fit import Known, expect_fitted, fit
@@ -190,7 +190,7 @@ class TransformerBlock(Method):
         """
         tokens = normal(stream, _CHECKED, _TOKENS, view.dim)
         answers = last(view.oracle, tokens)
-        allowed = _ROUGH * float(answers.abs().max())
+        allowed = _ROUGH * max_abs(answers)
         why = "what was read gives other answers"
         for reach in REACHES.get(view.norm, (1.0,) * _PRE_NORM_ATTEMPTS):
             try:
@@ -199,7 +199,7 @@ class TransformerBlock(Method):
                 else:
                     layer = peeled.attention(stream, reach)
                     model = peeled.block(peeled.polished(layer, stream))
-                if (last(model, tokens) - answers).abs().max() <= allowed:
+                if max_abs(last(model, tokens) - answers) <= allowed:
                     return _fitted_together(view, model, stream)
             except (Unsuccessful, LinAlgError, NotFinite, LostSum) as error:
                 why = str(error)

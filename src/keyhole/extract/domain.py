@@ -22,7 +22,7 @@ from torch import Tensor
 from keyhole.core.errors import InputError
 from keyhole.core.float64 import normal, random_stream
 from keyhole.extract.arithmetic import within_own_error
-from keyhole.extract.bilinear import lengths
+from keyhole.extract.bilinear import lengths, max_abs
 from keyhole.oracle.protocol import (
     BudgetExhausted,
     Counted,
@@ -58,7 +58,7 @@ Same = Callable[
 
 def within(given: Tensor, answers: Tensor, allowed: float) -> bool:
     """Return whether answers differ by no more than this share of the largest."""
-    return bool((given - answers).abs().max() <= allowed * answers.abs().max())
+    return max_abs(given - answers) <= allowed * max_abs(answers)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Domain:
         counts = [part.shape[1] for part in questions]
         low = min(float(n.min()) for n in norms)
         high = max(float(n.max()) for n in norms)
-        largest = max((float(part.abs().max()) for part in answers), default=0.0)
+        largest = max((max_abs(part) for part in answers), default=0.0)
         return cls((min(counts), max(counts)), (low, high), largest)
 
     def joined(self, other: Domain) -> Domain:
@@ -219,7 +219,7 @@ class Witness:
     def contradicted(self, agrees: Agrees, error: float, precision: float) -> int:
         """Count the kept queries whose answer differs now by more than its own error."""
         changed = 0
-        sizes = [float(answers.abs().max()) for _, answers in self.kept]
+        sizes = [max_abs(answers) for _, answers in self.kept]
         norms = [Domain.of([sequences]).norms[1] for sequences, _ in self.kept]
         gain = max(
             (size / norm for size, norm in zip(sizes, norms, strict=True) if norm),
@@ -228,7 +228,7 @@ class Witness:
         with suppress(BudgetExhausted, OracleError, InputError):
             for (sequences, answers), norm in zip(self.kept, norms, strict=True):
                 now = ask(self.inner, sequences)
-                largest = max(float(now.abs().max()), float(answers.abs().max()))
+                largest = max(max_abs(now), max_abs(answers))
                 if (
                     largest <= _FAINT * gain * norm
                 ):  # answers that cancel may be all rounding

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.float64 import TINY, normal, ones, random_stream, tensor, zeros
-from keyhole.extract.bilinear import batch_rows, lengths, scalar
+from keyhole.extract.bilinear import batch_rows, lengths, max_abs, scalar
 from keyhole.extract.domain import Domain
 from keyhole.extract.extraction import Check, Step
 from keyhole.extract.gauss_newton import Pairs, SingleTokens
@@ -107,7 +107,7 @@ class SignExam(Exam):
             (given == 0) | (given == 1)
         ).all():  # signs: earlier answers of the target itself
             return bool((given == answers).all())
-        clear = given.abs() > max(allowed, NEARLY) * given.abs().max()
+        clear = given.abs() > max(allowed, NEARLY) * max_abs(given)
         return bool(((given > 0) == (answers > 0))[clear].all())
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
@@ -258,7 +258,7 @@ class AmplifiedExam(Exam):
     def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
         """Return whether answers differ by no more than 2τ and a share of the largest."""
         off = (given - answers).abs() - 2 * self.tolerance
-        return bool((off <= max(allowed, NEARLY) * answers.abs().max()).all())
+        return bool((off <= max(allowed, NEARLY) * max_abs(answers)).all())
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
         """Return status and reason; errors that τ and the proved error of W explain are excused.
@@ -271,7 +271,7 @@ class AmplifiedExam(Exam):
         if check.worst <= NEARLY or error is None or not isinstance(model, Head):
             return verdict(check, accepted)
         max_norm = min(self.limit, math.sqrt(model.dim))
-        if error >= max(float(model.W.abs().max()) / 2, 1 / max_norm**2):
+        if error >= max(max_abs(model.W) / 2, 1 / max_norm**2):
             return Status.NOT_IDENTIFIABLE, (
                 f"±{self.tolerance:g} hides W: nothing narrower than ±{error:.1e} can be proved"
             )
@@ -297,7 +297,7 @@ class AmplifiedExam(Exam):
             scores = torch.zeros_like(scores)
         moved = 2 * values * torch.tanh(scores / 2)
         allowed = self.tolerance + error_v * sizes.amax(-1) + moved
-        small = NEARLY * answers.abs().max()
+        small = NEARLY * max_abs(answers)
         return bool((differences(model, sequences, answers) <= allowed + small).all())
 
 
@@ -325,7 +325,7 @@ def asked_again(
     count = 0
     size = batch_rows(2 * max(_COPIES), dim)
     for part in asked:
-        rounding = (4 * dim + 16) * precision * part.answers.abs().max()
+        rounding = (4 * dim + 16) * precision * max_abs(part.answers)
         for copies, start in product(_COPIES, range(0, len(part.answers), size)):
             rows = slice(start, start + size)
             again = scalar(ask(oracle, part.questions(rows).repeat(1, copies, 1)))

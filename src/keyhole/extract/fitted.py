@@ -47,10 +47,11 @@ from torch import Tensor
 from keyhole import attention
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_count, expect_number
+from keyhole.core.float64 import normal, random_stream, zeros
 from keyhole.core.least_squares import Options, Point, minimize
 from keyhole.core.numerics import least_squares
 from keyhole.extract.arithmetic import answered, own_error, precision_of, rounding
-from keyhole.extract.bilinear import random_orthogonal, random_units, scalar
+from keyhole.extract.bilinear import max_abs, random_orthogonal, random_units, scalar
 from keyhole.extract.domain import CHANGED
 from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.gauss_newton import refined, uncertainty
@@ -134,7 +135,7 @@ class Fitted(Method):
 
     def __call__(self, oracle: Oracle) -> Extraction:
         if self.answer_error:
-            none = Link("identity", torch.zeros((), dtype=torch.float64))
+            none = Link("identity", zeros())
             oracle = Undone(oracle, none, self.precision, self.answer_error)
         return super().__call__(oracle)
 
@@ -145,7 +146,7 @@ class Fitted(Method):
     def gain(self, oracle: Oracle) -> float:
         """Return the factor that makes ±τ harmless; 1 if τ = 0 or long tokens change gates."""
         gain = max(1.0, _AMPLE * self.answer_error)
-        (a,) = random_units(1, oracle.dim, torch.Generator().manual_seed(self.seed))
+        (a,) = random_units(1, oracle.dim, random_stream(self.seed))
         if gain == 1:
             return gain
         try:
@@ -165,7 +166,7 @@ class Fitted(Method):
         return math.ceil(self.oversampling * (self.heads * dim * (dim + 3) + dim + 1))
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         norm = find_norm(oracle, stream)
         field = _NearField(self, oracle, norm, self.gain(oracle), stream)
         most = max(1, min(self.most, _WORK // oracle.dim))
@@ -304,7 +305,7 @@ class Norm:
 
 def find_norm(oracle: Oracle, stream: torch.Generator) -> Norm:
     """Find the norm from f([t·a]) for several t, and from f([a + 1])."""
-    directions = torch.randn(4, oracle.dim, generator=stream, dtype=torch.float64)
+    directions = normal(stream, 4, oracle.dim)
     if oracle.dim < 2:
         return Norm()
     a = attention.normed(directions, 0.0, centred=True)
@@ -315,11 +316,9 @@ def find_norm(oracle: Oracle, stream: torch.Generator) -> Norm:
         return answers[0] - answers[1]
 
     first = odd(a)
-    size = first.abs().max()
+    size = max_abs(first)
     for factor in (8.0, 0.125):
-        if not bool(
-            ((odd(factor * a) - first).abs() <= 0.01 * size).all()
-        ) or not float(size):
+        if not max_abs(odd(factor * a) - first) <= 0.01 * size or not size:
             return Norm()
     shifted = scores(oracle, torch.stack([a[0], a[0] + 1]).unsqueeze(1))
     centred = bool((shifted[1] - shifted[0]).abs() <= 0.01 * size)
@@ -344,7 +343,7 @@ Asked = list[tuple[Tensor, Tensor, Tensor]]  # sequences, answers, errors
 
 def smallest_error(errors: Tensor, answers: Tensor) -> float:
     """Return the least error that any answer counts with: relative errors near 0 are too small."""
-    largest = float(answers[answers.isfinite()].abs().max())
+    largest = max_abs(answers[answers.isfinite()])
     return max(32 * _EPSILON * largest, _LEAST * float(errors.quantile(0.1)))
 
 
@@ -426,7 +425,7 @@ class _NearField:
         own = own_error(self.oracle, self.asked[-1][0], paired, self.precision)
         own = own.clamp(max=4 * float(own.median()))
         least = smallest_error(rounded, known)
-        self.coarse = float(rounded.median()) > _COARSE * float(known.abs().max())
+        self.coarse = float(rounded.median()) > _COARSE * max_abs(known)
         self.error = least
         self.sure = _ROUNDED
         self.enough = _ROUNDED
@@ -451,7 +450,7 @@ class _NearField:
         return torch.hypot(even, torch.full_like(answers, self.error))
 
     def _normals(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.stream, dtype=torch.float64)
+        return normal(self.stream, *shape)
 
     def _ask(self, sequences: Tensor) -> Tensor:
         """Return the answers that are finite (a link may be saturated), and keep them for later."""
@@ -483,7 +482,7 @@ class _NearField:
         more = 2 if self.coarse else 1
         count = math.ceil(more * self.method.oversampling * unknowns) + 8
         delta, even, error = self._even(self.x, count)
-        size = float(self.u.abs().mean()) or float(even.abs().max())
+        size = float(self.u.abs().mean()) or max_abs(even)
         spread = 1 / float(delta.square().sum(1).mean().sqrt())
         best = torch.zeros(heads, dim), torch.zeros(heads, dim), math.inf
         small = heads < 4 or heads * dim <= _SMALL
@@ -665,7 +664,7 @@ def token_size(
     such s, or, if a link is nearly saturated there, the s at which errors of the
     answers hide the least of α.
     """
-    raw = torch.randn(2, _PAIRS, oracle.dim, generator=stream, dtype=torch.float64)
+    raw = normal(stream, 2, _PAIRS, oracle.dim)
     x, delta = raw / math.sqrt(oracle.dim)
     if norm.normed:
         x = x * math.sqrt(oracle.dim)
@@ -722,7 +721,7 @@ class Refined(Method):
         if step is None or not isinstance(step.model, OneLayer | Attention):
             return
         model = step.model
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         if model.unknowns > UNKNOWNS:
             return
         # However many numbers an answer has, it shows one gate for each token but the
@@ -736,12 +735,10 @@ class Refined(Method):
         asked: list[tuple[Tensor, Tensor, Tensor]] = []
         for length in lengths:
             shape = math.ceil(model.unknowns / share) + 8, length, oracle.dim
-            tokens = torch.randn(shape, generator=stream, dtype=torch.float64)
+            tokens = normal(stream, *shape)
             tokens[::2] /= (
                 oracle.dim**0.25
             )  # scores of about 1, where W is of ordinary size
             answers = ask(oracle, tokens)
-            asked.append(
-                (tokens, answers, torch.full_like(answers, float(answers.abs().max())))
-            )
+            asked.append((tokens, answers, torch.full_like(answers, max_abs(answers))))
         yield replace(step, model=refined(model, tuple(model.tensors()), asked))

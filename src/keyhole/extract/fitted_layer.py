@@ -28,6 +28,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count
+from keyhole.core.float64 import normal, random_stream, zeros
 from keyhole.core.numerics import least_squares
 from keyhole.extract.arithmetic import rounding
 from keyhole.extract.bilinear import random_units
@@ -75,7 +76,7 @@ class FittedLayer(Fitted):
         del dim
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         dim = oracle.dim
         gain = self.gain(oracle)
         size = token_size(_Odd(oracle), stream, gain, self.precision, Norm())
@@ -99,16 +100,12 @@ class FittedLayer(Fitted):
         heads: Asked = []
         for length in _LENGTHS:
             shape = math.ceil(_EACH * dim * dim / len(_LENGTHS) / 2), length, dim
-            long = (
-                torch.randn(shape, generator=stream, dtype=torch.float64)
-                * size
-                / math.sqrt(dim)
-            )
+            long = normal(stream, *shape) * size / math.sqrt(dim)
             long = torch.cat([gain * long[:, :-1], long[:, -1:] / gain], 1)
             pairs = self._both_ways(oracle, long)
             heads.append(_parts(pairs)[1])
             asked += pairs
-        head = Head(torch.zeros(dim, dim, dtype=torch.float64), v)
+        head = Head(zeros(dim, dim), v)
         for answers in (tempered(heads), heads):
             head = refined(head, ("W", "v"), answers)
         model = OneLayer(head.W, A, w)

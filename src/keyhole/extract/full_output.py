@@ -53,6 +53,7 @@ from keyhole.extract.bilinear import (
     ProbeBasis,
     batch_rows,
     lengths,
+    max_abs,
     power_of_four,
     random_orthogonal,
     random_units,
@@ -164,7 +165,7 @@ def _one_head(
         Z, errors = forms.measure(torch.cat([X, more]))[:, 0]
         predicted = (more @ X.mT) @ Z[:d]
         residual = (Z[d:] - predicted).abs() - errors[d:] - errors[:d].sum(0)
-        is_one_head = bool((residual <= same * Z.abs().max()).all())
+        is_one_head = bool((residual <= same * max_abs(Z)).all())
         Z = Z[:d]
     else:
         Z = zeros(0, d)
@@ -299,7 +300,7 @@ class VectorOracle:
         weights = weights / (1 + weights.sum(1, keepdim=True))
         expected = torch.einsum("hj,jd,hdm->m", weights, keys, layer.V)
         residual = self.respond(keys[None], x, square)[0, 0] - expected
-        return bool(residual.abs().max() <= same * expected.abs().max())
+        return max_abs(residual) <= same * max_abs(expected)
 
     def respond(
         self, keys: Tensor, xs: Tensor, square: float = 1.0, padding: int = 0
@@ -370,8 +371,8 @@ def open_vectors(oracle: Oracle) -> tuple[VectorOracle, Tensor]:
             f"got answers of shape {tuple(answers.shape[1:])}",
         )
     means = answers[0, ::2] if every_token else answers
-    apart = (means - means[-1]).abs().max()
-    causal = bool(apart > _ALIKE * answers.abs().max())
+    apart = max_abs(means - means[-1])
+    causal = apart > _ALIKE * max_abs(answers)
     vectors = VectorOracle(oracle, answers.shape[-1], every_token, causal)
     if precision_of(oracle, answers) > EXACT:
         vectors = replace(vectors, reach=_SHORT_REACH, far=_SHORT_FAR)
@@ -503,7 +504,7 @@ class LayerForms:
         sound = errors * low <= SOUND
         largest = math.inf
         if sound.any():
-            largest = float(forms[sound].abs().max())
+            largest = max_abs(forms[sound])
         if largest * low > _LARGE:
             wanted = self._square / step
         elif largest * high < _SMALL:
@@ -674,16 +675,16 @@ def _orient(signs: Tensor, U: Tensor, total: Tensor, whole: Tensor) -> _Gates:
 
     `whole` is that sum with the value of a constant head, if there is one.
     """
-    size = torch.maximum(U.abs().max(), whole.abs().max())
+    size = max(max_abs(U), max_abs(whole))
     rows = least_squares(U.mT, total[:, None])[:, 0]
-    residual = (rows @ U - total).abs().max() / size
-    if not (rows.abs() - 1).abs().max() + residual < _EXACT_SIGN:
+    residual = max_abs(rows @ U - total) / size
+    if not max_abs(rows.abs() - 1) + residual < _EXACT_SIGN:
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
             "the answers to long tokens do not add up: two heads may have opposite scores, which "
             "sequences of two tokens do not show",
         )
-    constant = bool((total - whole).abs().max() > _EXACT_SIGN * size)
+    constant = max_abs(total - whole) > _EXACT_SIGN * size
     rows = rows.sign()
     return _Gates((signs * rows + 1) / 2, rows[:, None] * U, constant)
 
@@ -739,7 +740,7 @@ def _solve_maps(
         # The keys add up to a multiple of δ₀, so a gate that flipped at one of them
         # shows here.
         mean = answers.sum(1, keepdim=True) / (d + step * math.sqrt(d))
-        allowed = _EXACT_SIGN / d * gates.values.abs().max()
+        allowed = _EXACT_SIGN / d * max_abs(gates.values)
         calm = (mean - at_key).abs().amax((1, 2)) <= allowed
         return basis.Q.mT @ (answers - at_key)[calm] / step, weights[calm]
 

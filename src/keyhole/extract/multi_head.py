@@ -62,7 +62,7 @@ from keyhole.core.float64 import (
 )
 from keyhole.core.text import number
 from keyhole.extract.arithmetic import EXACT, digits, exact_decimals, own_error
-from keyhole.extract.bilinear import ask_scores, lengths, normalized
+from keyhole.extract.bilinear import ask_scores, lengths, max_abs, normalized
 from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.heads.far_field import BadToken, Lines
 from keyhole.extract.heads.masks import (
@@ -180,7 +180,7 @@ def _inexact(oracle: Oracle) -> bool:
     own = own_error(oracle, questions, answers, EPSILON)
     if digits(answers) > EXACT or exact_decimals(answers, most=_DECIMALS) is not None:
         return True
-    return bool((own > 1e-12 * answers.abs().max()).all())
+    return bool((own > 1e-12 * max_abs(answers)).all())
 
 
 def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
@@ -197,7 +197,7 @@ def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
     residual = ask_scores(oracle, tests[:, None]) - tests @ v
     pair = torch.stack([-2 * x.roll(1), x])[None]
     size = max(float(lengths(v) * lengths(x)), float(ask_scores(oracle, pair).abs()))
-    if (residual / factors.abs().clamp(min=1)).abs().max() > _LINEAR * size:
+    if max_abs(residual / factors.abs().clamp(min=1)) > _LINEAR * size:
         raise Unsuccessful(
             Status.MISMATCH,
             "answers of length one are not linear to 1e-9: no heads explain them",

@@ -31,7 +31,7 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count, expect_number, optional
 from keyhole.core.float64 import normal, random_stream, zeros
-from keyhole.extract.bilinear import BilinearForms, read_values
+from keyhole.extract.bilinear import BilinearForms, max_abs, read_values
 from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.judge import Method
 from keyhole.extract.low_rank import degrees_of_freedom, expect_rank
@@ -88,7 +88,7 @@ class NuclearNorm(Method):
         xs = xs / lengths[1]
         y = y / (lengths[0] * lengths[1])[:, 0]
         rows = torch.einsum("ki,kj->kij", deltas, xs).reshape(len(y), d * d)
-        scale = float(y.abs().max()) or 1.0
+        scale = max_abs(y) or 1.0
         Z = cp.Variable((d, d))
         fits = rows.numpy() @ cp.vec(Z, order="C") == (y / scale).numpy()
         problem = cp.Problem(cp.Minimize(cp.normNuc(Z)), [fits])

@@ -33,8 +33,9 @@ from torch import Tensor
 from keyhole import attention
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count, expect_number
+from keyhole.core.float64 import normal, random_stream, tensor, zeros
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import ask_scores
+from keyhole.extract.bilinear import ask_scores, max_abs
 from keyhole.extract.domain import within_reach
 from keyhole.extract.extraction import Check, Step, setting
 from keyhole.extract.gauss_newton import refined
@@ -73,9 +74,7 @@ def ordinary_sequences(
     kept = list[Tensor]()
     found = 0
     for _ in range(_DRAWS):
-        units = torch.randn(
-            2 * count + 64, length, dim, generator=stream, dtype=torch.float64
-        )
+        units = normal(stream, 2 * count + 64, length, dim)
         units = torch.nn.functional.normalize(units, dim=-1)
         cosines = (units @ units.mT).abs()
         cosines.diagonal(dim1=-2, dim2=-1).zero_()
@@ -132,8 +131,8 @@ class OrdinaryQuestions(Method):
 
     def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         """Return fresh queries of the ordinary kind: others are not answered."""
-        stream = torch.Generator().manual_seed(self.seed ^ _STREAM)
-        factors = torch.tensor(_NORMS, dtype=torch.float64).repeat_interleave(_PER_KIND)
+        stream = random_stream(self.seed ^ _STREAM)
+        factors = tensor(_NORMS).repeat_interleave(_PER_KIND)
         sets: list[tuple[Tensor, Tensor]] = []
         for more in (0, 1, 4):
             # Few dimensions hold few tokens that differ, and longer sequences may be
@@ -149,17 +148,17 @@ class OrdinaryQuestions(Method):
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
         unknowns = _expect_few(d, _MOST)
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         X = self.draw(self.expected_queries(d), d, _SHORT, stream)
         if self.answer_error:  # long tokens in every other sequence
             X[::2] *= LONG / _SHORT
         y = ask_scores(oracle, X)
         if not bool(y.any()):
             raise Unsuccessful(Status.NOT_IDENTIFIABLE, "v = 0: every answer is zero")
-        rounding = 4 * _EPSILON * float(y.abs().max())
+        rounding = 4 * _EPSILON * max_abs(y)
         error = torch.full_like(y, max(self.answer_error, rounding))
         v = least_squares(X.mean(1), y[:, None])[:, 0]
-        head = Head(torch.zeros(d, d, dtype=torch.float64), v)
+        head = Head(zeros(d, d), v)
         head = refined(head, ("W", "v"), [(X, y, error)])
         if float(((head(X) - y) / error).square().mean().sqrt()) > _EXPLAINED:
             raise Unsuccessful(Status.MISMATCH, "no head explains these answers")
@@ -209,19 +208,19 @@ class OrdinaryLabels(OrdinaryQuestions):
         )
 
     def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
-        stream = torch.Generator().manual_seed(self.seed ^ _STREAM)
+        stream = random_stream(self.seed ^ _STREAM)
         questions = self.draw(_TESTED, oracle.dim, 1.0, stream)
         return LabelExam(((questions, ask_scores(oracle, questions)),))
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
         unknowns = _expect_few(d, self.most)
-        stream = torch.Generator().manual_seed(self.seed)
+        stream = random_stream(self.seed)
         X = self.draw(int(_OPENING * unknowns), d, _SHORT, stream)
         y = 2 * ask_scores(oracle, X) - 1
         v = (y[:, None] * X.mean(1)).mean(0)
         v = _SHARP * v / v.norm().clamp(min=torch.finfo(torch.float64).tiny)
-        model = Head(torch.zeros(d, d, dtype=torch.float64), v)
+        model = Head(zeros(d, d), v)
         for number in range(self.rounds):
             if number:
                 count = int(self.oversampling * unknowns)
@@ -273,7 +272,7 @@ class LabelExam(Exam):
         return Check(wrong, wrong, len(labels))
 
     def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:  # noqa: ARG002
-        clear = given.abs() > _DOUBT * given.abs().max()
+        clear = given.abs() > _DOUBT * max_abs(given)
         return bool(((given > 0) == (answers > 0))[clear].all())
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:  # noqa: ARG002

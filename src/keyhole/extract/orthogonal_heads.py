@@ -39,6 +39,7 @@ from keyhole.extract.bilinear import (
     ProbeBasis,
     ask_scores,
     lengths,
+    max_abs,
     normalized,
     random_orthogonal,
     read_values,
@@ -316,7 +317,7 @@ def _check_bases(bases: Sequence[Tensor]) -> None:
                 f"expected float64 bases of shape (d, k), got {tuple(basis.shape)} in {basis.dtype}"
             )
     every = torch.cat(list(bases), dim=1)
-    apart = float((every.mT @ every - identity(every.shape[1])).abs().max())
+    apart = max_abs(every.mT @ every - identity(every.shape[1]))
     if not apart <= _ORTHOGONAL:
         raise InputError(
             f"the bases must be orthonormal and orthogonal to each other: off by {apart:.1e}"
@@ -399,7 +400,7 @@ class QuadraticForms:
         square = _START
         for _ in range(MAX_SCALES):
             curvature = self._forms(probes, x, square) / (probes @ self.v)
-            size = float(curvature.abs().max()) * 4
+            size = max_abs(curvature) * 4
             if size * square > 0.1:
                 square /= 2.0**12
             elif size * square > 1e-9:

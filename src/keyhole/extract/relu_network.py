@@ -43,6 +43,7 @@ from keyhole.extract.bilinear import (
     ask_scores,
     ask_through,
     lengths,
+    max_abs,
     random_orthogonal,
     random_units,
 )
@@ -181,7 +182,7 @@ class _Target:
         d = len(frame)
         blank = cls(oracle, zeros(d), 1.0, resolution, Folds.none(d))
         answers = blank.remainder(torch.cat([frame, -frame]))
-        unit = float(answers.abs().max()) or 1.0
+        unit = max_abs(answers) or 1.0
         forth, back = (answers / unit).chunk(2)
         return replace(blank, linear=0.5 * (forth - back) @ frame, unit=unit)
 
@@ -206,14 +207,14 @@ class _Target:
 
     def tolerance(self, values: Tensor) -> float:
         """Return the error of values: rounding, and that of the folds once some are known."""
-        largest = float(values.abs().max())
+        largest = max_abs(values)
         slack = _SLACK * largest if len(self.folds) else 0.0
         return max(self.resolution * max(1.0, largest), slack)
 
     def agrees(self, stream: torch.Generator) -> bool:
         """Return whether random points leave no remainder but rounding."""
         x = random_units(_CHECKS, len(self.linear), stream)
-        return float(self.remainder(x).abs().max()) <= _AGREES * self.resolution
+        return max_abs(self.remainder(x)) <= _AGREES * self.resolution
 
 
 class _Gradients:

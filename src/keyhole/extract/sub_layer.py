@@ -53,7 +53,7 @@ from torch.nn.functional import normalize
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.float64 import ones, random_stream, zeros
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.bilinear import max_abs, random_orthogonal
 from keyhole.extract.extraction import Step, expect_finite_weights
 from keyhole.extract.judge import Method
 from keyhole.extract.sub_layer_values import (
@@ -214,7 +214,7 @@ def _positions_matter(
     zero = 0 * x
     both = torch.stack([torch.stack([zero, key, x]), torch.stack([key, zero, x])])
     near, further = view.answer(both)
-    return bool((near - further).abs().max() > 1e-9 * near.abs().max())
+    return max_abs(near - further) > 1e-9 * max_abs(near)
 
 
 def heads_described(model: SubLayer) -> list[str]:

@@ -54,7 +54,7 @@ from keyhole.core.errors import KeyholeError
 from keyhole.core.float64 import identity, normal, zeros
 from keyhole.core.least_squares import Options, Point, minimize
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import lengths, random_orthogonal, random_units
+from keyhole.extract.bilinear import lengths, max_abs, random_orthogonal, random_units
 from keyhole.extract.blocks.view import answered_tokens, last
 from keyhole.oracle.protocol import Oracle
 
@@ -135,15 +135,15 @@ def open_surroundings(oracle: Oracle, stream: torch.Generator) -> Surroundings:
         )
     b, near, twice = last(oracle, torch.stack([0 * x, x, 2 * x]).unsqueeze(1))
     plain = Surroundings(oracle, b, every_token=every_token, causal=causal)
-    size = torch.stack([b, near, twice]).abs().max()
+    size = max_abs(torch.stack([b, near, twice]))
     if not size:
         raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero")
-    if (twice - 2 * near + b).abs().max() <= _AFFINE * size:
+    if max_abs(twice - 2 * near + b) <= _AFFINE * size:
         return plain
     far, further = last(oracle, _FAR * torch.stack([x, 2 * x]).unsqueeze(1))
     growth = (further - far) / _FAR
     residual = len(growth) == d and _same(growth, x, _ALMOST)
-    if not residual and growth.abs().max() > _ALMOST:
+    if not residual and max_abs(growth) > _ALMOST:
         raise _another_kind()
     return replace(plain, epsilon=_epsilon(plain, x, near, residual), residual=residual)
 
@@ -155,7 +155,7 @@ def _epsilon(plain: Surroundings, x: Tensor, near: Tensor, residual: bool) -> fl
     for short in _FADING:
         faded = last(plain.oracle, short * x[None, None])[0] - plain.b - short * added
         ratio = float(faded @ ordinary / (ordinary @ ordinary))
-        if (faded - ratio * ordinary).abs().max() > _ALMOST * ordinary.abs().max():
+        if max_abs(faded - ratio * ordinary) > _ALMOST * max_abs(ordinary):
             break
         if ratio < 1 / 2:  # (1 + ε)·short² = ratio²·(short² + ε)
             return short**2 * (1 - ratio**2) / (ratio**2 - short**2)
@@ -163,7 +163,7 @@ def _epsilon(plain: Surroundings, x: Tensor, near: Tensor, residual: bool) -> fl
 
 
 def _same(one: Tensor, other: Tensor, allowed: float) -> bool:
-    return bool((one - other).abs().max() <= allowed * other.abs().max())
+    return max_abs(one - other) <= allowed * max_abs(other)
 
 
 def out_of_range() -> Unsuccessful:
@@ -186,7 +186,7 @@ def read_total(view: Surroundings, length: float, stream: torch.Generator) -> Te
     rows = view.answer(length * identity(d)[:, None]) / length
     x = length * random_units(1, d, stream)
     apart = view.answer(x[None]) - x @ rows
-    if apart.abs().max() > 1e-6 * length * rows.abs().max():
+    if max_abs(apart) > 1e-6 * length * max_abs(rows):
         raise Unsuccessful(
             Status.NOT_APPLICABLE, "single tokens are not answered by a linear map"
         )

@@ -56,7 +56,7 @@ from keyhole.core.float64 import identity, normal, random_stream, zeros
 from keyhole.core.numerics import least_squares
 from keyhole.core.text import number
 from keyhole.extract.attention_layers import find_network, fit_network
-from keyhole.extract.bilinear import random_units
+from keyhole.extract.bilinear import max_abs, random_units
 from keyhole.extract.block import explain_precision_failure, factored
 from keyhole.extract.blocks.heads import attempted
 from keyhole.extract.blocks.pre_norm import far_units
@@ -255,8 +255,7 @@ class _Shares(Parametric):
     def are_whole(self) -> bool:
         """Whether each head and unit is in one block, and no block is empty."""
         return all(
-            float((each - each.round()).abs().max()) <= _WHOLE
-            and bool(each.round().any(1).all())
+            max_abs(each - each.round()) <= _WHOLE and bool(each.round().any(1).all())
             for each in self.shares
         )
 

@@ -123,7 +123,7 @@ def _checked(problem: Problem, X: Tensor) -> Tensor:
         raise InputError(
             f"expected X of shape {problem.length}×{problem.dim}, real, got {got}, {X.dtype}"
         )
-    return X.detach().cpu().to(torch.float64)
+    return X.detach().cpu().double()
 
 
 def _unfit(problem: Problem, X: Tensor) -> str:

@@ -29,6 +29,7 @@ from torch import Tensor
 from keyhole import attention
 from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
 from keyhole.core.files import read_tensors, write_tensors
+from keyhole.core.float64 import random_stream
 from keyhole.core.machine import expect_memory
 
 _TENSORS = ("W", "V", "B", "key_bias", "output_bias", "known", "maps")
@@ -205,7 +206,7 @@ def _as_float64(name: str, tensor: Tensor) -> Tensor:
         )
     if tensor.is_complex():
         raise InputError(f"expected real numbers in {name}, got {tensor.dtype}")
-    tensor = tensor.detach().to(torch.float64)
+    tensor = tensor.detach().double()
     if 0 in tensor.shape:
         raise InputError(f"{name} is empty: its shape is {_shape(tensor)}")
     return tensor
@@ -241,7 +242,7 @@ def plant(
     # X, W, V and M, and the scores and maps that the output is computed from.
     numbers = 4 * length * dim + 4 * heads * dim * dim + 3 * heads * length * length
     expect_memory(8 * numbers, f"{length:,} tokens of d = {dim:,} with {heads:,} heads")
-    stream = torch.Generator().manual_seed(seed)
+    stream = random_stream(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=stream, dtype=torch.float64)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count, expect_number, expect_seed
@@ -103,9 +102,9 @@ def load_inputs(path: str | Path, problem: Problem) -> Tensor:
             f"expected X of shape n×d = {size[0]}×{size[1]} in {path}, "
             f"got {'×'.join(map(str, X.shape)) or 'a number'}"
         )
-    if X.is_complex() or not X.to(torch.float64).isfinite().all():
+    if X.is_complex() or not X.double().isfinite().all():
         raise InputError(f"X in {path} must hold finite real numbers")
-    return X.to(torch.float64)
+    return X.double()
 
 
 def _opened(problem: str | Path | Problem) -> Problem:

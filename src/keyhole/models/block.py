@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.core.errors import InputError
+from keyhole.core.float64 import zeros
 from keyhole.models.anatomy import Anatomy, Projection, anatomy, gain_and_bias
 from keyhole.models.capture import Exposure, capture
 from keyhole.oracle.block import ACTIVATIONS, Block
@@ -149,7 +150,7 @@ def _weight_of_heads(projection: Projection, heads: int, gain: Tensor) -> Tensor
 
 def _bias_of_heads(bias: Tensor | None, heads: int, k: int) -> Tensor:
     if bias is None:
-        return torch.zeros(heads, k, dtype=torch.float64)
+        return zeros(heads, k)
     return _double(bias).view(heads, k)
 
 
@@ -160,7 +161,7 @@ def _epsilon(norm: nn.Module) -> float:
 
 def _frequencies(parts: Anatomy) -> Tensor:
     if not parts.rotary:
-        return torch.zeros(parts.key_heads, 0, dtype=torch.float64)
+        return zeros(parts.key_heads, 0)
     settings = cast("Any", parts.base.config).rope_parameters
     kind = settings.get("rope_type")
     if kind != "default":
@@ -223,7 +224,7 @@ def _assembled(
 ) -> Block:
     """Return the block; `maps` are A, the gates G if there are any, and C."""
     first, second = norms
-    zero = torch.zeros(attention.dim, dtype=torch.float64)
+    zero = zeros(attention.dim)
 
     def gain_and_shift(norm: nn.Module) -> tuple[Tensor, Tensor]:
         gain, shift = gain_and_bias(norm)
@@ -263,4 +264,4 @@ def _assembled(
 
 def _bias(linear: nn.Linear) -> Tensor:
     bias = cast("Tensor | None", linear.bias)
-    return torch.zeros((), dtype=torch.float64) if bias is None else _double(bias)
+    return zeros() if bias is None else _double(bias)

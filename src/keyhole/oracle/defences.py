@@ -66,7 +66,7 @@ class Defended(Wrapper):
             answers = answers + defence.fresh_noise * (errors * 2 - 1)
         if defence.decimals is not None:
             answers = answers.round(decimals=defence.decimals)
-        return (answers > 0).to(torch.float64) if defence.sign_only else answers
+        return (answers > 0).double() if defence.sign_only else answers
 
 
 def _errors(question: Tensor, count: int, seed: int) -> Tensor:

@@ -48,6 +48,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
+from keyhole.core.float64 import identity, normal, zeros
 from keyhole.core.tensors import seeded
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Target
@@ -147,7 +148,7 @@ def secrets_of(
 
 def _permutation(order: Tensor) -> Tensor:
     """Return the matrix P with which (P X)[i] is X[order[i]]."""
-    return torch.eye(len(order), dtype=torch.float64)[order]
+    return identity(len(order))[order]
 
 
 def _filled(rows: Tensor) -> Tensor:
@@ -164,7 +165,7 @@ def _cloak(rows: Tensor, secret: torch.Generator, stream: torch.Generator) -> Se
     sin = angles.sin().diag()
     rotation = torch.cat([torch.cat([cos, sin], 1), torch.cat([-sin, cos], 1)])
     mix = random_rotation(BLOCK, secret)
-    added = torch.zeros(BLOCK, rows.shape[1], dtype=torch.float64)
+    added = zeros(BLOCK, rows.shape[1])
     place = int(torch.randint(BLOCK, (1,), generator=secret))
     drawn = torch.rand(rows.shape[1], generator=secret, dtype=torch.float64)
     added[place] = (3 + drawn) * _UNIT * rows.abs().max()
@@ -174,9 +175,7 @@ def _cloak(rows: Tensor, secret: torch.Generator, stream: torch.Generator) -> Se
 
 def random_rotation(size: int, stream: torch.Generator) -> Tensor:
     """Return a random orthogonal matrix in float64."""
-    return torch.linalg.qr(
-        torch.randn(size, size, generator=stream, dtype=torch.float64)
-    ).Q
+    return torch.linalg.qr(normal(stream, size, size)).Q
 
 
 @dataclass(frozen=True, eq=False)

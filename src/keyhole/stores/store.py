@@ -85,7 +85,7 @@ class Store:
         """A fingerprint of the vectors, which a moved or copied store keeps."""
         rows = sorted({number * self.count // _SAMPLED for number in range(_SAMPLED)})
         digest = hashlib.sha256(f"{self.count} {self.dim}".encode())
-        digest.update(self.read(rows).to(torch.float64).contiguous().numpy().tobytes())
+        digest.update(self.read(rows).double().contiguous().numpy().tobytes())
         return (
             f"{self.count:,} vectors of {self.dim} numbers, {digest.hexdigest()[:16]}"
         )

@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import identity, random_stream, tensor
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal, random_units
 from keyhole.extract.blocks.rank_ones import packed, rank_of, rank_ones, symmetric
@@ -91,7 +92,7 @@ class Field:
         second derivative includes −DF_p(p)/radius².
         """
         step = 3 * _STEP if self.heads else _STEP
-        steps = step * torch.tensor([-2.0, -1.0, 1.0, 2.0], dtype=torch.float64)
+        steps = step * tensor([-2.0, -1.0, 1.0, 2.0])
         if self.sphere:
             along = steps.sin()
             back = steps.cos()
@@ -194,7 +195,7 @@ class _Hessians:
 
 def _identity(field: Field, q: int) -> Tensor:
     """Return the matrix that a sphere adds to S, packed, (1, …); none, (0, …), without a sphere."""
-    return packed(torch.eye(q, dtype=torch.float64))[None][: int(field.sphere)]
+    return packed(identity(q))[None][: int(field.sphere)]
 
 
 def _rank_one_parts(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,7 +233,7 @@ def _plain(field: Field, frame: _Frame, hessians: _Hessians, units: Tensor) -> U
 def _first_order_weights(features: Tensor, first: Tensor) -> Tensor:
     """Return weights (r, m) of features (P·q, r) in first derivatives, next to any linear map."""
     points, q, _ = first.shape
-    linear = torch.eye(q, dtype=torch.float64).repeat(points, 1)
+    linear = identity(q).repeat(points, 1)
     return least_squares(torch.cat([features, linear], 1), first.flatten(0, 1))[
         : features.shape[1]
     ]
@@ -248,7 +249,7 @@ def _mixed(
     q = len(frame.U)
     points, m = hessians.second.shape[:2]
     count = min(q, math.ceil(1.5 * unknowns / (points * m)) + 1)
-    e = random_orthogonal(q, torch.Generator().manual_seed(q))[:count] @ frame.U
+    e = random_orthogonal(q, random_stream(q))[:count] @ frame.U
     w = frame.W.repeat_interleave(len(e), 0)
     each = e.repeat(len(frame.W), 1)
     plus, minus = (

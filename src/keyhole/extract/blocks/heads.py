@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import normal, zeros
 from keyhole.core.numerics import LinAlgError
+from keyhole.extract.bilinear import max_abs
 from keyhole.extract.blocks.curvature import Field, find_units
 from keyhole.extract.blocks.fit import Known, fit
 from keyhole.extract.blocks.units import subset_sum, with_ones
@@ -57,9 +59,7 @@ def read_heads(
     total = model.v.sum(0)
     for around in _AROUND:
         count = math.ceil(_MORE * heads * dim * (dim + 2)) + 16
-        moved = torch.randn(
-            count, dim, generator=stream, dtype=torch.float64
-        ) / math.sqrt(dim)
+        moved = normal(stream, count, dim) / math.sqrt(dim)
         near = moved if math.isinf(around) else x / radius + around * moved
         last = radius * normalize(near, dim=1)
         t = _inside(count, dim, radius, stream)
@@ -85,9 +85,7 @@ def _at_one(
     stream: torch.Generator,
 ) -> tuple[Tensor, BiasedHeads]:
     """Return a random x, and heads that give the right answers at this x only."""
-    x = radius * normalize(
-        torch.randn(dim, generator=stream, dtype=torch.float64), dim=0
-    )
+    x = radius * normalize(normal(stream, dim), dim=0)
     scale = _SHARE * radius / math.sqrt(dim)
     field = Field(
         lambda at: value(scale * at, x.expand_as(at)),
@@ -112,18 +110,18 @@ def _at_one(
     sign = (1 - 2 * subset_sum(v, -linear[:-1, 0]))[:, None]
     keys = sign * keys
     v = sign * v
-    off = float((sign[:, 0] * units.a + keys @ x).abs().max())
-    if left > _FITTED or off > 0.1 * float(1 + units.a.abs().max()):
+    off = max_abs(sign[:, 0] * units.a + keys @ x)
+    if left > _FITTED or off > 0.1 * (1 + max_abs(units.a)):
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
             "what another token changes is not attention without positions",
         )
     W = keys[:, :, None] * x / radius**2
-    zero = torch.zeros(1, dtype=torch.float64)
+    zero = zeros(1)
     return x, BiasedHeads(W, v.contiguous(), torch.zeros_like(v), zero)
 
 
 def _inside(count: int, dim: int, radius: float, stream: torch.Generator) -> Tensor:
-    xi = torch.randn(count, dim, generator=stream, dtype=torch.float64)
+    xi = normal(stream, count, dim)
     length = 0.3 + 0.7 * torch.rand(count, 1, generator=stream, dtype=torch.float64)
     return _WIDEST * radius * length * normalize(xi, dim=1)

@@ -49,6 +49,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import identity, normal, tensor
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal, random_units
 from keyhole.extract.blocks.units import Units, with_ones
@@ -78,7 +79,7 @@ def straight(
     value: Callable[[Tensor], Tensor], d: int, stream: torch.Generator
 ) -> bool:
     """Return whether answers are linear in short steps from nearly all random points."""
-    x = torch.randn(_POINTS, d, generator=stream, dtype=torch.float64)
+    x = normal(stream, _POINTS, d)
     step = _STEP * random_units(_POINTS, d, stream)
     before, at, after = value(torch.cat([x - step, x, x + step])).chunk(3)
     bend = (before + after - 2 * at).abs().amax(1) / (after - before).abs().amax(1)
@@ -155,7 +156,7 @@ class _Homogeneous:
     ) -> None:
         self._value = value
         self.dim = d + 1
-        self._mixture = torch.randn(d, generator=stream, dtype=torch.float64)
+        self._mixture = normal(stream, d)
         frame = random_orthogonal(d, stream)
         far = _BEYOND * torch.cat([frame, -frame])
         near, further = (self._scores(length * far).chunk(2) for length in (1, 2))
@@ -172,7 +173,7 @@ class _Homogeneous:
         x = sequences[:, -1, :-1]
         t = sequences[:, -1, -1]
         size = t.abs().clamp(min=1e-12)
-        sign = torch.where(t < 0, -1.0, 1.0).to(torch.float64)
+        sign = torch.where(t < 0, -1.0, 1.0).double()
         scores = size * self._scores(sign[:, None] * x / size[:, None])
         linear = sign * (x @ self._linear) + size * self._constant
         return torch.where(t < 0, scores - 2 * linear, scores)
@@ -271,9 +272,8 @@ class _Circle:
             sign = 1.0 if b * math.cos(t) - a * math.sin(t) > 0 else -1.0
             cos = math.cos(middle)
             sin = math.sin(middle)
-            numbers = sign * torch.tensor(
-                [a * cos - b * sin, a * sin + b * cos, constant * self.radius],
-                dtype=torch.float64,
+            numbers = sign * tensor(
+                [a * cos - b * sin, a * sin + b * cos, constant * self.radius]
             )
             clear = step * min(before[1] - before[0], after[1] - after[0])
             beside = torch.stack(
@@ -287,7 +287,7 @@ class _Circle:
         at = torch.arange(
             first, last + 1, 1 + (last - first) // _ENOUGH if self.lost else 1
         )
-        turn = 2 * math.pi / len(self.y) * at.to(torch.float64) - middle
+        turn = 2 * math.pi / len(self.y) * at.double() - middle
         turn = torch.remainder(turn + math.pi, 2 * math.pi) - math.pi
         waves = torch.stack([turn.cos(), turn.sin(), torch.ones_like(turn)], 1)
         y = self.y[at % len(self.y)] - centre
@@ -302,9 +302,7 @@ class _Circle:
         w = torch.linalg.svd(plane)[2][2:]  # (d − 2, d)
         aside = kink.clear / 2
         h = aside / (64 if self.lost else 16)
-        theta = torch.tensor(
-            [kink.theta - aside, kink.theta + aside], dtype=torch.float64
-        )
+        theta = tensor([kink.theta - aside, kink.theta + aside])
         moves = math.sin(h) * self.radius * torch.cat([w, -w])
         y = self.value((math.cos(h) * self.at(theta)[:, None] + moves).flatten(0, 1))
         y = y.unflatten(0, (2, -1))
@@ -324,7 +322,7 @@ class _Circle:
 
 
 def _wave(t: float) -> Tensor:
-    return torch.tensor([math.cos(t), math.sin(t), 1.0], dtype=torch.float64)
+    return tensor([math.cos(t), math.sin(t), 1.0])
 
 
 def _root(a: float, b: float, constant: float) -> float:
@@ -359,7 +357,7 @@ def _meeting(circles: list[_Circle]) -> Tensor:
         for first, last in arcs[:_LONGEST]:
             y = circle.y[torch.arange(first, last + 1) % len(circle.y)]
             span = torch.linalg.svd(y - y.mean(0), full_matrices=False)[2][:3]
-            systems.append(torch.eye(y.shape[1], dtype=torch.float64) - span.mT @ span)
+            systems.append(identity(y.shape[1]) - span.mT @ span)
             wanted.append(systems[-1] @ y.mean(0))
     if not systems:
         raise _no_kinks()

@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import identity, normal
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import random_orthogonal
+from keyhole.extract.bilinear import max_abs, random_orthogonal
 from keyhole.extract.blocks.units import with_ones
 from keyhole.extract.sub_layer import Reader
 from keyhole.extract.sub_layer_values import LostSum, Surroundings
@@ -75,7 +76,7 @@ def told_apart(slopes: Tensor, stream: torch.Generator) -> Apart:
     J = left.mT @ slopes @ right
     lost = J.shape[1] - J.shape[2]
     for _ in range(_ATTEMPTS):
-        shares = torch.randn(2, len(J), generator=stream, dtype=torch.float64)
+        shares = normal(stream, 2, len(J))
         one, two = torch.einsum(
             "xc,cdn->xdn", torch.stack([shares[0], shares[1].abs()]), J
         )
@@ -120,7 +121,7 @@ def _repeated(values: Tensor, rank: int, lost: int) -> Tensor | None:
         if len(middles) < rank // k:
             continue
         found = torch.stack(middles).sort()[0]
-        apart = found.diff().min() if k < rank else _ONE * values.abs().max()
+        apart = found.diff().min() if k < rank else _ONE * max_abs(values)
         if float(apart) > _PARTED * width:
             return found
     return None
@@ -267,7 +268,7 @@ def _read_places(
     ]
     # Every order shows the sums of scores and β; β at the nearest place is known.
     seen = [reader.scores(keys[order], xs, _COPIES) for order in orders]
-    one = torch.eye(p, dtype=torch.float64)
+    one = identity(p)
     system = [torch.cat([one[order], one], 1) for order in orders]
     known = torch.cat([0 * one[:1], one[-1:]], 1)
     sums = near[:, : _COPIES + 1].logsumexp(1)
@@ -296,6 +297,4 @@ def _settled(places: Tensor) -> bool:
     Buckets of distances grow by less than that.
     """
     half = places[:, places.shape[1] // 2 :]
-    return places.shape[1] >= _LEAST and bool(
-        (half - half[:, -1:]).abs().max() < _SETTLED
-    )
+    return places.shape[1] >= _LEAST and max_abs(half - half[:, -1:]) < _SETTLED

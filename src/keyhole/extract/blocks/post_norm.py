@@ -55,8 +55,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import identity, normal
 from keyhole.core.numerics import least_squares
-from keyhole.extract.bilinear import random_orthogonal, random_units
+from keyhole.extract.bilinear import max_abs, random_orthogonal, random_units
 from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
 from keyhole.extract.blocks.between_norms import Layer, fitted, signed
 from keyhole.extract.blocks.fit import expect_fitted
@@ -117,7 +118,7 @@ class SecondNorm:
         z0 = centre + middle - middle.mean()
         lengths = (z - z0).square().mean(1)
         radius = lengths.mean().sqrt()
-        exact = bool((lengths - radius**2).abs().max() < _SAME * radius**2)
+        exact = bool(max_abs(lengths - radius**2) < _SAME * radius**2)
         return cls(radius / scale, z0 / scale, exact)
 
     def moved(self, by: Tensor, share: float = 1.0) -> SecondNorm:
@@ -142,7 +143,7 @@ class FirstSum:
 
     @property
     def total(self) -> Tensor:
-        return self.T - (torch.eye(len(self.T), dtype=torch.float64) - 1 / len(self.T))
+        return self.T - (identity(len(self.T)) - 1 / len(self.T))
 
     @property
     def b(self) -> Tensor:
@@ -178,7 +179,7 @@ class FirstSum:
         left, sizes, right = torch.linalg.svd(J, full_matrices=False)
         seen = left[:, :-1]
         right = right[:-1].mT
-        outside = [torch.eye(d, dtype=torch.float64) - p @ p.mT for p in planes]
+        outside = [identity(d) - p @ p.mT for p in planes]
         wanted = torch.cat(
             [o @ (_PLANES * x) for o, x in zip(outside, points, strict=True)]
         )
@@ -192,7 +193,7 @@ class FirstSum:
             )
             N = heads.total
         back = seen.mT / sizes[:-1, None]
-        R = torch.eye(d, dtype=torch.float64) - N @ back
+        R = identity(d) - N @ back
         T = torch.linalg.inv(R)
         T = T - T.mean(1, keepdim=True)
         if heads is not None:
@@ -234,7 +235,7 @@ def _origin(n: Tensor, y: Tensor) -> Tensor:
     hats = normalize(y, dim=1)
     ones = torch.ones_like(y[:, :1])
     Q = torch.linalg.qr(torch.cat([n, ones], 1))[0]
-    across = torch.eye(len(n), dtype=torch.float64) - Q @ Q.mT
+    across = identity(len(n)) - Q @ Q.mT
     length = torch.linalg.eigh(across * (hats @ hats.mT))[1][:, :1]
     shorter = (length.mean() / length).square()
     system = torch.cat([ones, shorter, 2 * y], 1)
@@ -456,7 +457,7 @@ def read(
 def _read(
     ask: Value, d: int, device: torch.device, stream: torch.Generator
 ) -> PeeledPostNorm:
-    tokens = torch.randn(2 * d + _SPARE, 1, d, generator=stream, dtype=torch.float64)
+    tokens = normal(stream, 2 * d + _SPARE, 1, d)
     second = SecondNorm.read(ask(tokens))
 
     def undone(sequences: Tensor) -> Tensor:

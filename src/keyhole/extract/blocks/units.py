@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import normal, random_stream, tensor, zeros
+from keyhole.extract.bilinear import max_abs
 from keyhole.oracle.block import ACTIVATIONS
 
 _SIGN = 0.05  # how far from 0 or 1 the solution for a sign may be
@@ -117,12 +119,10 @@ class Units:
         ):  # by Gram matrices: products of a wide layer would not fit in memory
             gram = (A @ A.mT) * (C @ C.mT)
             shares = torch.linalg.solve_ex(gram, -((A @ linear) * C).sum(1))[0]
-        flips = (shares > 0.5).to(torch.float64)
+        flips = (shares > 0.5).double()
         rest = linear + A.mT @ (flips[:, None] * C)
-        most = _LEFT_OVER * (1 + linear.abs().max())
-        clear = bool((shares - flips).abs().max() <= _SIGN) and bool(
-            rest.abs().max() <= most
-        )
+        most = _LEFT_OVER * (1 + max_abs(linear))
+        clear = max_abs(shares - flips) <= _SIGN and max_abs(rest) <= most
         return flips if clear else None
 
 
@@ -141,8 +141,8 @@ def subset_sum(vectors: Tensor, total: Tensor) -> Tensor:
         )
     halves = vectors[: n // 2], vectors[n // 2 :]
     first, second = (_subset_sums(half) for half in halves)
-    stream = torch.Generator().manual_seed(n)
-    along = torch.randn(len(total), generator=stream, dtype=torch.float64)
+    stream = random_stream(n)
+    along = normal(stream, len(total))
     order = (second @ along).argsort()
     place = torch.searchsorted((second @ along)[order], total @ along - first @ along)
     best = torch.inf
@@ -159,12 +159,12 @@ def subset_sum(vectors: Tensor, total: Tensor) -> Tensor:
         for number, half in zip(pair, halves, strict=True)
         for k in range(len(half))
     ]
-    return torch.tensor(bits, dtype=torch.float64)
+    return tensor(bits)
 
 
 def _subset_sums(vectors: Tensor) -> Tensor:
     """Return the sums of all subsets (2ⁿ, e); bit k of a sum's number says if vector k is in it."""
-    sums = torch.zeros(1, vectors.shape[1], dtype=torch.float64)
+    sums = zeros(1, vectors.shape[1])
     for vector in vectors:
         sums = torch.cat([sums, sums + vector])
     return sums

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from keyhole import attention
 from keyhole.core import Status, Unsuccessful
-from keyhole.extract.bilinear import batch_rows, random_orthogonal
+from keyhole.core.float64 import normal, ones
+from keyhole.extract.bilinear import batch_rows, max_abs, random_orthogonal
 from keyhole.oracle.protocol import Oracle, ask
 
 FAR = 2.0**20  # length of tokens next to which what attention adds is nothing to a norm
@@ -76,13 +77,13 @@ class View:
         identity = torch.eye(d, dtype=torch.float64)
         view = cls(oracle, "none", identity, identity, *seen)
         one, two, shifted = view.ask(FAR * torch.stack([x, 2 * x, x + x.mean().sign()]))
-        if float(two.abs().max()) < 2 * math.sqrt(FAR):
+        if max_abs(two) < 2 * math.sqrt(FAR):
             return replace(view, norm="behind")
-        if float((two - one - FAR * x).abs().max()) > 1e-3 * math.sqrt(FAR):
+        if max_abs(two - one - FAR * x) > 1e-3 * math.sqrt(FAR):
             return view
         rest = one - FAR * x
         moved = shifted - FAR * (x + x.mean().sign()) - rest
-        if float(moved.abs().max()) > 1e-6 * float(rest.abs().max()):
+        if max_abs(moved) > 1e-6 * max_abs(rest):
             return replace(view, norm="rms")
         return replace(view, norm="layer", axes=without_mean(d, stream))
 
@@ -135,15 +136,13 @@ class View:
 
     def tokens(self, count: int, length: float, stream: torch.Generator) -> Tensor:
         """Draw random tokens of about `length` times √d."""
-        xi = torch.randn(
-            count, self.axes.shape[1], generator=stream, dtype=torch.float64
-        )
+        xi = normal(stream, count, self.axes.shape[1])
         return length * xi @ self.axes.mT
 
 
 def without_mean(d: int, stream: torch.Generator) -> Tensor:
     """Return a random orthonormal basis (d, d − 1) of the vectors of mean 0."""
-    rows = [torch.ones(d, 1, dtype=torch.float64), random_orthogonal(d, stream)[:, 1:]]
+    rows = [ones(d, 1), random_orthogonal(d, stream)[:, 1:]]
     return torch.linalg.qr(torch.cat(rows, 1))[0][:, 1:].contiguous()
 
 
@@ -169,8 +168,8 @@ def answered_tokens(oracle: Oracle, x: Tensor) -> tuple[Tensor, bool, bool]:
     pairs = ask(oracle, torch.stack([torch.stack([x, -x]), torch.stack([x, 2 * x])]))
     if pairs.ndim != 3:
         return pairs, False, False
-    apart = (pairs[0, 0] - pairs[1, 0]).abs().max()
-    return pairs, True, bool(apart <= _SAME * pairs.abs().max())
+    apart = max_abs(pairs[0, 0] - pairs[1, 0])
+    return pairs, True, apart <= _SAME * max_abs(pairs)
 
 
 def last(oracle: Oracle, sequences: Tensor) -> Tensor:

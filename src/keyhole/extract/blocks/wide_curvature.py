@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import ones, tensor, zeros
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.blocks.rank_ones import (
@@ -77,10 +78,8 @@ def differences(
 ) -> tuple[Tensor, Tensor]:
     """Return first and second derivatives of value(path(t)) (n, m) at 0, by differences."""
     y = value(torch.cat([path(at) for at in _AT])).unflatten(0, (len(_AT), -1))
-    first = torch.tensor([-1.0, 9.0, -45.0, 45.0, -9.0, 1.0], dtype=torch.float64) / 60
-    second = (
-        torch.tensor([2.0, -27.0, 270.0, 270.0, -27.0, 2.0], dtype=torch.float64) / 180
-    )
+    first = tensor([-1.0, 9.0, -45.0, 45.0, -9.0, 1.0]) / 60
+    second = tensor([2.0, -27.0, 270.0, 270.0, -27.0, 2.0]) / 180
     y = y - middle
     return torch.einsum("t,tnm->nm", first, y), torch.einsum("t,tnm->nm", second, y)
 
@@ -150,8 +149,8 @@ class _Measured:
         ):
             before = None
         y = sphere.value(points)
-        first = torch.zeros(count, q, y.shape[1], dtype=torch.float64)
-        second = torch.zeros(count, q, q, y.shape[1], dtype=torch.float64)
+        first = zeros(count, q, y.shape[1])
+        second = zeros(count, q, q, y.shape[1])
         rows, columns = torch.triu_indices(q, q)
         directions = normalize(U[rows] + U[columns], dim=1)
         for each, p in enumerate(points):
@@ -186,7 +185,7 @@ class _Measured:
     def hessians(self) -> Tensor:
         """The second derivatives, (P, q(q+1)/2, seen)."""
         rows, columns = torch.triu_indices(len(self.U), len(self.U))
-        weight = packed(torch.ones(len(self.U), len(self.U), dtype=torch.float64))
+        weight = packed(ones(len(self.U), len(self.U)))
         return self.second[:, rows, columns][..., self.seen] * weight[:, None]
 
     def across(self, j: int, *more: Tensor) -> Tensor:
@@ -366,7 +365,7 @@ def _read(
         u.to("cpu") @ at.U + p @ at.Pi + w @ W
         for u, p, w in zip(rows, of_Pi, of_W, strict=True)
     ]
-    C = torch.zeros(at.y.shape[1], r, dtype=torch.float64)
+    C = zeros(at.y.shape[1], r)
     power = 2 if partners is None else 1
     C[at.seen] = c.to("cpu").mT * (found[:, 0] / length**power)
     a = full[0] / at.sphere.radius

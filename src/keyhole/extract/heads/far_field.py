@@ -35,6 +35,7 @@ from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import (
     ask_scores,
     lengths,
+    max_abs,
     normalized,
     random_orthogonal,
     random_units,
@@ -89,7 +90,7 @@ def saturation_radius(probe: Probe, stream: torch.Generator) -> float | None:
     u = random_units(2, len(probe.x), stream)
     t = 8.0 ** torch.arange(-12, 18, dtype=torch.float64)
     ratio = probe(u.repeat(len(t), 1), t.repeat_interleave(2)).view(-1, 2)  # φ(tu)/t
-    scale = ratio[t >= 1].abs().max()
+    scale = max_abs(ratio[t >= 1])
     noise = 1e-13 * (lengths(probe.v) * lengths(probe.x) / t + scale)
     allowed = (1e-6 * scale + 100 * noise)[:, None]
     is_open = ((ratio - ratio[-1]).abs() > allowed).any(1)
@@ -171,7 +172,7 @@ def _search(probe: Probe, rho: float, stream: torch.Generator) -> Circle | None:
     y = probe(points(axes, theta), rho)
     inner = torch.arange(1, _PARTS, dtype=torch.float64) / _PARTS
     while True:
-        clear = _clear(theta, y, _MIN_JUMP * float(y.abs().max()))
+        clear = _clear(theta, y, _MIN_JUMP * max_abs(y))
         doubtful = (~clear & (theta.diff() > _WIDTH)).nonzero()[:, 0]
         if not len(doubtful):
             return _assemble(axes, theta, y, clear)
@@ -218,7 +219,7 @@ def _assemble(axes: Tensor, theta: Tensor, y: Tensor, clear: Tensor) -> Circle |
         return None
     samples = torch.stack([first, (first + last) // 2, last], 1)  # three of each region
     regions = least_squares(_wave(theta[samples]), y[samples, None])[..., 0]
-    return Circle(axes, left, right, regions, float(y.abs().max()))
+    return Circle(axes, left, right, regions, max_abs(y))
 
 
 # The normals of the hyperplanes where the far field jumps, to the few digits that masks
@@ -292,7 +293,7 @@ def find_lines(probe: Probe, stream: torch.Generator) -> Lines:
         probe = replace(probe, drift=float(probe(zeros(1, d), rho)))
     if d == 1:  # one line, and nothing but its slope to find
         ends = tensor([[1.0], [-1.0]])
-        scale = float(probe(ends, rho).abs().max())
+        scale = max_abs(probe(ends, rho))
         slow = torch.full((1,), _GUESS).double()
         return Lines(_OPEN / radius * ends[:1], slow, scale)
     circle = best_circle(probe, rho, stream)

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count, expect_number
+from keyhole.core.float64 import normal, random_stream
 from keyhole.core.machine import expect_memory
 from keyhole.core.result import Result
 from keyhole.invert.derivatives.equations import prepared
@@ -267,11 +268,11 @@ def _measured_lipschitz(
     problem: Problem, X: Tensor, R: float, H: Tensor, seed: int, neighbours: int
 ) -> float:
     """Return the largest ‖∇²L(X) − ∇²L(Y)‖ / ‖X − Y‖_F at random neighbours Y; H is ∇²L(X)."""
-    stream = torch.Generator().manual_seed(seed)
+    stream = random_stream(seed)
     size = max(float(X.norm()), 1.0)
     largest = 0.0
     for number in range(neighbours):
-        away = torch.randn(X.shape, generator=stream, dtype=torch.float64).to(X.device)
+        away = normal(stream, *X.shape).to(X.device)
         if problem.known is not None:
             away = torch.where(problem.known.isnan(), away, 0.0)
         length = float(away.norm())

@@ -36,6 +36,7 @@ from torch import Tensor
 from keyhole import attention
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
+from keyhole.core.float64 import random_stream
 from keyhole.core.least_squares import Point, conjugate_gradients
 from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.equations import DENSE, Equations
@@ -190,7 +191,7 @@ class _Answer:
 
     def _slack(self, linear: Linear, X: Tensor) -> float:
         """Return ten times the change of the maps when B changes within its tolerance."""
-        stream = torch.Generator().manual_seed(0)
+        stream = random_stream(0)
         signs = torch.randint(0, 2, linear.B.shape, generator=stream).to(X) * 2 - 1
         size = max(self.problem.tolerance, _ROUNDED * float(linear.B.abs().max()))
         moved = replace(linear, B=linear.B + size * signs).solve()[0]
@@ -390,7 +391,7 @@ def fit_scores(
     """Search from X and random points around it. Return the best, and its open directions."""
     scores = Scores(problem, linear)
     method = LevenbergMarquardt(steps=_STEPS)
-    stream = torch.Generator().manual_seed(0)
+    stream = random_stream(0)
     spread = float(X.square().mean().sqrt())
     start = X
     best = X

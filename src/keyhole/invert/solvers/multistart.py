@@ -24,6 +24,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError
+from keyhole.core.float64 import full, normal, random_stream
 from keyhole.core.least_squares import NEWTON, minimize
 from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.equations import DENSE, Equations
@@ -159,9 +160,7 @@ class Multistart:
         X = self.equations.impose(X.to(self.equations.B.device, torch.float64))
         self.state: State = self.method.begin(self.equations, X)
         self.age = torch.zeros(len(X), dtype=torch.long)
-        self.history = torch.full(
-            (len(X), self.method.steps + 1), torch.nan, dtype=torch.float64
-        )
+        self.history = full(torch.nan, len(X), self.method.steps + 1)
         self.history[:, 0] = self.state.loss.cpu()
 
     def _advance(self) -> None:
@@ -267,10 +266,8 @@ def _start(problem: Problem, number: int, seed: int) -> Tensor:
     affordable = problem.length * problem.dim <= DENSE
     if number == 1 and affordable and (guess := mean_field(problem)) is not None:
         return warmed(problem, guess)
-    stream = torch.Generator().manual_seed(hash((seed, 0, number)) & 0x7FFFFFFF)
-    noise = torch.randn(shape, generator=stream, dtype=torch.float64).to(
-        problem.B.device
-    )
+    stream = random_stream(hash((seed, 0, number)) & 0x7FFFFFFF)
+    noise = normal(stream, *shape).to(problem.B.device)
     if problem.residual:
         return problem.B + problem.B.square().mean().sqrt() * noise
     return _SMALL * noise

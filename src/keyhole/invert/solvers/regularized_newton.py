@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_number
+from keyhole.core.float64 import normal, random_stream
 from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.bounds import paper_gamma, radius
 from keyhole.invert.derivatives.equations import Equations
@@ -157,13 +158,9 @@ class RegularizedNewton(Solver[Iterate]):
         """
         if self.delta is None:
             raise InputError("a perturbation needs delta, the probability of a failure")
-        stream = torch.Generator().manual_seed(
-            hash((self.seed, *X.flatten().tolist())) % 2**63
-        )
+        stream = random_stream(hash((self.seed, *X.flatten().tolist())) % 2**63)
         size = X.numel()
-        drawn = torch.randn(size, size, generator=stream, dtype=torch.float64).to(
-            X.device
-        )
+        drawn = normal(stream, size, size).to(X.device)
         width = 2 * math.sqrt(size) + 2 * math.sqrt(
             math.log(2 * self.steps / self.delta)
         )

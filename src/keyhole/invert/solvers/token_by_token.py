@@ -39,6 +39,7 @@ from torch import Tensor
 
 from keyhole import attention
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import normal, random_stream
 from keyhole.core.least_squares import Point
 from keyhole.core.progress import Progress, silent
 from keyhole.invert.derivatives.equations import Equations
@@ -87,7 +88,7 @@ class _Sweep:
         self.began = time.perf_counter()
         self.tried = self.dropped = 0
         self.starts = method.starts  # for the next token of each prefix
-        self.stream = torch.Generator().manual_seed(method.seed)
+        self.stream = random_stream(method.seed)
 
     def run(self) -> Inversion:
         result = Inversion(Status.UNSOLVED, "no attempt was allowed")
@@ -199,9 +200,7 @@ class _Sweep:
         own = y.new_tensor([1 / (k + 1), *_OWN_WEIGHTS]).reshape(1, -1, 1)
         guesses = ((y - (1 - own) * mean) / own)[:, : self.starts]
         shape = (1, max(0, self.starts - guesses.shape[1]), y.shape[-1])
-        noise = torch.randn(shape, generator=self.stream, dtype=torch.float64).to(
-            y.device
-        )
+        noise = normal(self.stream, *shape).to(y.device)
         return token.impose(torch.cat([guesses, _SPREAD * size * noise], 1))
 
     def _error(self, reduced: Reduced, point: Point) -> Tensor:

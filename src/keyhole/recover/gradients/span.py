@@ -44,6 +44,7 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import normal
 from keyhole.core.tensors import row_numbers, seeded
 from keyhole.models.anatomy import Anatomy, gain_and_bias
 from keyhole.models.capture import Exposure, capture
@@ -114,9 +115,7 @@ class Span:
         """Return random directions (d, k) of the complement that keep distances on average."""
         stream = seeded(0)
         count = min(count, self.rest.shape[1])
-        mixed = torch.randn(
-            self.rest.shape[1], count, generator=stream, dtype=torch.float64
-        )
+        mixed = normal(stream, self.rest.shape[1], count)
         return self.rest @ mixed.to(self.rest) / count**0.5
 
 

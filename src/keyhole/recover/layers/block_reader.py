@@ -25,6 +25,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from keyhole.core.float64 import full, identity, zeros
 from keyhole.core.tensors import row_numbers
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Target
@@ -124,7 +125,7 @@ class Reader:
         values = self.table.values
         count = SHORTLIST * self.blocks.size
         # with a turn, `misfits` estimates
-        no_turn = torch.eye(values.shape[2], dtype=torch.float64)
+        no_turn = identity(values.shape[2])
         rough = self.by_values(values, number, no_turn)
         tokens = rough.argsort(stable=True)[: max(count, _COMPARED)]
         return tokens[
@@ -353,7 +354,7 @@ class BlockOrders:
         total = 0.0
         expected = 0.0
         sides: list[SideSquares] = []
-        others = torch.zeros(count, len(near), dtype=torch.float64)
+        others = zeros(count, len(near))
         for side, found in blocks.pairs:
             seen = places != found.hidden
             plain = self.rows(side, tokens, places)
@@ -378,7 +379,7 @@ class BlockOrders:
 
     def increases(self, order: Order, others: Tensor) -> Tensor:
         """Return by how much the squares of other arrangements (h, n) exceed those of `order`."""
-        rises = torch.zeros(len(others), dtype=torch.float64)
+        rises = zeros(len(others))
         places = row_numbers(order.tokens)
         for each in order.sides:
             shown = others[:, each.seen]
@@ -444,7 +445,7 @@ class BlockOrders:
         order = self.order(tokens, near)
         others, where = _exchanges(order, near, 0)
         rises = self.increases(order, others).tolist()
-        least = torch.full(tokens.shape, torch.inf, dtype=torch.float64)
+        least = full(torch.inf, *tokens.shape)
         for rise, places in zip(rises, where, strict=True):
             least[places] = least[places].clamp(max=rise)
         return least
