@@ -706,9 +706,9 @@ def _numbers(name: str, rows: Tensor) -> _Numbers:
     def are(figures: Tensor, expected: float) -> bool:
         return bool(((figures - expected).abs() <= _SUM_TOLERANCE).all())
 
-    if bool((rows >= 0).all()) and are(rows.sum(1), 1):
+    if (rows >= 0).all() and are(rows.sum(1), 1):
         return _Numbers.PROBABILITIES
-    if bool((rows <= 0).all()) and are(rows.logsumexp(1), 0):
+    if (rows <= 0).all() and are(rows.logsumexp(1), 0):
         return _Numbers.LOG_PROBABILITIES
     if rows.shape[1] > 2 and are(rows.norm(dim=1), 1):
         return _Numbers.UNIT

@@ -32,12 +32,12 @@ def with_ridge(square: Tensor, share: float = 1e-5) -> Tensor:
 
 def least_squares(A: Tensor, B: Tensor, rcond: float | None = None) -> Tensor:
     """Return the `X` of least norm that minimises `‖AX − B‖`; batches are allowed."""
-    if not bool(torch.isfinite(A).all() & torch.isfinite(B).all()):
+    if not (torch.isfinite(A).all() & torch.isfinite(B).all()):
         raise LinAlgError("the answers overflow")
     if rcond is None and A.ndim == 2 and A.shape[0] >= A.shape[1] > 0:
         Q, R = torch.linalg.qr(A)
         pivots = R.diagonal().abs()
-        if bool(pivots.min() > _DEPENDENT * pivots.max()):
+        if pivots.min() > _DEPENDENT * pivots.max():
             return torch.linalg.solve_triangular(
                 R, Q.mT @ B.reshape(len(A), -1), upper=True
             )

@@ -188,7 +188,7 @@ class Fitted(Method):
                 filter(None, (f"{len(best.v)} heads explain the answers", remark))
             )
         free = tuple(
-            name for name in ("W", "v", "c", "b") if name != "c" or bool(best.c.any())
+            name for name in ("W", "v", "c", "b") if name != "c" or best.c.any()
         )
         uncertain = None
         if best.unknowns <= UNKNOWNS:
@@ -282,7 +282,7 @@ def _simplest(
     """Return the model as plain heads if it has nothing else, and a remark on what else it has."""
     if model.normed:
         return model, "behind a LayerNorm" if model.centred else "behind an RMSNorm"
-    if bool(model.c.any()) or float(model.b.abs()) > _EXPLAINED * error:
+    if model.c.any() or model.b.abs() > _EXPLAINED * error:
         return model, "with biases"
     W = model.W
     v = model.v
@@ -390,7 +390,7 @@ class _NearField:
         answers = self._ask(tokens.unsqueeze(1))
         tokens = self.asked[-1][0][:, 0]
         self.precision = max(method.precision, precision_of(oracle, answers))
-        if not bool(answers.any()):
+        if not answers.any():
             if method.answer_error or self.precision > _EPSILON:
                 raise Unsuccessful(
                     Status.UNVERIFIED,
@@ -407,7 +407,7 @@ class _NearField:
         self.u = solution[:-1, 0]
         self.b = solution[-1]
         miss = weights * (answers[:, None] - rows @ solution)
-        if float(miss.square().mean().sqrt()) > _NONLINEAR * self.possible / _EXPLAINED:
+        if miss.square().mean().sqrt() > _NONLINEAR * self.possible / _EXPLAINED:
             raise Unsuccessful(
                 Status.MISMATCH,
                 "answers to single tokens are not linear: no heads explain them",
@@ -432,7 +432,7 @@ class _NearField:
         if not self.coarse:
             self.sure = _EXPLAINED
             self.enough = 2 * _EXPLAINED
-            if float(rounded.max()) <= _UNEVEN * float(
+            if rounded.max() <= _UNEVEN * float(
                 rounded.median()
             ):  # no link near its end
                 self.error += float(own.square().mean().sqrt())
@@ -634,7 +634,7 @@ def _fit_gates(
         return minimize(partial(linearize, error=error), x, options, stop)
 
     options = replace(_BY_GATES, target=_EXACT * count)
-    if float(error.max()) > _UNEVEN * float(error.min()):
+    if error.max() > _UNEVEN * float(error.min()):
         least = _TEMPERED * float(even.square().mean().sqrt())
         x, _ = fit(error.clamp(min=least), 0.3)
     x, loss = fit(error, sure)
@@ -691,7 +691,7 @@ def token_size(
             clearest = seen
         if (
             2 * int(clear.sum()) >= _PAIRS
-            and float((off / apart).abs()[clear].median()) > _OPEN
+            and (off / apart).abs()[clear].median() > _OPEN
         ):
             return s if seen > min(_BLUR * clearest, _PLENTY) else best
     return best

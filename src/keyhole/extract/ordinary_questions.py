@@ -153,14 +153,14 @@ class OrdinaryQuestions(Method):
         if self.answer_error:  # long tokens in every other sequence
             X[::2] *= LONG / _SHORT
         y = ask_scores(oracle, X)
-        if not bool(y.any()):
+        if not y.any():
             raise Unsuccessful(Status.NOT_IDENTIFIABLE, "v = 0: every answer is zero")
         rounding = 4 * _EPSILON * max_abs(y)
         error = torch.full_like(y, max(self.answer_error, rounding))
         v = least_squares(X.mean(1), y[:, None])[:, 0]
         head = Head(zeros(d, d), v)
         head = refined(head, ("W", "v"), [(X, y, error)])
-        if float(((head(X) - y) / error).square().mean().sqrt()) > _EXPLAINED:
+        if ((head(X) - y) / error).square().mean().sqrt() > _EXPLAINED:
             raise Unsuccessful(Status.MISMATCH, "no head explains these answers")
         yield Step(head, known=unknowns, unknowns=unknowns)
 

@@ -36,7 +36,7 @@ class Verdict:
 
 def residual_of(problem: Problem, X: Tensor) -> float:
     """Return the largest entry of `attention(X) − B`, relative to the largest sum of magnitudes."""
-    if not bool(X.isfinite().all()):
+    if not X.isfinite().all():
         return torch.inf
     X = X.to(problem.B.device, torch.float64)
     sizes = problem.B.abs().amax()

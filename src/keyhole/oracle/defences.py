@@ -116,7 +116,7 @@ def refusal(defence: Defence, sequences: Tensor) -> str:
     norms = torch.linalg.vector_norm(sequences, dim=-1)
     low = defence.usual_norm / _FACTOR
     high = defence.usual_norm * _FACTOR
-    if not bool(((norms >= low) & (norms <= high)).all()):
+    if not ((norms >= low) & (norms <= high)).all():
         return f"unusual input: a token whose norm is not between {low:g} and {high:g}"
     units = sequences / norms.unsqueeze(-1)
     if units.shape[-1] > 1 and float(units.abs().max()) > math.sqrt(_PEAK):

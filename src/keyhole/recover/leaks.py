@@ -99,7 +99,7 @@ class BaseLeak:
         if self.length is not None and self.length < 1:
             raise InputError(f"a leak must have at least one token: got {self.length}")
         if self.mask is not None:
-            if self.mask.is_complex() or not bool(self.mask.isfinite().all()):
+            if self.mask.is_complex() or not self.mask.isfinite().all():
                 raise InputError("the mask must hold only 0 and 1")
             mask = self.mask.reshape(-1).to(torch.long)
             if self.length is not None and len(mask) != self.length:
@@ -108,9 +108,7 @@ class BaseLeak:
                 )
             object.__setattr__(self, "mask", mask)
         states = self.encoder
-        if states is not None and not (
-            states.ndim == 2 and bool(states.isfinite().all())
-        ):
+        if states is not None and not (states.ndim == 2 and states.isfinite().all()):
             raise InputError(
                 f"expected encoder states (m, e), got shape {tuple(states.shape)}"
             )
@@ -131,9 +129,9 @@ class BaseLeak:
             raise InputError(
                 f"expected {name} of one text with {self.rank} axes, got {tuple(tensor.shape)}"
             )
-        if bool(tensor.isinf().any()):
+        if tensor.isinf().any():
             raise InputError(f"{name} must be finite, or NaN where nothing leaked")
-        if bool(tensor.isnan().all()):
+        if tensor.isnan().all():
             raise InputError(f"{name} must hold numbers, not only NaN")
         if self.precision is None and tensor.dtype in (torch.bfloat16, torch.float16):
             object.__setattr__(
@@ -237,7 +235,7 @@ class HiddenStates(BaseLeak):
             raise InputError(
                 f"width is {self.width}, but the rows have {self.values.shape[1]} numbers"
             )
-        if self.permuted and self.mask is not None and not bool(self.mask.all()):
+        if self.permuted and self.mask is not None and not self.mask.all():
             raise InputError(
                 "permuted rows take no mask: leave out the rows of padding"
             )
@@ -364,7 +362,7 @@ class Pooled(BaseLeak):
         super().__post_init__()
         if not isinstance(self.normalised, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError("normalised must be true or false")
-        if not bool(self.values.isfinite().all()):
+        if not self.values.isfinite().all():
             raise InputError("a pooled vector must be finite: it holds NaN or infinity")
         self._check_quantisation()
 
@@ -381,13 +379,13 @@ class Pooled(BaseLeak):
         if steps is not None and codebook is not None:
             raise InputError("give steps or a codebook, not both")
         for name, tensor in (("steps", steps), ("ends", ends), ("codebook", codebook)):
-            if tensor is not None and not bool(tensor.isfinite().all()):
+            if tensor is not None and not tensor.isfinite().all():
                 raise InputError(f"{name} must be finite")
         if steps is not None and steps.shape != (count,):
             raise InputError(
                 f"{count} numbers need {count} steps, not {tuple(steps.shape)}"
             )
-        if steps is not None and bool((steps < 0).any()):
+        if steps is not None and (steps < 0).any():
             raise InputError("steps must not be negative")
         if ends is not None and (steps is None or ends.shape != (2, count)):
             raise InputError(

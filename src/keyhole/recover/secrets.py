@@ -201,7 +201,7 @@ def undo_rotation(known: Tensor, stored: Tensor) -> Alignment:
             "known and stored vectors must have the same shape (vectors, width), "
             f"got {tuple(known.shape)} and {tuple(stored.shape)}"
         )
-    if not bool((known.isfinite() & stored.isfinite()).all()):
+    if not (known.isfinite() & stored.isfinite()).all():
         raise InputError("known and stored vectors must be finite")
     u, s, wt = torch.linalg.svd(known.double().T @ stored.double())
     rank = int((s > _ROUNDING * s[0]).sum())

@@ -236,7 +236,7 @@ def _checked(target: Target, leak: Leak) -> Leak:
             )
     if leak.mask is None or leak.length is None:
         return leak
-    if not bool(leak.mask.any()):
+    if not leak.mask.any():
         raise InputError("the mask is only padding: there is no text")
     return leak.cut(int(leak.mask.nonzero().max()) + 1)
 

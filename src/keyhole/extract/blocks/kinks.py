@@ -315,7 +315,7 @@ class _Circle:
         slopes = (forth - back) / (2 * math.sin(h))
         change = slopes[1] - slopes[0]  # (d − 2, m)
         shares = least_squares(known.mT, change.mT)
-        if float((change - shares.mT @ known).norm()) > 0.01 * float(shares[0].norm()):
+        if (change - shares.mT @ known).norm() > 0.01 * float(shares[0].norm()):
             return None
         row = kink.numbers[:2] @ plane + shares[0] @ w
         return torch.cat([row, kink.numbers[2:]])

@@ -151,7 +151,7 @@ def _apart(
     )  # p over p(2, 1)
     first = (1 / ratios[1] - 1) * ratios[1] / ratios[2]  # p(2, 1)
     p = first * ratios
-    if not bool(((p > 0) & (p < 1)).all()):
+    if not ((p > 0) & (p < 1)).all():
         raise Unsuccessful(
             Status.MISMATCH, "equal tokens have weights that no softmax gives"
         )
@@ -228,7 +228,7 @@ def read_placed(
         full_matrices=False,
     )
     k = heads.V.shape[2]
-    if float((sizes[:, k:] / sizes[:, :1]).max()) > _FAINT:
+    if (sizes[:, k:] / sizes[:, :1]).max() > _FAINT:
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
             f"scores have a rank above {k}, the width of the values",

@@ -285,7 +285,7 @@ def _measured_lipschitz(
 
 
 def _eigenvalues(H: Tensor) -> Tensor:
-    if not bool(H.isfinite().all()):
+    if not H.isfinite().all():
         raise InputError(
             "the second derivatives overflow float64: scale the weights, the output and X down"
         )

@@ -71,7 +71,7 @@ def mean_field(problem: Problem) -> Tensor | None:
     except LinAlgError:
         return None
     X = D + m
-    return X if bool(X.isfinite().all()) else None
+    return X if X.isfinite().all() else None
 
 
 def covariance_of(W: Tensor, S: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def line_search(
         X = torch.where(good[:, None, None], trial, X)
         loss = torch.where(good, value, loss)
         taken = taken | good
-        if bool(taken.all()):
+        if taken.all():
             break
     return X, loss
 

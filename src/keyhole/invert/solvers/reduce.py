@@ -52,7 +52,7 @@ def reduce(problem: Problem) -> Reduced:
         return Reduced(problem)
     B = problem.unbiased
     Y = least_squares(V.mT, B.mT).mT
-    if not bool(Y.isfinite().all()):  # V is too small to divide B by
+    if not Y.isfinite().all():  # V is too small to divide B by
         return Reduced(problem)
     _check_range(problem, B, Y @ V)
     u = None if problem.key_bias is None else problem.key_bias.reshape(d)

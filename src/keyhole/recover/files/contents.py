@@ -223,7 +223,7 @@ def _verified(
         for section in _chosen(reading, target, expose)
     ]
     # Whether padding before a text counts in its positions is not known.
-    if mask is not None and bool((mask[:, :1] == 0).any()):
+    if mask is not None and (mask[:, :1] == 0).any():
         ways = (False, True)
     else:
         ways = (False,)

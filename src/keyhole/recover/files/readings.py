@@ -360,7 +360,7 @@ def _of_chunk(
         if alone:
             orders.append(flat.view(tokens, 2, each).transpose(0, 1))
         for both in orders:
-            if bool(both.float().isfinite().all()):
+            if both.float().isfinite().all():
                 parted = zip(("keys", "values"), both, strict=True)
                 tensors = {
                     part: _batched("kv", numbers, parts, positions_first=True)
@@ -554,7 +554,7 @@ def _interleaved(keys: Tensor, ids: Tensor, parts: Anatomy) -> bool:
     if not parts.rotary or 1 not in parts.cached:
         return False
     ids = ids[: min(_COMPARED, parts.max_length)].to(parts.device)[None]
-    if not bool(((ids >= 0) & (ids < len(parts.table))).all()):
+    if not ((ids >= 0) & (ids < len(parts.table))).all():
         return False
     own = capture(parts.base, Exposure("kv", 0), ids=ids)["keys"].cpu()
     kept = _batched("kv", keys[: ids.shape[1]], parts, positions_first=True).float()

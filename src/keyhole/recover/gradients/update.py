@@ -180,7 +180,7 @@ class Update:
                 "an update must hold the gradient of at least one parameter"
             )
         for name, tensor in self.values.items():
-            if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+            if not tensor.is_floating_point() or not tensor.isfinite().all():
                 raise InputError(
                     f"the gradient of {name} must be finite floating-point numbers"
                 )
@@ -390,7 +390,7 @@ def adapted(
         whole = inputs_last(gradients[f"{name}weight"], model.get_submodule(name[:-1]))
         a, b = (adapters[name + each].to(whole) for each in ADAPTER)
         found[name + ADAPTER[1]] = whole @ a.mT
-        if bool(b.any()):
+        if b.any():
             found[name + ADAPTER[0]] = b.mT @ whole
     return found
 

@@ -391,7 +391,7 @@ class BlockOrders:
                 # shown
                 same = shown[..., None] == own
                 changed = ~(same.any(1).all(-1) & same.any(2).all(-1))
-            if bool(changed.any()):
+            if changed.any():
                 given = self.rows(each.side, others[changed], places)
                 counts = first_occurrences(shown[changed]) | each.side.keys
                 given = (given @ each.found.matrix)[:, each.seen] * counts[..., None]
@@ -409,7 +409,7 @@ class BlockOrders:
         order = self.order(tokens, near)
         for _ in range(_MOVES):
             better = _assigned(order.others, near, order.tokens[:fixed])
-            if bool((better == order.tokens).all()):
+            if (better == order.tokens).all():
                 break
             again = self.order(better, near)
             if again.cost >= order.cost:

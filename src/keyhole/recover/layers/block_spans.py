@@ -518,7 +518,7 @@ class Spans:
 
     def losses(self, place: int, others: Tensor) -> Tensor:
         """Return the loss of likelihood (c,) of the block with other rows (c, d) at a place."""
-        if not bool(self.shown[place]):
+        if not self.shown[place]:
             return torch.zeros(len(others), dtype=self.block.dtype)
         kept = self.shown.clone()
         kept[place] = False

@@ -591,7 +591,7 @@ class Search:
                     for number, each in enumerate(rows.unbind(1))
                 ]
                 fits = ~(torch.stack(misfits) > 1).any(0)  # NaN where nothing leaked
-                if bool(fits.any()):
+                if fits.any():
                     return int(tokens[fits][0])
         return None
 

@@ -82,7 +82,7 @@ def _decimals(values: Tensor) -> int | None:
     numbers = values[values.isfinite()].double()
     for decimals in range(1, _MAX_DECIMALS + 1):
         scaled = numbers * 10.0**decimals
-        if bool(((scaled - scaled.round()).abs() <= 1e-6 * scaled.abs() + 1e-9).all()):
+        if ((scaled - scaled.round()).abs() <= 1e-6 * scaled.abs() + 1e-9).all():
             return decimals
     return None
 

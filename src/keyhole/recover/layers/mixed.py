@@ -211,7 +211,7 @@ def unmixed(target: Target, leak: Leak) -> MixedCache | None:
     parts = target.parts
     if not isinstance(leak, KeyValues) or not parts.causal:
         return None
-    if leak.mask is not None or bool(leak.keys.isnan().any()):
+    if leak.mask is not None or leak.keys.isnan().any():
         return None
     length = min(leak.keys.shape[1], parts.max_length)
     ids = random_texts(target, 1, length, seeded(0))
@@ -529,7 +529,7 @@ def _next_token(
         tested += len(tokens)
         scores, at = fit.score[0].topk(min(2, len(tokens)), largest=False)
         apart = len(scores) < 2 or float(scores[1] - scores[0]) > margin
-        if bool(fit.fits(blocks.level)[0, at[0]]) and apart:
+        if fit.fits(blocks.level)[0, at[0]] and apart:
             return int(tokens[at[0]]), tested
     return None, tested
 

@@ -169,7 +169,7 @@ class Orderings:
         own = rows[positions] - context
         scores = self.rest.likelihood(own)
         opening = positions == 0
-        if bool(opening.any()):
+        if opening.any():
             scores[opening] = self.opening.likelihood(own[opening])
         if self.head is None:
             return scores

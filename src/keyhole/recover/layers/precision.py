@@ -176,7 +176,7 @@ def rounding_of(rows: Tensor, stated: str | None) -> tuple[str, Tensor]:
         return name, floats.view_as(rows)
     steps = _steps(rows)
     on_grid = steps > 0
-    if not bool(on_grid.any()):
+    if not on_grid.any():
         return "float32", torch.zeros_like(rows)
     levels = (numbers.amax(-1) - numbers.amin(-1)) / steps.clamp(min=_TINY)
     most = float(levels.where(on_grid, 0.0).max())
@@ -266,7 +266,7 @@ def _scaled_floats(rows: Tensor) -> tuple[str, Tensor]:
             off = (_distance_to_whole(sizes / step) > _NEAR) & normal
             fits = ~off.any(-1, keepdim=True)
             found = torch.where((found == 0) & fits, step.maximum(least), found)
-        if bool((found > 0).all()):
+        if (found > 0).all():
             return name, found.to(rows)
     return "", sizes
 

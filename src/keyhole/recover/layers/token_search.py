@@ -205,7 +205,7 @@ def relax(
         search.zero_grad()
         loss = comparison.loss(embed()[None]).sum()
         loss = loss + _PULL * (at * free).square().mean()
-        if spent == 1 and not bool(loss.isfinite()):
+        if spent == 1 and not loss.isfinite():
             raise LinAlgError(
                 "what the model gives of its own embeddings is not finite"
             )
