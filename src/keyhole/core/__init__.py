@@ -14,7 +14,16 @@ from keyhole.core.finding import (
     Skip,
 )
 from keyhole.core.result import FORMAT, Result, dump, environment, read
-from keyhole.core.status import OUTCOMES, Outcome, Status, Unsuccessful, exit_code
+from keyhole.core.status import (
+    OUTCOMES,
+    Outcome,
+    Status,
+    Unsuccessful,
+    exit_code,
+    mismatch,
+    not_applicable,
+    not_identifiable,
+)
 
 __all__ = [
     "FORMAT",
@@ -40,5 +49,8 @@ __all__ = [
     "dump",
     "environment",
     "exit_code",
+    "mismatch",
+    "not_applicable",
+    "not_identifiable",
     "read",
 ]

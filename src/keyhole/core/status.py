@@ -54,6 +54,18 @@ class Unsuccessful(Exception):
         self.reason = reason
 
 
+def mismatch(reason: str) -> Unsuccessful:
+    return Unsuccessful(Status.MISMATCH, reason)
+
+
+def not_applicable(reason: str) -> Unsuccessful:
+    return Unsuccessful(Status.NOT_APPLICABLE, reason)
+
+
+def not_identifiable(reason: str) -> Unsuccessful:
+    return Unsuccessful(Status.NOT_IDENTIFIABLE, reason)
+
+
 class Outcome(StrEnum):
     """What a status means for whoever has to decide.
 

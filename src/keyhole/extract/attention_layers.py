@@ -48,7 +48,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful, not_applicable
 from keyhole.core.float64 import identity, normal, random_stream, tensor, zeros
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import lengths, max_abs, random_orthogonal
@@ -151,9 +151,8 @@ class _Far:
         y = answers[:, -1] if every_token else answers
         nonlinear = float((y[:-1].sum(0) - y[-1]).abs().max() / y.abs().max())
         if not nonlinear <= _COARSE:
-            raise Unsuccessful(
-                Status.NOT_APPLICABLE,
-                "answers to single tokens are not linear: there is more than attention",
+            raise not_applicable(
+                "answers to single tokens are not linear: there is more than attention"
             )
         error = max(4 * nonlinear, 2.0**-52)
         P = basis.mT @ y[:-1]
@@ -281,9 +280,8 @@ def find_network(
     ratios = sizes / after.clamp(min=1e-16 * float(sizes[0]))
     heads = int(ratios.argmax()) + 1
     if not ratios.max() > _CLEAR:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            f"the layers have {len(sizes)} heads or more in all: an answer has too few numbers",
+        raise not_applicable(
+            f"the layers have {len(sizes)} heads or more in all: an answer has too few numbers"
         )
     for _ in range(_STARTS):
         g = normal(stream, heads, x.shape[1]) / lengths(x).mean()
@@ -401,6 +399,4 @@ def _ordinary(count: int, d: int, length: float, stream: torch.Generator) -> Ten
 
 
 def _unread(why: str) -> Unsuccessful:
-    return Unsuccessful(
-        Status.NOT_APPLICABLE, f"not read as layers of attention alone: {why}"
-    )
+    return not_applicable(f"not read as layers of attention alone: {why}")

@@ -28,7 +28,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import (
+    Status,
+    Unsuccessful,
+    mismatch,
+    not_applicable,
+    not_identifiable,
+)
 from keyhole.core.float64 import EPSILON, identity, normal
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 
@@ -46,9 +52,7 @@ def read_values(oracle: Oracle) -> Tensor:
     """Return `v_i = f([e_i])`, which is exact, from d queries of length one."""
     v = ask_scores(oracle, identity(oracle.dim)[:, None])
     if not v.any():
-        raise Unsuccessful(
-            Status.NOT_IDENTIFIABLE, "v = 0: every answer is zero, whatever W may be"
-        )
+        raise not_identifiable("v = 0: every answer is zero, whatever W may be")
     return v
 
 
@@ -56,9 +60,8 @@ def scalar(answers: Tensor) -> Tensor:
     """Return the answers, or raise Unsuccessful unless each is one score."""
     if answers.ndim != 1:
         shape = tuple(answers.shape[1:])
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            f"expected one score per sequence, got answers of shape {shape}",
+        raise not_applicable(
+            f"expected one score per sequence, got answers of shape {shape}"
         )
     return answers
 
@@ -306,9 +309,7 @@ class BilinearForms:
         self._asked += len(answers)
         alpha = part.gates(answers, s)
         if (alpha - 0.5).abs().min() > 1.0:
-            raise Unsuccessful(
-                Status.MISMATCH, "the answers leave the range that a single head allows"
-            )
+            raise mismatch("the answers leave the range that a single head allows")
         forms = _logit(alpha) / square
         bounds = part.errors(alpha, square)
         queries.forms[rows] = forms

@@ -65,7 +65,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful, not_applicable
 from keyhole.core.float64 import identity, normal, random_stream, zeros
 from keyhole.core.numerics import LinAlgError, least_squares
 from keyhole.extract.arithmetic import EXACT, exact_decimals, measured_errors
@@ -204,10 +204,9 @@ class TransformerBlock(Method):
             except (Unsuccessful, LinAlgError, NotFinite, LostSum) as error:
                 why = str(error)
         units = peeled.units
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
+        raise not_applicable(
             f"{len(units.A)} {units.activation} units were read, but not the attention in "
-            f"front of them: {why}",
+            f"front of them: {why}"
         )
 
 

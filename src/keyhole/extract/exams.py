@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status, mismatch
 from keyhole.core.float64 import TINY, normal, ones, random_stream, tensor, zeros
 from keyhole.extract.bilinear import batch_rows, lengths, max_abs, scalar
 from keyhole.extract.domain import Domain
@@ -83,7 +83,7 @@ class SignExam(Exam):
                 questions = _near_zero(step.model, lines, levels, stream).flatten(0, 1)
             except OracleError as error:  # of the model: the oracle is asked below
                 reason = f"the weights found cannot answer: {error}"
-                raise Unsuccessful(Status.MISMATCH, reason) from error
+                raise mismatch(reason) from error
             sets.append((questions, ask(oracle, questions)))
         return cls(tuple(sets), levels=levels)
 

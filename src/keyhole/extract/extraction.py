@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status, mismatch
 from keyhole.core.result import Result, environment
 from keyhole.extract.domain import Domain
 from keyhole.oracle.links import Linked
@@ -180,7 +180,7 @@ class Step:
 def expect_finite_weights(*weights: Tensor) -> None:
     """Raise Unsuccessful if a solve gave NaN or infinity."""
     if not all(part.isfinite().all() for part in weights):
-        raise Unsuccessful(Status.MISMATCH, "no finite weights explain the answers")
+        raise mismatch("no finite weights explain the answers")
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from keyhole import attention
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful, mismatch, not_identifiable
 from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.core.float64 import normal, random_stream, zeros
 from keyhole.core.least_squares import Options, Point, minimize
@@ -396,9 +396,7 @@ class _NearField:
                     Status.UNVERIFIED,
                     "every answer of ordinary size is rounded to zero",
                 )
-            raise Unsuccessful(
-                Status.NOT_IDENTIFIABLE, "every answer is zero, whatever W may be"
-            )
+            raise not_identifiable("every answer is zero, whatever W may be")
         self._weigh(self._ask(self._pairs(self.x, _PAIRS)))
         n = norm.applied(tokens)
         weights = 1 / self.asked[0][2][:, None]
@@ -408,9 +406,8 @@ class _NearField:
         self.b = solution[-1]
         miss = weights * (answers[:, None] - rows @ solution)
         if miss.square().mean().sqrt() > _NONLINEAR * self.possible / _EXPLAINED:
-            raise Unsuccessful(
-                Status.MISMATCH,
-                "answers to single tokens are not linear: no heads explain them",
+            raise mismatch(
+                "answers to single tokens are not linear: no heads explain them"
             )
 
     def _weigh(self, paired: Tensor) -> None:
@@ -580,9 +577,8 @@ class _NearField:
         off = (scores(self.oracle, questions) - answers).abs()
         changed = int((off > 4 * self.possible * error).sum())
         if changed:
-            raise Unsuccessful(
-                Status.MISMATCH,
-                f"when repeated, {changed} of {len(answers)} queries {CHANGED}",
+            raise mismatch(
+                f"when repeated, {changed} of {len(answers)} queries {CHANGED}"
             )
 
 

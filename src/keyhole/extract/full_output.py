@@ -34,7 +34,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import (
+    Status,
+    Unsuccessful,
+    mismatch,
+    not_applicable,
+    not_identifiable,
+)
 from keyhole.core.float64 import (
     EPSILON,
     full,
@@ -209,9 +215,8 @@ def _all_heads(vectors: VectorOracle, V: Tensor, stream: torch.Generator) -> Ten
         if all(torch.linalg.cond(each) < _INDEPENDENT for each in values):
             break
     else:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            f"the values of the {len(V)} heads depend on each other: W_h cannot be separated",
+        raise not_applicable(
+            f"the values of the {len(V)} heads depend on each other: W_h cannot be separated"
         )
     Z, errors = LayerForms(vectors, V, blocks).measure(X)
     _require_known(errors)
@@ -220,9 +225,7 @@ def _all_heads(vectors: VectorOracle, V: Tensor, stream: torch.Generator) -> Ten
 
 def _require_known(errors: Tensor) -> None:
     if not errors.isfinite().any():
-        raise Unsuccessful(
-            Status.MISMATCH, "the answers leave the range that attention weights allow"
-        )
+        raise mismatch("the answers leave the range that attention weights allow")
 
 
 # Chosen keys and short queries, and what their answers show: scores and values of
@@ -340,10 +343,9 @@ class VectorOracle:
         if self.every_token:
             expected = (*sequences.shape[:2], self.outputs)
         if answers.shape != expected:
-            raise Unsuccessful(
-                Status.MISMATCH,
+            raise mismatch(
                 f"the answers change their shape: {expected} before, "
-                f"{tuple(answers.shape)} now",
+                f"{tuple(answers.shape)} now"
             )
         return answers
 
@@ -365,10 +367,9 @@ def open_vectors(oracle: Oracle) -> tuple[VectorOracle, Tensor]:
     answers = ask(oracle, tokens)
     every_token = answers.ndim == 3 and answers.shape[1] == count
     if answers.ndim != 2 and not every_token:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
+        raise not_applicable(
             "expected a vector for the last token or for every token, "
-            f"got answers of shape {tuple(answers.shape[1:])}",
+            f"got answers of shape {tuple(answers.shape[1:])}"
         )
     means = answers[0, ::2] if every_token else answers
     apart = max_abs(means - means[-1])
@@ -641,10 +642,9 @@ def _at_one_key(
         if signs.shape[1] <= heads < len(xs) / 2:
             break
     if not (0 < heads == signs.shape[1] == torch.linalg.matrix_rank(signs)):
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
+        raise not_applicable(
             f"the far field has rank {heads}, but {signs.shape[1]} gates fit: heads outnumber the "
-            f"dimensions, the outputs or {_MAX_HEADS}, or their values depend on each other",
+            f"dimensions, the outputs or {_MAX_HEADS}, or their values depend on each other"
         )
     return xs, _orient(signs, least_squares(signs, D), totals.mean(0), whole)
 
@@ -658,9 +658,7 @@ def _pairs(
     answers = answers[0].unflatten(0, (-1, 2))
     flat = flat.unflatten(0, (-1, 2))
     if not (answers.any() or whole.any()):
-        raise Unsuccessful(
-            Status.NOT_IDENTIFIABLE, "V = 0: every answer is zero, whatever W may be"
-        )
+        raise not_identifiable("V = 0: every answer is zero, whatever W may be")
     # A constant head has the weight `flat`; its value is what the others leave of the
     # whole.
     twice = flat.sum(1, keepdim=True)
@@ -679,10 +677,9 @@ def _orient(signs: Tensor, U: Tensor, total: Tensor, whole: Tensor) -> _Gates:
     rows = least_squares(U.mT, total[:, None])[:, 0]
     residual = max_abs(rows @ U - total) / size
     if not max_abs(rows.abs() - 1) + residual < _EXACT_SIGN:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
+        raise not_applicable(
             "the answers to long tokens do not add up: two heads may have opposite scores, which "
-            "sequences of two tokens do not show",
+            "sequences of two tokens do not show"
         )
     constant = max_abs(total - whole) > _EXACT_SIGN * size
     rows = rows.sign()
@@ -761,5 +758,5 @@ def _solve_maps(
             maps = torch.cat([maps, fresh[best]])
             weights = torch.cat([weights, patterns[best]])
     if len(weights) < heads:
-        raise Unsuccessful(Status.MISMATCH, "the far field is not linear around a key")
+        raise mismatch("the far field is not linear around a key")
     return torch.linalg.solve(weights, maps.flatten(1)).unflatten(1, total.shape)

@@ -13,7 +13,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import (
+    mismatch,
+    not_applicable,
+    not_identifiable,
+)
 from keyhole.core.float64 import EPSILON, ones, zeros
 from keyhole.extract.bilinear import ask_scores, lengths, normalized, random_orthogonal
 from keyhole.oracle.protocol import Oracle
@@ -26,9 +30,7 @@ def signs(oracle: Oracle, sequences: Tensor) -> Tensor:
     """Return which of the scores are positive."""
     answers = ask_scores(oracle, sequences)
     if not ((answers == 0) | (answers == 1)).all():
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE, "the answers are no signs: each must be 1.0 or 0.0"
-        )
+        raise not_applicable("the answers are no signs: each must be 1.0 or 0.0")
     return answers == 1
 
 
@@ -42,14 +44,10 @@ class Ratios:
         towards = Q.sum(0)  # vᵀ of it is Σ|q_iᵀv| > 0, unless v = 0
         with_v, against_v = self._positive(torch.stack([towards, -towards]))
         if not with_v and not against_v:
-            raise Unsuccessful(
-                Status.NOT_IDENTIFIABLE,
-                "v = 0: no score is positive, whatever W may be",
-            )
+            raise not_identifiable("v = 0: no score is positive, whatever W may be")
         if against_v:
-            raise Unsuccessful(
-                Status.MISMATCH,
-                "the signs of single tokens are not those of a linear function",
+            raise mismatch(
+                "the signs of single tokens are not those of a linear function"
             )
         largest = self._largest(Q)
         self._top = Q[largest]

@@ -49,7 +49,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status, mismatch, not_identifiable
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.float64 import (
     EPSILON,
@@ -164,10 +164,9 @@ class MultiHead(Method):
         yield best
         heads = len(best.model.tensors()["v"])
         if self.heads not in (None, heads):
-            raise Unsuccessful(
-                Status.MISMATCH,
+            raise mismatch(
                 f"{heads} heads answer, not {self.heads}: equal heads act as one, and heads "
-                "with v = 0 are invisible",
+                "with v = 0 are invisible"
             )
 
 
@@ -198,9 +197,8 @@ def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
     pair = torch.stack([-2 * x.roll(1), x])[None]
     size = max(float(lengths(v) * lengths(x)), float(ask_scores(oracle, pair).abs()))
     if max_abs(residual / factors.abs().clamp(min=1)) > _LINEAR * size:
-        raise Unsuccessful(
-            Status.MISMATCH,
-            "answers of length one are not linear to 1e-9: no heads explain them",
+        raise mismatch(
+            "answers of length one are not linear to 1e-9: no heads explain them"
         )
     return v
 
@@ -216,9 +214,7 @@ def _attempt(
                 Status.NOT_APPLICABLE, "heads with proportional W and v that cancel"
             )
         if not rays.v0.any():
-            raise Unsuccessful(
-                Status.NOT_IDENTIFIABLE, "every answer is zero: no head is visible"
-            )
+            raise not_identifiable("every answer is zero: no head is visible")
         return _step(rays, None)
     columns: Columns | None = None
     half = False

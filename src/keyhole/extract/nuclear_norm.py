@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import mismatch
 from keyhole.core.errors import expect_count, expect_number, optional
 from keyhole.core.float64 import normal, random_stream, zeros
 from keyhole.extract.bilinear import BilinearForms, max_abs, read_values
@@ -99,13 +99,9 @@ class NuclearNorm(Method):
                 )  # the judge measures the error
                 problem.solve(solver="CLARABEL")
         except cp.error.SolverError as error:
-            raise Unsuccessful(
-                Status.MISMATCH, f"the convex program failed: {error}"
-            ) from error
+            raise mismatch(f"the convex program failed: {error}") from error
         if Z.value is None:
-            raise Unsuccessful(
-                Status.MISMATCH, f"the convex program is {problem.status}"
-            )
+            raise mismatch(f"the convex program is {problem.status}")
         return scale * torch.as_tensor(Z.value, dtype=torch.float64)
 
 

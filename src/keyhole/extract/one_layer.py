@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import not_applicable, not_identifiable
 from keyhole.core.errors import InputError
 from keyhole.core.float64 import zeros
 from keyhole.extract.bilinear import Derived, ask_through, lengths
@@ -98,9 +98,8 @@ class OneLayerTransformer(Method):
                 yield Step(model, known, _sum(unknowns, d * d))
         for step in self.attention.steps(_as_head(oracle, network)):
             if not isinstance(step.model, Head):
-                raise Unsuccessful(
-                    Status.NOT_APPLICABLE,
-                    f"attention must be a method for one head, not for {step.model.kind}",
+                raise not_applicable(
+                    f"attention must be a method for one head, not for {step.model.kind}"
                 )
             model = OneLayer(step.model.W, network.A, network.w)
             yield Step(model, known + step.known - d, _sum(unknowns, step.unknowns, -d))
@@ -117,9 +116,8 @@ def _as_head(oracle: Oracle, network: ReluFfn) -> Oracle:
     """Return a head with the oracle's W, seen through the known network."""
     size = lengths(network.A) @ network.w.abs()
     if size == 0:
-        raise Unsuccessful(
-            Status.NOT_IDENTIFIABLE,
-            "the network is zero: so is every answer, whatever W may be",
+        raise not_identifiable(
+            "the network is zero: so is every answer, whatever W may be"
         )
     v = network.w @ network.A
     if lengths(v) > _WEAK * size:

@@ -31,7 +31,13 @@ import torch
 from torch import Tensor
 
 from keyhole import attention
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import (
+    Status,
+    Unsuccessful,
+    mismatch,
+    not_applicable,
+    not_identifiable,
+)
 from keyhole.core.errors import expect_count, expect_number
 from keyhole.core.float64 import normal, random_stream, tensor, zeros
 from keyhole.core.numerics import least_squares
@@ -83,9 +89,8 @@ def ordinary_sequences(
         found += len(kept[-1])
         if found >= count:
             return torch.cat(kept)[:count]
-    raise Unsuccessful(
-        Status.NOT_APPLICABLE,
-        f"{dim} dimensions are too few for {length} tokens that all differ",
+    raise not_applicable(
+        f"{dim} dimensions are too few for {length} tokens that all differ"
     )
 
 
@@ -154,14 +159,14 @@ class OrdinaryQuestions(Method):
             X[::2] *= LONG / _SHORT
         y = ask_scores(oracle, X)
         if not y.any():
-            raise Unsuccessful(Status.NOT_IDENTIFIABLE, "v = 0: every answer is zero")
+            raise not_identifiable("v = 0: every answer is zero")
         rounding = 4 * _EPSILON * max_abs(y)
         error = torch.full_like(y, max(self.answer_error, rounding))
         v = least_squares(X.mean(1), y[:, None])[:, 0]
         head = Head(zeros(d, d), v)
         head = refined(head, ("W", "v"), [(X, y, error)])
         if ((head(X) - y) / error).square().mean().sqrt() > _EXPLAINED:
-            raise Unsuccessful(Status.MISMATCH, "no head explains these answers")
+            raise mismatch("no head explains these answers")
         yield Step(head, known=unknowns, unknowns=unknowns)
 
 
@@ -169,9 +174,8 @@ def _expect_few(dim: int, most: int) -> int:
     """Return the number of unknowns; raise Unsuccessful if too many to be fitted at once."""
     unknowns = dim * dim + dim
     if unknowns > most:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            f"{unknowns:,} unknowns are more than the {most:,} that are fitted at once",
+        raise not_applicable(
+            f"{unknowns:,} unknowns are more than the {most:,} that are fitted at once"
         )
     return unknowns
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful, mismatch
 from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.core.files import read_tensors
 from keyhole.core.float64 import identity, normal, random_stream, tensor, zeros
@@ -290,7 +290,7 @@ def _complement(parts: list[Tensor], d: int) -> Tensor:
 def _heads(parts: list[tuple[Tensor, Tensor]]) -> MultiHead:
     expect_finite_weights(*itertools.chain(*parts))
     if not parts:
-        raise Unsuccessful(Status.MISMATCH, "no finite weights explain the answers")
+        raise mismatch("no finite weights explain the answers")
     W, v = zip(*parts, strict=True)
     return MultiHead(list(W), list(v))
 

@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import mismatch
 from keyhole.core.errors import expect_count, expect_number
 from keyhole.core.float64 import normal, random_stream, tensor, zeros
 from keyhole.core.numerics import least_squares
@@ -155,9 +155,8 @@ class ReluNetwork(Method):
         pieces = find_pieces(values, target.tolerance, limit)
         kinks = len(pieces.kinks)
         if kinks > limit:
-            raise Unsuccessful(
-                Status.MISMATCH,
-                f"{kinks:,} hyperplanes found, more than {limit:,} neurons have",
+            raise mismatch(
+                f"{kinks:,} hyperplanes found, more than {limit:,} neurons have"
             )
         return pieces
 
@@ -384,10 +383,7 @@ def find_pieces(
             break
         t, order = torch.cat([t, t_new]).sort()
         y = torch.cat([y, values(t_new)])[order]
-    raise Unsuccessful(
-        Status.MISMATCH,
-        f"the answers bend in more than {limit:,} places of a half circle",
-    )
+    raise mismatch(f"the answers bend in more than {limit:,} places of a half circle")
 
 
 class _Search:

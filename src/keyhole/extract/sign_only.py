@@ -40,7 +40,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful, mismatch
 from keyhole.core.errors import expect_number
 from keyhole.core.float64 import EPSILON, TINY, full, random_stream
 from keyhole.extract.bilinear import ProbeBasis
@@ -241,9 +241,8 @@ class _Forms:
         self._low[rows] = torch.where(above, low[rows], self._low[rows])
         self._high[rows] = torch.where(above, self._high[rows], high[rows])
         if (self._low > self._high).any():
-            raise Unsuccessful(
-                Status.MISMATCH,
-                "the signs contradict each other: above one threshold, not a lower",
+            raise mismatch(
+                "the signs contradict each other: above one threshold, not a lower"
             )
         return above
 
@@ -259,7 +258,7 @@ class _Forms:
     def _above(self, rows: Tensor, thresholds: Tensor) -> Tensor:
         """Return which of the forms are above their thresholds, with one query each."""
         if not thresholds[rows].isfinite().all():
-            raise Unsuccessful(Status.MISMATCH, "the signs of some pairs never change")
+            raise mismatch("the signs of some pairs never change")
         return signs(self._oracle, self._pairs(rows, thresholds))
 
     def _pairs(self, rows: Tensor, thresholds: Tensor) -> Tensor:

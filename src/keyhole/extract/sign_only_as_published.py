@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import not_applicable, not_identifiable
 from keyhole.core.errors import InputError, expect_number
 from keyhole.core.float64 import EPSILON, full, identity, random_stream, zeros
 from keyhole.core.text import percent
@@ -72,9 +72,8 @@ def _average(oracle: Oracle, stream: torch.Generator, count: int) -> Tensor:
     """Return the paper's v̂ from `count` signs, with an error of the same size in every entry."""
     d = oracle.dim
     if count > _MAX_SAMPLES:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            f"averaging would take {count:.1e} queries for this accuracy: bisect, or ask less",
+        raise not_applicable(
+            f"averaging would take {count:.1e} queries for this accuracy: bisect, or ask less"
         )
     total = zeros(d)
     for rows in range(count, 0, -_SAMPLES_AT_ONCE):
@@ -82,10 +81,7 @@ def _average(oracle: Oracle, stream: torch.Generator, count: int) -> Tensor:
         total += (signs(oracle, x[:, None]).double() * 2 - 1) @ x
     v = total / (count * mean_length(d))
     if lengths(v) < 0.5:  # it is about 1 for a halfspace
-        raise Unsuccessful(
-            Status.NOT_IDENTIFIABLE,
-            "the signs of single tokens favour no direction: v = 0?",
-        )
+        raise not_identifiable("the signs of single tokens favour no direction: v = 0?")
     return v
 
 
@@ -168,9 +164,8 @@ class SignOnlyAsPublished(SignMethod):
         v = _average(oracle, stream, plan.samples)
         least = float(v.abs().min())
         if least < self.margin - plan.values_error:
-            raise Unsuccessful(
-                Status.NOT_APPLICABLE,
-                f"the margin {self.margin:g} does not hold: some |v_i| is about {least:.1e} of ‖v‖",
+            raise not_applicable(
+                f"the margin {self.margin:g} does not hold: some |v_i| is about {least:.1e} of ‖v‖"
             )
         entries = _Entries(self, oracle, v, plan)
         yield self._step(entries)

@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import mismatch, not_applicable
 from keyhole.core.float64 import ones, random_stream, zeros
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import max_abs, random_orthogonal
@@ -308,9 +308,8 @@ def _keys_of(
     """
     left, sizes, right = torch.linalg.svd(scores[0], full_matrices=False)
     if len(sizes) > k and sizes[k] > noise * sizes[0]:
-        raise Unsuccessful(
-            Status.MISMATCH,
-            f"the scores of heads that share values have a rank above {k}, the width of the values",
+        raise mismatch(
+            f"the scores of heads that share values have a rank above {k}, the width of the values"
         )
     right = right[:k].mT
     if len(scores) == 1:
@@ -394,9 +393,8 @@ def find_planes(
     turns = torch.stack([_turn(vectors, matrix) for matrix in (short, long)])
     fits = (turns.abs() - 1).abs().amax()
     if vectors.shape[1] < keys.shape[1] or not fits < _TURN:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            "positions change the scores otherwise than rotary positions do",
+        raise not_applicable(
+            "positions change the scores otherwise than rotary positions do"
         )
     # One place earlier, keys are turned by −θ: take that eigenvalue of each conjugate
     # pair.
@@ -407,9 +405,7 @@ def find_planes(
     theta = theta[is_first]
     vectors = vectors[:, is_first]
     if len(theta) * 2 != keys.shape[1]:
-        raise Unsuccessful(
-            Status.MISMATCH, "the turns of rotary positions do not come in pairs"
-        )
+        raise mismatch("the turns of rotary positions do not come in pairs")
     return Planes(torch.cat([vectors.real, vectors.imag], 1), theta)
 
 

@@ -49,7 +49,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import (
+    Unsuccessful,
+    mismatch,
+    not_applicable,
+    not_identifiable,
+)
 from keyhole.core.errors import KeyholeError
 from keyhole.core.float64 import identity, normal, zeros
 from keyhole.core.least_squares import Options, Point, minimize
@@ -130,14 +135,12 @@ def open_surroundings(oracle: Oracle, stream: torch.Generator) -> Surroundings:
     answers, every_token, causal = answered_tokens(oracle, x)
     if answers.ndim not in (2, 3):
         shape = tuple(answers.shape[1:])
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE, f"expected vectors, got answers of shape {shape}"
-        )
+        raise not_applicable(f"expected vectors, got answers of shape {shape}")
     b, near, twice = last(oracle, torch.stack([0 * x, x, 2 * x]).unsqueeze(1))
     plain = Surroundings(oracle, b, every_token=every_token, causal=causal)
     size = max_abs(torch.stack([b, near, twice]))
     if not size:
-        raise Unsuccessful(Status.NOT_IDENTIFIABLE, "every answer is zero")
+        raise not_identifiable("every answer is zero")
     if max_abs(twice - 2 * near + b) <= _AFFINE * size:
         return plain
     far, further = last(oracle, _FAR * torch.stack([x, 2 * x]).unsqueeze(1))
@@ -167,16 +170,13 @@ def _same(one: Tensor, other: Tensor, allowed: float) -> bool:
 
 
 def out_of_range() -> Unsuccessful:
-    return Unsuccessful(
-        Status.MISMATCH, "the answers leave the range that attention weights allow"
-    )
+    return mismatch("the answers leave the range that attention weights allow")
 
 
 def _another_kind() -> Unsuccessful:
-    return Unsuccessful(
-        Status.NOT_APPLICABLE,
+    return not_applicable(
         "answers to longer and longer tokens are neither those of attention alone nor of attention "
-        "behind an RMS norm: a norm behind a sub-layer removes the length of every answer",
+        "behind an RMS norm: a norm behind a sub-layer removes the length of every answer"
     )
 
 
@@ -187,9 +187,7 @@ def read_total(view: Surroundings, length: float, stream: torch.Generator) -> Te
     x = length * random_units(1, d, stream)
     apart = view.answer(x[None]) - x @ rows
     if max_abs(apart) > 1e-6 * length * max_abs(rows):
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE, "single tokens are not answered by a linear map"
-        )
+        raise not_applicable("single tokens are not answered by a linear map")
     return rows
 
 
@@ -304,10 +302,9 @@ def find_anchor(
         if theta is not None:
             return _anchored(probe, delta, rows, (xi, tau), theta, stream)
         delta = None
-    raise Unsuccessful(
-        Status.NOT_APPLICABLE,
+    raise not_applicable(
         f"the answers to one difference have rank {heads}, but no {heads} logistic gates explain "
-        "them",
+        "them"
     )
 
 
@@ -325,7 +322,7 @@ def _enough_points(
         if len(xi) >= heads + all_features(xi, tau, probe.positions).shape[1] + _SPARE:
             return xi, tau, rows, heads
         if heads > _MOST:
-            raise Unsuccessful(Status.NOT_APPLICABLE, f"more than {_MOST} heads")
+            raise not_applicable(f"more than {_MOST} heads")
 
 
 def _anchored(
@@ -468,9 +465,8 @@ def read_vectors(
             if (ranks == k).all() and heads * k <= m + 1:
                 return vectors, k
             break
-    raise Unsuccessful(
-        Status.NOT_APPLICABLE,
-        f"the {heads} heads do not write into spaces of one dimension that are independent",
+    raise not_applicable(
+        f"the {heads} heads do not write into spaces of one dimension that are independent"
     )
 
 
@@ -484,10 +480,9 @@ def find_residual(
         return view, total
     if len(values) == len(delta) and _same(delta @ total - values, delta, 1e-6):
         return replace(view, residual=True), total - identity(view.dim)
-    raise Unsuccessful(
-        Status.NOT_APPLICABLE,
+    raise not_applicable(
         "answers to single tokens are neither the heads' values nor these "
-        "plus the input",
+        "plus the input"
     )
 
 
@@ -622,9 +617,8 @@ class Values:
         if heads * k <= m:
             return self
         if len(self.groups) < heads:
-            raise Unsuccessful(
-                Status.NOT_APPLICABLE,
-                "heads that share values have more numbers than an answer",
+            raise not_applicable(
+                "heads that share values have more numbers than an answer"
             )
         null = torch.linalg.svd(self.O.flatten(0, 1))[0][:, -1].view(heads, k)
         kept = torch.einsum("hk,hkm->hm", null, self.O)

@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Unsuccessful, not_applicable
 from keyhole.core.float64 import identity, normal, random_stream, zeros
 from keyhole.core.numerics import least_squares
 from keyhole.core.text import number
@@ -373,4 +373,4 @@ def _described(model: Blocks) -> str:
 
 
 def _refusal(why: str) -> Unsuccessful:
-    return Unsuccessful(Status.NOT_APPLICABLE, f"not read as stacked blocks: {why}")
+    return not_applicable(f"not read as stacked blocks: {why}")

@@ -46,7 +46,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful, not_applicable
 from keyhole.core.errors import InputError
 from keyhole.core.float64 import identity, normal, zeros
 from keyhole.core.tensors import seeded
@@ -238,9 +238,8 @@ def by_lengths(target: Target, leaks: Sequence[Leak]) -> Pairs:
     """
     in_first = leaks[0].exposure.block(target.parts) == 1
     if not in_first or not all(isinstance(leak, KeyValues) for leak in leaks):
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            "no text is known, and lengths identify tokens only in the first cache",
+        raise not_applicable(
+            "no text is known, and lengths identify tokens only in the first cache"
         )
     exposure = leaks[0].exposure
     pairs: list[tuple[Leak, Leak]] = []

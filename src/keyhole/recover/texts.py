@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful, not_applicable
 from keyhole.core.errors import InputError
 from keyhole.core.progress import Progress, Track, silent, untracked
 from keyhole.models.loading import identity
@@ -140,7 +140,7 @@ def _default_attack(target: Target, leak: Leak) -> Attack:
         return ATTACKS.make(names[0])
     order = " in no order" if leak.in_no_order else ""
     reason = f"no attack reads {leak.exposure}{order} of {target.kind}"
-    raise Unsuccessful(Status.NOT_APPLICABLE, reason)
+    raise not_applicable(reason)
 
 
 def _recovery(

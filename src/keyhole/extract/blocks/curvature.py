@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import not_applicable
 from keyhole.core.float64 import identity, random_stream, tensor
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal, random_units
@@ -139,10 +139,9 @@ def find_units(field: Field, stream: torch.Generator) -> Units:
         if hessians.dimension <= _FULL * q * (q - 1) / 2:
             break
         if q == d - _FEWEST:
-            raise Unsuccessful(
-                Status.NOT_APPLICABLE,
+            raise not_applicable(
                 f"curvature spans {hessians.dimension} dimensions, too many to tell units apart in "
-                f"{q}: a layer this wide is not read",
+                f"{q}: a layer this wide is not read"
             )
         q = min(q + 1 if scores else math.ceil(1.3 * q), d - _FEWEST)
     count = hessians.dimension - field.sphere
@@ -181,7 +180,7 @@ class _Hessians:
         second = torch.where(diagonal[:, None], second, math.sqrt(2) * mixed).mT
         sizes, right = torch.linalg.svd(second.flatten(0, 1), full_matrices=False)[1:]
         if not float(sizes[0]) > 1e-7:
-            raise Unsuccessful(Status.NOT_APPLICABLE, "the answers have no curvature")
+            raise not_applicable("the answers have no curvature")
         rank, clear = rank_of(sizes, _ERRORS)
         if not clear:  # the layer is wider than what was asked shows
             rank = len(sizes)

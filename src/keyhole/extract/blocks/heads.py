@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Unsuccessful, not_applicable
 from keyhole.core.float64 import normal, zeros
 from keyhole.core.numerics import LinAlgError
 from keyhole.extract.bilinear import max_abs
@@ -97,9 +97,7 @@ def _at_one(
     units = find_units(field, stream)
     heads = len(units.A)
     if not len(units.G):
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE, "what another token changes is not attention"
-        )
+        raise not_applicable("what another token changes is not attention")
     t = _inside(math.ceil(_MORE * heads * (2 * dim + 3)) + 2 * dim, dim, radius, stream)
     units = replace(units, A=units.A / scale, G=units.G / scale)
     units, _, linear, left = fit(
@@ -112,9 +110,8 @@ def _at_one(
     v = sign * v
     off = max_abs(sign[:, 0] * units.a + keys @ x)
     if left > _FITTED or off > 0.1 * (1 + max_abs(units.a)):
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            "what another token changes is not attention without positions",
+        raise not_applicable(
+            "what another token changes is not attention without positions"
         )
     W = keys[:, :, None] * x / radius**2
     zero = zeros(1)

@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Unsuccessful, not_applicable
 from keyhole.core.float64 import identity, normal, tensor
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal, random_units
@@ -365,7 +365,7 @@ def _meeting(circles: list[_Circle]) -> Tensor:
 
 
 def _no_kinks() -> Unsuccessful:
-    return Unsuccessful(Status.NOT_APPLICABLE, "the answers have no kinks")
+    return not_applicable("the answers have no kinks")
 
 
 def find_relu_units_on_sphere(
@@ -420,8 +420,7 @@ def find_relu_units_on_sphere(
         idle = idle + 1 if len(rows) == had else 0
         if share <= _EXPLAINED or (idle >= _IDLE and share <= _NEARLY):
             return replace(units, C=linear[: len(rows)].mT.contiguous()), centre
-    raise Unsuccessful(
-        Status.NOT_APPLICABLE,
+    raise not_applicable(
         f"{len(rows)} units were found by their kinks on {_CIRCLES} circles, and these do not "
-        "explain the answers",
+        "explain the answers"
     )

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Unsuccessful, mismatch, not_applicable
 from keyhole.core.float64 import identity, normal
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import max_abs, random_orthogonal
@@ -84,10 +84,9 @@ def told_apart(slopes: Tensor, stream: torch.Generator) -> Apart:
         ratios = _repeated(values, J.shape[1], lost)
         if ratios is not None:
             return _apart(J, one, two, ratios, left, right)
-    raise Unsuccessful(
-        Status.NOT_APPLICABLE,
+    raise not_applicable(
         "the weights of equal tokens depend on places, but not by a bias that differs from head to "
-        "head",
+        "head"
     )
 
 
@@ -152,9 +151,7 @@ def _apart(
     first = (1 / ratios[1] - 1) * ratios[1] / ratios[2]  # p(2, 1)
     p = first * ratios
     if not ((p > 0) & (p < 1)).all():
-        raise Unsuccessful(
-            Status.MISMATCH, "equal tokens have weights that no softmax gives"
-        )
+        raise mismatch("equal tokens have weights that no softmax gives")
     W = torch.einsum("ch,chkn->hkn", p, shown) / p.square().sum(0)[:, None, None]
     V = torch.linalg.inv(Z.flatten(0, 1)).unflatten(1, Z.shape[:2])  # (d, H, k)
     near = torch.logit(first)
@@ -229,10 +226,7 @@ def read_placed(
     )
     k = heads.V.shape[2]
     if (sizes[:, k:] / sizes[:, :1]).max() > _FAINT:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            f"scores have a rank above {k}, the width of the values",
-        )
+        raise not_applicable(f"scores have a rank above {k}, the width of the values")
     Q = left[..., :k] * sizes[:, None, :k].sqrt()
     K = right.mT[..., :k] * sizes[:, None, :k].sqrt()
     return SubLayer(

@@ -54,7 +54,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Unsuccessful, not_applicable
 from keyhole.core.float64 import identity, normal
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import max_abs, random_orthogonal, random_units
@@ -165,9 +165,8 @@ class FirstSum:
         planes = [torch.linalg.svd(slopes(x))[0][:, -2:] for x in points]
         cosines = torch.linalg.svdvals(planes[0].mT @ planes[1])
         if float(cosines[0]) < 1 - 1e-6:
-            raise Unsuccessful(
-                Status.NOT_APPLICABLE,
-                "answers to single tokens are not those behind a LayerNorm of one sum",
+            raise not_applicable(
+                "answers to single tokens are not those behind a LayerNorm of one sum"
             )
         points = math.sqrt(d) * directions
 
@@ -500,4 +499,4 @@ def _read(
     try:
         return made.with_epsilon(stream).with_start(stream).with_epsilon(stream)
     except LostSum as lost:
-        raise Unsuccessful(Status.NOT_APPLICABLE, str(lost)) from lost
+        raise not_applicable(str(lost)) from lost

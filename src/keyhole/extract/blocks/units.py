@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import not_applicable
 from keyhole.core.float64 import normal, random_stream, tensor, zeros
 from keyhole.extract.bilinear import max_abs
 from keyhole.oracle.block import ACTIVATIONS
@@ -134,10 +134,9 @@ def subset_sum(vectors: Tensor, total: Tensor) -> Tensor:
     """
     n = len(vectors)
     if n > _MOST:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
+        raise not_applicable(
             f"the signs of {n} units do not follow from answers of one number: at most {_MOST} can "
-            "be told",
+            "be told"
         )
     halves = vectors[: n // 2], vectors[n // 2 :]
     first, second = (_subset_sums(half) for half in halves)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from keyhole import attention
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Unsuccessful, not_applicable
 from keyhole.core.float64 import normal, ones
 from keyhole.extract.bilinear import batch_rows, max_abs, random_orthogonal
 from keyhole.oracle.protocol import Oracle, ask
@@ -101,10 +101,9 @@ class View:
         forth, back = view.ask(torch.cat([tokens, -tokens])).chunk(2)
         one, two, shifted = ((forth + back)[:, 0]).tolist()
         if abs(two - one) > 1e-3 * math.sqrt(FAR):
-            raise Unsuccessful(
-                Status.NOT_APPLICABLE,
+            raise not_applicable(
                 "the answers are numbers, and there is no norm in front of a feed-forward layer: "
-                "such blocks are read only from vectors",
+                "such blocks are read only from vectors"
             )
         if abs(shifted - one) > 1e-5 * abs(one):
             return view
@@ -149,17 +148,15 @@ def without_mean(d: int, stream: torch.Generator) -> Tensor:
 def expect_vectors(answers: Tensor, dim: int) -> None:
     """Raise Unsuccessful unless answers are vectors as long as a token."""
     if answers.ndim not in (2, 3) or answers.shape[-1] != dim:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
+        raise not_applicable(
             f"the answers, of shape {tuple(answers.shape[1:])}, are not vectors of {dim} numbers: "
-            "a layer that is added to its tokens gives vectors as long as they are",
+            "a layer that is added to its tokens gives vectors as long as they are"
         )
 
 
 def not_a_block() -> Unsuccessful:
-    return Unsuccessful(
-        Status.NOT_APPLICABLE,
-        "what single tokens answer is not a residual and a feed-forward layer",
+    return not_applicable(
+        "what single tokens answer is not a residual and a feed-forward layer"
     )
 
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import not_applicable
 from keyhole.core.float64 import ones, tensor, zeros
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import random_orthogonal
@@ -249,10 +249,9 @@ def _curvature(
             return measured, outside
         if q == dim - _AXES:
             break
-    raise Unsuccessful(
-        Status.NOT_APPLICABLE,
+    raise not_applicable(
         f"curvature spans too many dimensions to tell units apart: a layer this wide is not read "
-        f"at d = {dim + 1}",
+        f"at d = {dim + 1}"
     )
 
 
@@ -283,9 +282,8 @@ def find_units(
         outside, q, most, stream, starts, (FOUND, _ROUGHLY), gates=sphere.centred
     )
     if partners is not None and sphere.touched is None:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            "units with gates in front of a norm of their sum are not read",
+        raise not_applicable(
+            "units with gates in front of a norm of their sum are not read"
         )
     units = _read(
         measured, outside, units, partners, axes[q : -len(measured.Pi)], stream

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful, mismatch
 from keyhole.core.float64 import normal, tensor, zeros
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import (
@@ -98,7 +98,7 @@ def saturation_radius(probe: Probe, stream: torch.Generator) -> float | None:
         return None
     last = int(is_open.nonzero().max())
     if last + 2 >= len(t):
-        raise Unsuccessful(Status.MISMATCH, "the answers do not become linear far out")
+        raise mismatch("the answers do not become linear far out")
     return float(t[last])
 
 
@@ -177,9 +177,7 @@ def _search(probe: Probe, rho: float, stream: torch.Generator) -> Circle | None:
         if not len(doubtful):
             return _assemble(axes, theta, y, clear)
         if len(theta) + (_PARTS - 1) * len(doubtful) > _MAX_SAMPLES:
-            raise Unsuccessful(
-                Status.MISMATCH, "the far field is not linear on a few regions"
-            )
+            raise mismatch("the far field is not linear on a few regions")
         steps = theta.diff()[doubtful, None] * inner
         new = (theta[doubtful, None] + steps).flatten()
         y = torch.cat([y, probe(points(axes, new), rho)])

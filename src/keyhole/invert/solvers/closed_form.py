@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from keyhole import attention
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful, mismatch, not_applicable
 from keyhole.core.errors import InputError
 from keyhole.core.float64 import random_stream
 from keyhole.core.least_squares import Point, conjugate_gradients
@@ -95,11 +95,11 @@ class _Answer:
         self.problem = problem
         self.maps = maps
         if problem.fault:
-            raise Unsuccessful(Status.NOT_APPLICABLE, problem.fault)
+            raise not_applicable(problem.fault)
         self.rounding = float((maps.sum(-1) - 1).abs().max())
         if self.rounding > _NO_MAP or float(maps.min()) < -_NO_MAP:
             reason = f"rows of the maps sum to 1 within {self.rounding:.1e}: no softmax made them"
-            raise Unsuccessful(Status.MISMATCH, reason)
+            raise mismatch(reason)
 
     def best(self) -> Inversion:
         linear = Linear.of(self.problem, self.maps)

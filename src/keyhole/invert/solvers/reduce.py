@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import mismatch
 from keyhole.core.numerics import least_squares
 from keyhole.invert.problem import Problem
 
@@ -72,7 +72,6 @@ def reduce(problem: Problem) -> Reduced:
 def _check_range(problem: Problem, B: Tensor, reached: Tensor) -> None:
     off = float((B - reached).abs().max())
     if off > problem.tolerance + _OFF_RANGE * float(B.abs().max()):
-        raise Unsuccessful(
-            Status.MISMATCH,
-            f"no input has this output: B is {off:.1e} away from everything that V can produce",
+        raise mismatch(
+            f"no input has this output: B is {off:.1e} away from everything that V can produce"
         )

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from keyhole import attention
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful, not_applicable
 from keyhole.core.float64 import normal, random_stream
 from keyhole.core.least_squares import Point
 from keyhole.core.progress import Progress, silent
@@ -247,7 +247,7 @@ def _expect_triangular(problem: Problem) -> None:
     elif reason is None and problem.gamma > 0:
         reason = "γ > 0 couples the tokens"
     if reason is not None:
-        raise Unsuccessful(Status.NOT_APPLICABLE, reason)
+        raise not_applicable(reason)
 
 
 def first_of_each(x: Tensor, good: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import not_applicable
 from keyhole.core.errors import InputError
 from keyhole.core.files import is_folder
 from keyhole.models import demo
@@ -115,7 +115,7 @@ class Sealed:
             f"{self.how}: not read without the key; its size is that of {leaks[0].length} "
             "tokens"
         )
-        raise Unsuccessful(Status.NOT_APPLICABLE, reason)
+        raise not_applicable(reason)
 
 
 def read_sources(leaks: Source | Sequence[Source]) -> list[Opened | Dump]:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from keyhole.core import Status, Unsuccessful, environment
+from keyhole.core import Status, Unsuccessful, environment, not_applicable
 from keyhole.core.errors import InputError, expect_seed
 from keyhole.core.progress import Track, untracked
 from keyhole.data import Example
@@ -418,9 +418,7 @@ def _texts(
         return [(ids, True) for ids in prefixes][:count]
     first = parts.attention(1)
     if parts.key_heads != parts.heads:
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE, "heads of this encoder share their keys"
-        )
+        raise not_applicable("heads of this encoder share their keys")
     value = first.apart[2]
     (values,) = leaked.rows([value.module])
     heads = parts.heads if values.left is None else 1  # Bᵀ mixes what heads give

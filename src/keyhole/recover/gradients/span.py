@@ -43,7 +43,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import not_applicable
 from keyhole.core.float64 import normal
 from keyhole.core.tensors import row_numbers, seeded
 from keyhole.models.anatomy import Anatomy, gain_and_bias
@@ -193,9 +193,8 @@ class FirstInputs:
 
 def first_inputs(parts: Anatomy, positions: int) -> FirstInputs:
     """Make the tables of a model, for texts of up to `positions` tokens."""
-    other = Unsuccessful(
-        Status.NOT_APPLICABLE,
-        f"the first attention of {parts.family} takes something else than a norm of embeddings",
+    other = not_applicable(
+        f"the first attention of {parts.family} takes something else than a norm of embeddings"
     )
     norm = parts.opening_norm(1) or parts.closing_norm(0)
     places = _positions(parts, positions)

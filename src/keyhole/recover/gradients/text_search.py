@@ -36,7 +36,7 @@ from itertools import islice, repeat
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import not_applicable
 from keyhole.core.tensors import normalized, row_numbers
 from keyhole.models.anatomy import Anatomy, Projection
 from keyhole.models.branches import Branches
@@ -598,7 +598,7 @@ def places_of(
     """
     if inputs.places is None:
         reason = "an encoder without embeddings of positions: gradients do not say where tokens are"
-        raise Unsuccessful(Status.NOT_APPLICABLE, reason)
+        raise not_applicable(reason)
     table = torch.cat(
         [inputs.words[tokens], inputs.places[:count], inputs.offset[None]]
     )

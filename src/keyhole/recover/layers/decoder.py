@@ -44,7 +44,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import not_applicable
 from keyhole.core.tensors import row_numbers
 from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure, capture
@@ -102,7 +102,7 @@ class DecoderStates:
     def __call__(self, target: Target, leaks: Sequence[Leak]) -> Proposals:
         if not target.parts.causal:
             reason = "only a causal model is read left to right"
-            raise Unsuccessful(Status.NOT_APPLICABLE, reason)
+            raise not_applicable(reason)
         texts, orders = texts_of(target, leaks, self.samples, self.seed)
         fitting = orders.spent
         batch = self.batch or (1 if target.device.type == "cpu" else 16)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import not_applicable
 from keyhole.recover.attack import Attack, Proposal, Target
 from keyhole.recover.layers.decoder import DecoderStates
 from keyhole.recover.layers.encoder import EncoderStates
@@ -28,9 +28,7 @@ class CachedKeys:
         self, target: Target, leaks: Sequence[Leak]
     ) -> Iterator[tuple[int, Proposal]]:
         if not all(isinstance(leak, KeyValues) for leak in leaks):
-            raise Unsuccessful(
-                Status.NOT_APPLICABLE, "this attack reads keys and values"
-            )
+            raise not_applicable("this attack reads keys and values")
         yield from (self.decoder if target.parts.causal else self.encoder)(
             target, leaks
         )

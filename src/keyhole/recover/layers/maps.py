@@ -30,7 +30,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import not_applicable
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Proposal, Proposals, Target
 from keyhole.recover.layers.map_scores import Anchors, LogMaps, Questions
@@ -62,7 +62,7 @@ class EncoderMaps:
             return
         if not any(target.frame()):
             reason = "no special tokens are known: the maps have no anchor"
-            raise Unsuccessful(Status.NOT_APPLICABLE, reason)
+            raise not_applicable(reason)
         by_length: dict[int, dict[int, LogMaps]] = defaultdict(dict)
         for number, leak in enumerate(maps):
             length = leak.values.shape[-1]

@@ -77,7 +77,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful, not_applicable
 from keyhole.core.tensors import seeded
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Proposal, Proposals, Target
@@ -141,7 +141,7 @@ class MixedKeys:
         for number, leak in enumerate(leaks):
             if not isinstance(leak, MixedCache):
                 reason = "this attack reads mixed caches"
-                raise Unsuccessful(Status.NOT_APPLICABLE, reason)
+                raise not_applicable(reason)
             yield number, _read(target, leak)
 
 
@@ -152,10 +152,9 @@ def _read(target: Target, leak: MixedCache) -> Proposal:
     sizes = sizes_of(leak)
     cut = Blocks.cut(leak, sizes)
     if all(float(side.free.max()) < 1 for blocks in cut for side in blocks.sides):
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
+        raise not_applicable(
             f"blocks of {sizes[0]} positions span all {leak.keys.shape[-1]} dimensions of a head: "
-            "no token is outside of one",
+            "no token is outside of one"
         )
     known = [leak.known] if leak.known is not None else openings(target)
     known = [ids[: leak.keys.shape[1]] for ids in known if len(ids)]
