@@ -45,3 +45,8 @@ def least_squares(A: Tensor, B: Tensor, rcond: float | None = None) -> Tensor:
         A.to("cpu"), B.to("cpu"), rcond=rcond, driver="gelsd"
     ).solution
     return found.to(A.device)  # solved on the CPU because GPUs do not have this driver
+
+
+def thin_svd(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return U, the singular values and Vᵀ, without vectors beyond the smaller side."""
+    return torch.linalg.svd(matrices, full_matrices=False)

@@ -50,7 +50,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful, not_applicable
 from keyhole.core.float64 import identity, normal, random_stream, tensor, zeros
-from keyhole.core.numerics import least_squares
+from keyhole.core.numerics import least_squares, thin_svd
 from keyhole.extract.bilinear import lengths, max_abs, random_orthogonal
 from keyhole.extract.blocks.view import expect_vectors, last
 from keyhole.extract.extraction import Step
@@ -296,7 +296,7 @@ def fit_network(
 ) -> tuple[Tensor, Tensor, bool]:
     """Return g and u by least squares, starting from g, and whether they fit."""
     heads, d = g.shape
-    _, sizes, frame = torch.linalg.svd(wanted, full_matrices=False)
+    _, sizes, frame = thin_svd(wanted)
     # the u are in the span of `frame`
     frame = frame[:heads]
     size = float(sizes.norm())

@@ -67,7 +67,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful, not_applicable
 from keyhole.core.float64 import identity, normal, random_stream, zeros
-from keyhole.core.numerics import LinAlgError, least_squares
+from keyhole.core.numerics import LinAlgError, least_squares, thin_svd
 from keyhole.extract.arithmetic import EXACT, exact_decimals, measured_errors
 from keyhole.extract.bilinear import max_abs, random_orthogonal
 from keyhole.extract.blocks import kinks, post_norm, pre_norm
@@ -357,7 +357,7 @@ def _from_scores(peeled: Peeled, stream: torch.Generator) -> Block:
 
 def factored(products: Tensor, least: float = _RANK) -> tuple[Tensor, Tensor]:
     """Return X and Y with products XYᵀ (heads, n, m), as wide as the rank of the products."""
-    left, sizes, right = torch.linalg.svd(products, full_matrices=False)
+    left, sizes, right = thin_svd(products)
     rank = int((sizes > least * sizes[:, :1]).sum(1).max())
     root = sizes[:, None, :rank].sqrt()
     return left[..., :rank] * root, right.mT[..., :rank] * root

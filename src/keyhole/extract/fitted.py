@@ -153,7 +153,7 @@ class Fitted(Method):
             single = ask(
                 oracle, torch.stack([0 * a, gain * a, 2 * gain * a]).unsqueeze(1)
             )
-            pair = ask(oracle, torch.stack([gain * a, 0 * a]).unsqueeze(0))
+            pair = ask(oracle, torch.stack([gain * a, 0 * a])[None])
         except (OracleError, InputError):
             return 1.0
         zero, one, two = scalar(single).tolist()
@@ -506,8 +506,8 @@ class _NearField:
         heads, dim = v.shape
         count = math.ceil(self.method.oversampling / 2 * heads * dim) + 8
         steps = _FURTHER * self.size * random_orthogonal(dim, self.stream)
-        tokens = self.x.unsqueeze(0)
-        known = g.unsqueeze(0)
+        tokens = self.x[None]
+        known = g[None]
         for _ in range(_ROUNDS):
             x = self.x + steps
             data = [self._even(each, count) for each in x]
@@ -646,7 +646,7 @@ def _gates(x: Tensor, v: Tensor, delta: Tensor, even: Tensor, error: Tensor) -> 
     def jacobian() -> Tensor:
         slopes = torch.stack([0.25 * (1 - tanh.square()) * values, 0.5 * tanh], 1)
         weights = slopes[:, : x.shape[1]].flatten(1, 2) / error.unsqueeze(-2)
-        return (weights.mT.unsqueeze(-1) * delta.unsqueeze(-2)).flatten(2)
+        return (weights.mT[..., None] * delta.unsqueeze(-2)).flatten(2)
 
     return Point(x, r, jacobian)
 

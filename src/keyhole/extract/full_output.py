@@ -50,7 +50,7 @@ from keyhole.core.float64 import (
     tensor,
     zeros,
 )
-from keyhole.core.numerics import least_squares
+from keyhole.core.numerics import least_squares, thin_svd
 from keyhole.extract.arithmetic import EXACT, precision_of
 from keyhole.extract.bilinear import (
     MAX_REPEATED,
@@ -195,7 +195,7 @@ def key_basis(V: Tensor) -> tuple[Tensor, int]:
     singular vectors u_i of V, whose values are orthogonal. A direction k whose value is
     zero is added to one: u_i + k.
     """
-    U, sizes, _ = torch.linalg.svd(V, full_matrices=True)
+    U, sizes, _ = torch.linalg.svd(V)
     rank = int((sizes > _NONE * sizes[0]).sum())
     keys = U.mT.clone()
     if rank:
@@ -634,7 +634,7 @@ def _at_one_key(
         xs = torch.cat([xs, more])
         D = torch.cat([D, difference])
         totals = torch.cat([totals, total])
-        left, sizes, _ = torch.linalg.svd(D, full_matrices=False)
+        left, sizes, _ = thin_svd(D)
         heads = int((sizes > _RESOLUTION * sizes[0]).sum())
         if heads > _MAX_HEADS:
             break

@@ -106,7 +106,7 @@ def _by_parameters(
         return moved
 
     def answer(flat: Tensor, tokens: Tensor) -> Tensor:
-        return put(flat).answers(tokens.unsqueeze(0)).squeeze(0)
+        return put(flat).answers(tokens[None]).squeeze(0)
 
     rows = torch.func.vmap(torch.func.jacrev(answer), in_dims=(None, 0))
     return put, rows, torch.cat([part.flatten() for part in start.values()])
@@ -161,7 +161,7 @@ class _Answers(Point):
             for tokens, scale, r in zip(
                 *(part.split(_ROWS) for part in parts), strict=True
             ):
-                J = (self._rows(flat, tokens) / scale.unsqueeze(-1)).flatten(0, -2)
+                J = (self._rows(flat, tokens) / scale[..., None]).flatten(0, -2)
                 normal.addmm_(J.mT, J)
                 slope += J.mT @ r.flatten()
         return normal[None], slope[None]

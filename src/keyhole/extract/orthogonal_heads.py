@@ -32,6 +32,7 @@ from keyhole.core import Status, Unsuccessful, mismatch
 from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.core.files import read_tensors
 from keyhole.core.float64 import identity, normal, random_stream, tensor, zeros
+from keyhole.core.numerics import thin_svd
 from keyhole.extract.bilinear import (
     MAX_SCALES,
     BilinearForms,
@@ -258,7 +259,7 @@ class _Growth:
         least = self._resolution * lengths(rows).max()
         for _ in range(2):
             rows = rows - (rows @ self.basis.mT) @ self.basis
-        _, sizes, directions = torch.linalg.svd(rows, full_matrices=False)
+        _, sizes, directions = thin_svd(rows)
         return directions[sizes > least]
 
 
@@ -283,7 +284,7 @@ def _complement(parts: list[Tensor], d: int) -> Tensor:
     """Return orthonormal rows that span the complement of the given rows."""
     if not parts:
         return identity(d)
-    _, sizes, right = torch.linalg.svd(torch.cat(parts), full_matrices=True)
+    _, sizes, right = torch.linalg.svd(torch.cat(parts))
     return right[int((sizes > 0.5).sum()) :]
 
 
@@ -451,7 +452,7 @@ def _commutant(matrices: list[Tensor], noise: float) -> Tensor:
         i == j, 1.0, 0.5**0.5
     ).double()
     brackets = torch.cat([(basis @ H - H @ basis).flatten(1) for H in matrices], dim=1)
-    left, sizes, _ = torch.linalg.svd(brackets, full_matrices=False)
+    left, sizes, _ = thin_svd(brackets)
     # The identity commutes with everything, so the last size is always noise.
     count = _gap(sizes[:-1], noise) if len(sizes) > 1 else 0
     return torch.einsum("ac,aij->cij", left[:, count:], basis)

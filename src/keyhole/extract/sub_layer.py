@@ -52,7 +52,7 @@ from torch.nn.functional import normalize
 
 from keyhole.core import mismatch, not_applicable
 from keyhole.core.float64 import ones, random_stream, zeros
-from keyhole.core.numerics import least_squares
+from keyhole.core.numerics import least_squares, thin_svd
 from keyhole.extract.bilinear import max_abs, random_orthogonal
 from keyhole.extract.extraction import Step, expect_finite_weights
 from keyhole.extract.judge import Method
@@ -306,7 +306,7 @@ def _keys_of(
     `scores` are those of a group's heads with keys at their places and, with positions,
     moved ones.
     """
-    left, sizes, right = torch.linalg.svd(scores[0], full_matrices=False)
+    left, sizes, right = thin_svd(scores[0])
     if len(sizes) > k and sizes[k] > noise * sizes[0]:
         raise mismatch(
             f"the scores of heads that share values have a rank above {k}, the width of the values"

@@ -58,7 +58,7 @@ from keyhole.core import (
 from keyhole.core.errors import KeyholeError
 from keyhole.core.float64 import identity, normal, zeros
 from keyhole.core.least_squares import Options, Point, minimize
-from keyhole.core.numerics import least_squares
+from keyhole.core.numerics import least_squares, thin_svd
 from keyhole.extract.bilinear import lengths, max_abs, random_orthogonal, random_units
 from keyhole.extract.blocks.view import answered_tokens, last
 from keyhole.oracle.protocol import Oracle
@@ -381,7 +381,7 @@ def strengthened(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Probe
     along = torch.logit(gates, eps=1e-6)
     if len(kept):
         along = along - along.mean(0)
-    left = torch.linalg.svd(normalize(along, dim=0), full_matrices=False)[0]
+    left = thin_svd(normalize(along, dim=0))[0]
     combined = left[:, : len(probe.subspace) - len(kept)].mT @ basis
     return replace(probe, subspace=torch.cat([kept, combined]))
 
@@ -497,7 +497,7 @@ _ONE = 1e-3  # two solutions nearer than this, relative, are one
 
 def column_space(rows: Tensor, heads: int) -> Tensor:
     """Return an orthonormal basis U (…, N, H) of the columns of A·V."""
-    return torch.linalg.svd(rows, full_matrices=False)[0][..., :heads]
+    return thin_svd(rows)[0][..., :heads]
 
 
 def follow_gates(
@@ -592,14 +592,14 @@ class Values:
         group are one factor of rank k; `Σ_h M_h` is then solved for the V of all
         groups.
         """
-        right = torch.linalg.svd(vectors.transpose(0, 1), full_matrices=False)[2]
+        right = thin_svd(vectors.transpose(0, 1))[2]
         spaces = right[:, :k]
         apart = torch.linalg.pinv(spaces.flatten(0, 1)).unflatten(1, (len(spaces), k))
         groups = _sharing(torch.einsum("dm,mhk->hdk", total, apart))
         O = torch.empty_like(spaces)  # noqa: E741
         for group in groups:
             joint = vectors[:, group].flatten(1)
-            right = torch.linalg.svd(joint, full_matrices=False)[2][:k]
+            right = thin_svd(joint)[2][:k]
             O[group] = right.unflatten(1, (len(group), -1)).transpose(0, 1)
         sums = torch.cat([O[group].sum(0) for group in groups])
         V = (total @ torch.linalg.pinv(sums)).unflatten(1, (len(groups), k))

@@ -41,7 +41,7 @@ from torch.nn.functional import normalize
 
 from keyhole.core import not_applicable
 from keyhole.core.float64 import identity, random_stream, tensor
-from keyhole.core.numerics import least_squares
+from keyhole.core.numerics import least_squares, thin_svd
 from keyhole.extract.bilinear import random_orthogonal, random_units
 from keyhole.extract.blocks.rank_ones import packed, rank_of, rank_ones, symmetric
 from keyhole.extract.blocks.shapes import SMOOTH, random_shapes
@@ -178,7 +178,7 @@ class _Hessians:
         own = second[:, diagonal]  # in the order of U
         mixed = second - (own[:, rows] + own[:, columns]) / 2
         second = torch.where(diagonal[:, None], second, math.sqrt(2) * mixed).mT
-        sizes, right = torch.linalg.svd(second.flatten(0, 1), full_matrices=False)[1:]
+        sizes, right = thin_svd(second.flatten(0, 1))[1:]
         if not float(sizes[0]) > 1e-7:
             raise not_applicable("the answers have no curvature")
         rank, clear = rank_of(sizes, _ERRORS)
@@ -199,7 +199,7 @@ def _identity(field: Field, q: int) -> Tensor:
 
 def _rank_one_parts(values: Tensor) -> tuple[Tensor, Tensor]:
     """Factor (P, m, r) into σ_kp·ĉ_k: numbers (r, P) and unit vectors (r, m)."""
-    left, sizes, right = torch.linalg.svd(values.movedim(2, 0), full_matrices=False)
+    left, sizes, right = thin_svd(values.movedim(2, 0))
     return left[..., 0] * sizes[:, :1], right[:, 0]
 
 

@@ -50,7 +50,7 @@ from torch.nn.functional import normalize
 
 from keyhole.core import Unsuccessful, not_applicable
 from keyhole.core.float64 import identity, normal, tensor
-from keyhole.core.numerics import least_squares
+from keyhole.core.numerics import least_squares, thin_svd
 from keyhole.extract.bilinear import random_orthogonal, random_units
 from keyhole.extract.blocks.units import Units, with_ones
 from keyhole.extract.relu_network import ReluNetwork
@@ -120,7 +120,7 @@ def _lengths(features: Tensor, y: Tensor) -> tuple[Tensor, float]:
     """Return s (n) such that s·y, y (n, m) of length 1, is linear in features (n, f); the error."""
     across = torch.linalg.qr(features, mode="complete")[0][:, features.shape[1] :]
     system = (across.mT[:, None] * y.mT).flatten(0, 1)
-    sizes, right = torch.linalg.svd(system, full_matrices=False)[1:]
+    sizes, right = thin_svd(system)[1:]
     return right[-1] * right[-1].sum().sign(), float(sizes[-1])
 
 
@@ -261,7 +261,7 @@ class _Circle:
             if self.lost:
                 right = right * _factor(left, right)
             change = right - left  # (3, m): of cos, sin and 1 of θ − middle
-            U, sizes, V = torch.linalg.svd(change, full_matrices=False)
+            U, sizes, V = thin_svd(change)
             if not float(sizes[1]) <= _RANK_ONE * float(sizes[0]):
                 continue
             c = V[0]
@@ -356,7 +356,7 @@ def _meeting(circles: list[_Circle]) -> Tensor:
         arcs = sorted(circle.arcs(), key=lambda arc: arc[0] - arc[1])
         for first, last in arcs[:_LONGEST]:
             y = circle.y[torch.arange(first, last + 1) % len(circle.y)]
-            span = torch.linalg.svd(y - y.mean(0), full_matrices=False)[2][:3]
+            span = thin_svd(y - y.mean(0))[2][:3]
             systems.append(identity(y.shape[1]) - span.mT @ span)
             wanted.append(systems[-1] @ y.mean(0))
     if not systems:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from keyhole.core import Unsuccessful, mismatch, not_applicable
 from keyhole.core.float64 import identity, normal
-from keyhole.core.numerics import least_squares
+from keyhole.core.numerics import least_squares, thin_svd
 from keyhole.extract.bilinear import max_abs, random_orthogonal
 from keyhole.extract.blocks.units import with_ones
 from keyhole.extract.sub_layer import Reader
@@ -91,7 +91,7 @@ def told_apart(slopes: Tensor, stream: torch.Generator) -> Apart:
 
 
 def _basis(columns: Tensor) -> Tensor:
-    vectors, sizes, _ = torch.linalg.svd(columns, full_matrices=False)
+    vectors, sizes, _ = thin_svd(columns)
     return vectors[:, : int((sizes > _RANK * sizes[0]).sum())]
 
 

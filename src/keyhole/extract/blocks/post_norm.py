@@ -56,7 +56,7 @@ from torch.nn.functional import normalize
 
 from keyhole.core import Unsuccessful, not_applicable
 from keyhole.core.float64 import identity, normal
-from keyhole.core.numerics import least_squares
+from keyhole.core.numerics import least_squares, thin_svd
 from keyhole.extract.bilinear import max_abs, random_orthogonal, random_units
 from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
 from keyhole.extract.blocks.between_norms import Layer, fitted, signed
@@ -175,7 +175,7 @@ class FirstSum:
 
         J = both()
         # 1(1 + M)⁻¹ does not show and is left out: the mean of sums is free.
-        left, sizes, right = torch.linalg.svd(J, full_matrices=False)
+        left, sizes, right = thin_svd(J)
         seen = left[:, :-1]
         right = right[:-1].mT
         outside = [identity(d) - p @ p.mT for p in planes]

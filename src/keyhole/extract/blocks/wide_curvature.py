@@ -36,7 +36,7 @@ from torch.nn.functional import normalize
 
 from keyhole.core import not_applicable
 from keyhole.core.float64 import ones, tensor, zeros
-from keyhole.core.numerics import least_squares
+from keyhole.core.numerics import least_squares, thin_svd
 from keyhole.extract.bilinear import random_orthogonal
 from keyhole.extract.blocks.rank_ones import (
     FOUND,
@@ -223,7 +223,7 @@ class _Measured:
             found = torch.linalg.solve_triangular(R, back, upper=True)
             right = torch.cat([right[:count], torch.linalg.qr(found)[0].mT])
         elif float(sizes[-1]) < 1e2 * _SQUARED * float(sizes[0]):
-            sizes, right = torch.linalg.svd(rows, full_matrices=False)[1:]
+            sizes, right = thin_svd(rows)[1:]
             count, clear = rank_of(sizes, _ERRORS)
         return right[count:].contiguous(), clear and count <= _FULL * len(sizes)
 

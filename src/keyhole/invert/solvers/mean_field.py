@@ -28,7 +28,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from keyhole.core.numerics import LinAlgError
+from keyhole.core.numerics import LinAlgError, thin_svd
 from keyhole.invert.problem import Problem
 
 _ROUNDS = 60  # one bit in each
@@ -53,7 +53,7 @@ def mean_field(problem: Problem) -> Tensor | None:
         Y = torch.linalg.solve(V, problem.unbiased, left=False)
         centre = Y.mean(0)
         E = Y - centre
-        sizes, directions = torch.linalg.svd(E, full_matrices=False)[1:]
+        sizes, directions = thin_svd(E)[1:]
         Q = directions[sizes > _NEGLIGIBLE * sizes[0]].mT  # in which the tokens vary
         if not Q.shape[
             1

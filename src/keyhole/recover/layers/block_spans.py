@@ -33,6 +33,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from keyhole.core.numerics import thin_svd
 from keyhole.core.tensors import normalized, row_numbers, seeded
 from keyhole.recover.layers.precision import precision_of
 from keyhole.recover.leaks import MixedCache
@@ -77,7 +78,7 @@ def noise_of(block: Tensor) -> float:
 def outside(block: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lengths and directions of what orthonormal columns (d, r) leave of a block."""
     rest = block - block @ base @ base.mT
-    return torch.linalg.svd(rest, full_matrices=False)[1:]
+    return thin_svd(rest)[1:]
 
 
 def planes(rows: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ class Side:
     @cached_property
     def parts(self) -> list[tuple[Tensor, Tensor]]:
         """The singular values (b,) and right singular vectors (b, d) of each block."""
-        return [torch.linalg.svd(rows, full_matrices=False)[1:] for rows in self.blocks]
+        return [thin_svd(rows)[1:] for rows in self.blocks]
 
     @cached_property
     def bases(self) -> list[Tensor]:
@@ -486,7 +487,7 @@ def _side(keys: bool, head: int, rows: Tensor, error: Tensor, size: int) -> Side
 
 def _spanned(rows: Tensor) -> Tensor:
     """Return orthonormal columns (d, r) that span rows (n, d), some of which may be repeated."""
-    _, sizes, v = torch.linalg.svd(rows, full_matrices=False)
+    _, sizes, v = thin_svd(rows)
     return v[sizes > _REPEATED * sizes.amax()].mT if len(rows) else v.mT
 
 
