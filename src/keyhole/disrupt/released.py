@@ -282,11 +282,8 @@ class _Program:
 
     def _masks(self, attacked: list[Tensor]) -> _Masks:
         """The masks of several steps; each step attacks these heads (layers, heads)."""
-        return _Masks(
-            lambda index: (
-                ~self._opened(index, torch.stack([each[index] for each in attacked]))
-            )
-        )
+        heads = torch.stack(attacked)
+        return _Masks(lambda index: ~self._opened(index, heads[:, index]))
 
     def _opened(self, layer: int, attacked: Tensor) -> Tensor:
         """The open units of one layer, (steps·choices, heads, queries, keys), at several steps."""

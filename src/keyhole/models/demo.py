@@ -44,10 +44,8 @@ _NEGATIVE = (
 )
 ABOUT = "reviews chosen near its boundary, to show the attack: a rate takes examples of your own"
 EXAMPLES = tuple(
-    Example(f"review {number}", label, text)
-    for number, (label, text) in enumerate(
-        [*((1, text) for text in _POSITIVE), *((0, text) for text in _NEGATIVE)], 1
-    )
+    Example(f"review {number}", int(text in _POSITIVE), text)
+    for number, text in enumerate([*_POSITIVE, *_NEGATIVE], 1)
 )
 
 

@@ -102,9 +102,8 @@ class AttackMasks:
         if self.label == "predicted":
             return clean.argmax(-1)
         classes = clean.shape[-1]
-        drawn = torch.randint(
-            classes, (len(clean),), generator=stream, device=stream.device
-        )
+        size = (len(clean),)
+        drawn = torch.randint(classes, size, generator=stream, device=stream.device)
         return drawn.to(clean.device)
 
 
@@ -178,16 +177,13 @@ def strongest(
     if before is not None:
         effect = effect.masked_fill(before, torch.inf)
     allowed = (
-        (share * exists.sum((2, 3))).floor().clamp(min=1 if share > 0 else 0)
+        (share * exists.sum((2, 3))).floor().clamp(min=int(share > 0))
     )  # (rows, heads)
     most = int(allowed.max())
     if most == 0:
         return torch.zeros_like(a, dtype=torch.bool)
     values, places = effect.flatten(2).topk(most, -1)
-    chosen = (torch.arange(most, device=a.device) < allowed.unsqueeze(-1)) & (
-        values > 0
-    )
-    flat = torch.zeros_like(effect.flatten(2), dtype=torch.bool).scatter(
-        2, places, chosen
-    )
+    within = torch.arange(most, device=a.device) < allowed.unsqueeze(-1)
+    none = torch.zeros_like(effect.flatten(2), dtype=torch.bool)
+    flat = none.scatter(2, places, within & (values > 0))
     return flat.unflatten(2, a.shape[2:])

@@ -62,11 +62,7 @@ class SAttend:
 
         Token mode needs the tokenizer, unless the inputs mark the special tokens.
         """
-        if tokenizer is None:
-            ids = ()
-        else:
-            ids = tuple(getattr(tokenizer, "all_special_ids", ()))
-        drops = Drops(self, model, ids)
+        drops = Drops(self, model, tuple(getattr(tokenizer, "all_special_ids", ())))
         with rewriting(model, drops):
             yield drops
 
@@ -93,9 +89,8 @@ class Drops(Untouched):
         self.empties = method.emptied
         self.model = model
         self.ids = ids
-        self.special: Tensor | None = (
-            None  # used if the inputs have no special_tokens_mask
-        )
+        # used if the inputs have no special_tokens_mask
+        self.special: Tensor | None = None
         self.step = 0
         self._passes = 0
         self._dropped: dict[str, Tensor] = {}
@@ -148,9 +143,7 @@ class Drops(Untouched):
 
     def _special(self, ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         given = inputs.get(SPECIAL, self.special)
-        known = torch.isin(
-            ids, torch.tensor(self.ids, dtype=ids.dtype, device=ids.device)
-        )
+        known = torch.isin(ids, ids.new_tensor(self.ids))
         if isinstance(given, Tensor) and given.shape == ids.shape:
             known = known | given.bool()
         elif not self.ids:
