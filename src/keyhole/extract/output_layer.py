@@ -40,7 +40,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_count
-from keyhole.core.float64 import TINY, ones, random_stream, zeros
+from keyhole.core.float64 import EPSILON, TINY, ones, random_stream, zeros
 from keyhole.core.machine import expect_memory
 from keyhole.extract.arithmetic import decimals_of
 from keyhole.extract.extraction import Check, Extraction, LastLayer, Step, setting
@@ -112,17 +112,17 @@ class OutputLayer(Method):
         stream = random_stream(self.seed)
         answers = self._answers(oracle, stream)
         width = stated(oracle, "width")
-        look = None
+        look: _Look | None = None
         goal = _FIRST
         try:
             while look is None or len(look.rows) < goal:
                 look = _Look.at(answers.rows(goal), answers, stream)
                 goal = look.goal
                 if not look.cliff.seen and goal > self.most:
-                    reason = (
-                        f"no cliff in the singular values of {len(look.rows):,} answers"
+                    raise Unsuccessful(
+                        Status.UNSOLVED,
+                        f"no cliff in the singular values of {len(look.rows):,} answers",
                     )
-                    raise Unsuccessful(Status.UNSOLVED, reason)
         except BudgetExhausted:
             if len(rows := answers.complete_rows()) > 1:
                 yield _Look.at(rows, answers, stream).step(width)
@@ -137,23 +137,22 @@ class OutputLayer(Method):
         model = step.model
         differing = model.dim - model.constant
         needed = equations(differing, model.constant)
-        why = ""
         found = None
         if layer.blocks:
             why = "a matrix in blocks of 32 adds directions that have no norm"
         elif needed > self.most:
             why = f"a rotation takes {needed:,} answers, and most is {self.most:,}"
         else:
-            rows = taken_off(step.answers.rows(needed), layer.log_probabilities)
-            found = ellipsoid(
-                rows @ model.W[:, :differing], model.width, model.constant
-            )
             why = f"{needed:,} answers lie on no one ellipsoid: too few digits, or no final norm"
+            rows = centred(step.answers.rows(needed), layer.log_probabilities)
+            z = rows @ model.W[:, :differing]
+            found = ellipsoid(z, model.width, model.constant)
         if found is None or found[1] > _ELLIPSOID:
             return replace(step, layer=replace(layer, no_rotation=why))
-        W = torch.cat([model.W[:, :differing] @ found[0], model.W[:, differing:]], 1)
+        C, error = found
+        W = torch.cat([model.W[:, :differing] @ C, model.W[:, differing:]], 1)
         model = replace(model, W=W.contiguous(), rotated=True)
-        return replace(step, model=model, layer=replace(layer, ellipsoid=found[1]))
+        return replace(step, model=model, layer=replace(layer, ellipsoid=error))
 
     def _answers(self, oracle: Oracle, stream: torch.Generator) -> Answers:
         """Return the source of answers: whole vectors, or chosen tokens if there is a `top`."""
@@ -164,10 +163,9 @@ class OutputLayer(Method):
         if vocabulary is None:
             # Only a whole answer shows the vocabulary; a function in this process gives
             # one.
-            whole = WholeVectors(oracle, prompts, None)
-            vocabulary = len(whole.fresh(prompts))
+            vocabulary = len(WholeVectors(oracle, prompts, None).fresh(prompts))
         return ChosenTokens(
-            oracle, prompts, vocabulary, self.top, self.tokens, 2 * _SPARE, stream
+            oracle, prompts, vocabulary, self.top, self.tokens or 0, 2 * _SPARE, stream
         )
 
 
@@ -177,31 +175,32 @@ class _Look:
 
     rows: Tensor
     answers: Answers
-    centred: bool
+    log_probabilities: bool
     decimals: int | None
     cliff: Cliff
 
     @classmethod
     def at(cls, rows: Tensor, answers: Answers, stream: torch.Generator) -> _Look:
         """Find the cliff in these rows; raise Unsuccessful if more rows cannot show one."""
-        centred = isinstance(answers, ChosenTokens) or is_normalised(rows)
+        normalised = isinstance(answers, ChosenTokens) or is_normalised(rows)
         decimals = decimals_of(rows[:8])
         step = answers.step if decimals is None else 10.0**-decimals
         count, size = rows.shape
-        order = torch.randperm(size, generator=stream)[: _COLUMNS * count + 256]
-        found = cliff(taken_off(rows, centred)[:, order], _SPARE // 2, step)
+        some = torch.randperm(size, generator=stream)[: _COLUMNS * count + 256]
+        found = cliff(centred(rows, normalised)[:, some], _SPARE // 2, step)
         if count >= size - 1 and not found.seen:
-            why = f"{count:,} answers fill all {size:,} dimensions of the tokens: the vocabulary "
-            why += (
-                "is no larger than the width, or the answers are not linear in a state"
-            )
-            if decimals is not None:
-                why = f"{found.rank:,} directions stand out of rounding to {decimals} digits in "
-                why += (
+            if decimals is None:
+                why = (
+                    f"{count:,} answers fill all {size:,} dimensions of the tokens: the vocabulary "
+                    "is no larger than the width, or the answers are not linear in a state"
+                )
+            else:
+                why = (
+                    f"{found.rank:,} directions stand out of rounding to {decimals} digits in "
                     f"{count:,} answers of {size:,} tokens, without a cliff behind them"
                 )
             raise Unsuccessful(Status.NOT_IDENTIFIABLE, why)
-        return cls(rows, answers, centred, decimals, found)
+        return cls(rows, answers, normalised, decimals, found)
 
     @property
     def goal(self) -> int:
@@ -216,18 +215,17 @@ class _Look:
         """Return the step for these rows; `stated` is the width that the server states."""
         model = self._model()
         cliff = self.cliff
-        whole = self.cliff.seen
-        if whole and cliff.rank == int(cliff.constant):
+        if cliff.seen and cliff.rank == int(cliff.constant):
             raise Unsuccessful(
                 Status.NOT_IDENTIFIABLE, "the answers do not depend on the prompt"
             )
         vocabulary = self.answers.vocabulary or len(model.tokens)
         layer = LastLayer(
             rank=cliff.rank,
-            width=model.width if whole else None,
+            width=model.width if cliff.seen else None,
             constant=cliff.constant,
             blocks=cliff.blocks,
-            log_probabilities=self.centred,
+            log_probabilities=self.log_probabilities,
             above=cliff.above,
             below=cliff.below,
             decimals=self.decimals,
@@ -235,29 +233,32 @@ class _Look:
             vocabulary=vocabulary,
             stated=stated,
         )
-        unknowns = cliff.rank if whole else max(cliff.rank, stated or vocabulary)
+        unknowns = cliff.rank
+        if not cliff.seen:
+            unknowns = max(cliff.rank, stated or vocabulary)
         return LayerStep(model, cliff.rank, unknowns, layer=layer, answers=self.answers)
 
     def _model(self) -> OutputMatrix:
         """Return a basis of the rows' span: where they differ first, then what they share."""
-        Q, R = torch.linalg.qr(taken_off(self.rows, self.centred).mT)
-        rank = self.cliff.rank
+        Q, R = torch.linalg.qr(centred(self.rows, self.log_probabilities).mT)
+        cliff = self.cliff
         mean = R.mean(1, keepdim=True)
-        basis = torch.linalg.svd(R)[0][:, :rank]
-        if self.cliff.constant:
-            differing = torch.linalg.svd(R - mean)[0][:, : rank - 1]
+        basis = torch.linalg.svd(R)[0][:, : cliff.rank]
+        if cliff.constant:
+            differing = torch.linalg.svd(R - mean)[0][:, : cliff.rank - 1]
             shared = basis @ (basis.mT @ mean)
             shared = shared - differing @ (differing.mT @ shared)
             basis = torch.cat([differing, shared / shared.norm()], 1)
+        W = (Q @ basis).contiguous()
         tokens = self.answers.tokens.double()
-        return OutputMatrix(
-            (Q @ basis).contiguous(), tokens, self.cliff.constant, self.cliff.blocks
-        )
+        return OutputMatrix(W, tokens, cliff.constant, cliff.blocks)
 
 
-def taken_off(rows: Tensor, centred: bool) -> Tensor:
+def centred(rows: Tensor, log_probabilities: bool) -> Tensor:
     """Return the rows without the number that all tokens of log-probabilities share."""
-    return rows - rows.mean(1, keepdim=True) if centred else rows
+    if not log_probabilities:
+        return rows
+    return rows - rows.mean(1, keepdim=True)
 
 
 # The rank of many answers: where their singular values fall off a cliff.
@@ -305,9 +306,8 @@ def cliff(answers: Tensor, spare: int, step: float | None = None) -> Cliff:
     """
     n, m = answers.shape
     sizes = torch.linalg.svdvals(answers)
-    least = float(sizes[0]) * torch.finfo(sizes.dtype).eps * max(n, m)
-    sizes = sizes.clamp(min=max(least, torch.finfo(sizes.dtype).tiny))
-    values: list[float] = sizes.tolist()
+    least = max(float(sizes[0]) * EPSILON * max(n, m), TINY)
+    values: list[float] = sizes.clamp(min=least).tolist()
     found = _steepest(values, spare)
     if not found.seen and step is not None:
         edge = _BEYOND * step / math.sqrt(12) * (math.sqrt(n) + math.sqrt(m))
@@ -331,12 +331,12 @@ def _blocks(values: list[float], rank: int, constant: int) -> int:
 
 def _steepest(values: list[float], spare: int) -> Cliff:
     """Return the steepest fall, if it is steeper than the decay after it."""
-    ratios = [values[i] / values[i + 1] for i in range(len(values) - spare)]
-    falls = [
-        (ratio, i + 1)
-        for i, ratio in enumerate(ratios)
-        if ratio >= _STEEP and (values[i + 1] / values[-1]) ** 2 <= ratio * _STEEP
-    ]
+    falls: list[tuple[float, int]] = []
+    for rank in range(1, len(values) - spare + 1):
+        ratio = values[rank - 1] / values[rank]
+        decay = values[rank] / values[-1]
+        if ratio >= _STEEP and decay**2 <= ratio * _STEEP:
+            falls.append((ratio, rank))
     if not falls:
         return Cliff(len(values), values[-1], 0.0, seen=False)
     rank = max(falls)[1]
@@ -348,10 +348,10 @@ def _beyond(values: list[float], edge: float, spare: int) -> Cliff:
     rank = sum(value > edge for value in values)
     if rank in (0, len(values)):
         return Cliff(rank, values[rank - 1] if rank else 0.0, 0.0, seen=False)
-    steep = values[rank - 1] >= _STEEP_KNOWN * values[rank]
-    return Cliff(
-        rank, values[rank - 1], values[rank], seen=steep and len(values) - rank >= spare
-    )
+    above = values[rank - 1]
+    below = values[rank]
+    seen = above >= _STEEP_KNOWN * below and len(values) - rank >= spare
+    return Cliff(rank, above, below, seen)
 
 
 # The layer up to a rotation, from the norm in front of it (after arXiv 2606.06854, *The
@@ -391,29 +391,30 @@ def ellipsoid(z: Tensor, width: int, shifted: bool) -> tuple[Tensor, float] | No
     )
     white = torch.linalg.cholesky(torch.linalg.inv(z.mT @ z / len(z)))
     u = z @ white
-    rows, columns = torch.triu_indices(u.shape[1], u.shape[1])
+    d = u.shape[1]
+    rows, columns = torch.triu_indices(d, d)
     terms = u[:, rows] * u[:, columns] * torch.where(rows == columns, 1.0, 2.0)
     if shifted:
         terms = torch.cat([terms, u], 1)
-    fitted = terms[:-_KEPT]
-    Q, R = torch.linalg.qr(fitted)
+    Q, R = torch.linalg.qr(terms[:-_KEPT])
     pivots = R.diagonal().abs()
-    if not pivots.min() > _REGULAR * float(pivots.max()):
+    if not pivots.min() > _REGULAR * pivots.max():
         return None
-    solution = torch.linalg.solve_triangular(
-        R, Q.mT @ ones(len(fitted), 1), upper=True
-    )[:, 0]
-    M = zeros(u.shape[1], u.shape[1])
-    M[rows, columns] = M[columns, rows] = solution[: len(rows)]
-    centre = zeros(u.shape[1])
+    right = Q.mT @ ones(len(Q), 1)
+    solution = torch.linalg.solve_triangular(R, right, upper=True)[:, 0]
+    quadratic, linear = solution.split([len(rows), len(solution) - len(rows)])
+    M = zeros(d, d)
+    M[rows, columns] = M[columns, rows] = quadratic
+    centre = zeros(d)
     if shifted:
-        centre = torch.linalg.solve(M, -0.5 * solution[len(rows) :])
+        centre = torch.linalg.solve(M, -0.5 * linear)
     N = white @ M @ white.mT / (1 + centre @ M @ centre)
     axes, sides = torch.linalg.eigh(N)
     if not axes[0] > 0:
         return None
-    off = float((terms[-_KEPT:] @ solution - 1).abs().max())
-    return (sides / (width * axes).sqrt()) @ sides.mT, off
+    residual = terms[-_KEPT:] @ solution - 1
+    C = (sides / (width * axes).sqrt()) @ sides.mT
+    return C, float(residual.abs().max())
 
 
 # The judge of a last layer: the part of fresh answers that no state can explain.
@@ -424,7 +425,6 @@ def ellipsoid(z: Tensor, width: int, shifted: bool) -> tuple[Tensor, float] | No
 # them.
 
 _FRESH = 8
-_TINY = TINY
 _ROUNDED = 0.1  # the largest share of rounded answers that a right matrix leaves
 
 
@@ -446,7 +446,7 @@ class LayerExam(Exam):
     @classmethod
     def fresh(cls, step: LayerStep, layer: LastLayer, prompts: Prompts) -> LayerExam:
         rows = torch.stack([step.answers.fresh(prompts) for _ in range(_FRESH)])
-        rows = taken_off(rows, layer.log_probabilities)
+        rows = centred(rows, layer.log_probabilities)
         return cls(((rows, rows),), outside=step.model.outside(rows), layer=layer)
 
     @property
@@ -456,8 +456,8 @@ class LayerExam(Exam):
     def grade(self, model: Oracle) -> Check:
         del model  # the matrix of the step, by which `outside` was found
         ((rows, _),) = self.sets
-        wrong = self.outside.abs() / rows.abs().amax(1, keepdim=True).clamp(min=_TINY)
-        return self.check([wrong.flatten()])
+        residual = self.outside.abs() / rows.abs().amax(1, keepdim=True).clamp(min=TINY)
+        return self.check([residual.flatten()])
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
         status, reason = super().verdict(check, step, accepted)
@@ -465,10 +465,8 @@ class LayerExam(Exam):
             ((rows, _),) = self.sets
             share = float(self.outside.norm() / rows.norm())
             if share <= _ROUNDED:
-                return (
-                    Status.INEXACT,
-                    f"{reason}, {share:.1e} of their size outside, by rounding",
-                )
+                reason = f"{reason}, {share:.1e} of their size outside, by rounding"
+                return Status.INEXACT, reason
         return status, reason
 
 
@@ -504,9 +502,8 @@ def compared(result: Extraction, reference: str | Path) -> Extraction:
         )
     rms, relative = distance(model, W, centred=layer.log_probabilities)
     layer = replace(layer, rms=rms, relative=relative, tied=tied)
-    reason = result.reason.replace(
-        str(result.layer), str(layer)
-    )  # the reason describes the layer
+    # The reason describes the layer.
+    reason = result.reason.replace(str(result.layer), str(layer))
     return replace(result, layer=layer, reason=reason)
 
 
@@ -517,8 +514,5 @@ def distance(
     W = truth[model.tokens.long()]
     if centred:
         W = W - W.mean(0)
-    left = model.outside(W.mT)
-    rms = float(left.square().mean().sqrt())
-    return rms, rms / float(
-        W.square().mean().sqrt().clamp(min=torch.finfo(W.dtype).tiny)
-    )
+    rms = float(model.outside(W.mT).square().mean().sqrt())
+    return rms, rms / float(W.square().mean().sqrt().clamp(min=TINY))

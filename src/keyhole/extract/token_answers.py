@@ -30,38 +30,38 @@ is paid for but not used.
 from __future__ import annotations
 
 import itertools
+from dataclasses import InitVar, dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.float64 import full, tensor, zeros
+from keyhole.core.float64 import full, zeros
 from keyhole.core.machine import expect_memory
 from keyhole.oracle.protocol import Oracle, ask
 from keyhole.oracle.token_questions import ABSENT, question
 
-_LEAST_LOG = (
-    -85.0
-)  # the logarithm of the smallest number that float32 holds with all digits
+# the logarithm of the smallest number that float32 holds with all digits
+_MIN_LOG = -85.0
 _MAX_UNUSABLE = 16  # unusable rows after which the attack gives up
-_ROWS_AT_ONCE = (
-    64  # rows whose queries are sent at once: several servers may share them
-)
+# rows whose queries are sent at once: several servers may share them
+_ROWS_AT_ONCE = 64
 _BIASES = (16.0, 32.0, 64.0, 128.0)  # tried from the smallest
-_EXTRA_BIAS = (
-    48.0  # lifts a token that is over 85 below the reference, so that float32 shows it
-)
+# lifts a token that is over 85 below the reference, so that float32 shows it
+_EXTRA_BIAS = 48.0
 _REFERENCE_BIAS = 16.0  # added to the bias of the reference
 _PAIR_BIAS = 60.0  # raises two tokens to be compared; OpenAI allows biases up to 100
 # differences within ±32 are bisected 20 times, to 6e-5
 _RANGE = 32.0
 _BITS = 20
 _GIVEN = ABSENT / 2  # larger numbers were returned by the target
-_NORMALISED = (
-    0.5  # how far the logarithm of the sum of rounded probabilities may be from 0
-)
+# how far the logarithm of the sum of rounded probabilities may be from 0
+_NORMALISED = 0.5
+_NONE = zeros(0)
 
 
+@dataclass
 class Prompts:
     """Random prompts of one length; while the vocabulary is not known, prompts of zeros.
 
@@ -69,18 +69,19 @@ class Prompts:
     have.
     """
 
-    def __init__(self, length: int, stream: torch.Generator) -> None:
-        self.length = length
-        self._stream = stream
+    length: int
+    stream: torch.Generator
+
+    def __post_init__(self) -> None:
         self._drawn: set[tuple[int, ...]] = set()
 
     def draw(self, vocabulary: int | None) -> Tensor:
         """Return a new prompt; raise Unsuccessful if there are no more."""
         while vocabulary is None or len(self._drawn) < vocabulary**self.length:
-            prompt = torch.randint(
-                0, vocabulary or 1, (self.length,), generator=self._stream
-            )
-            if (ids := tuple(prompt.tolist())) not in self._drawn or vocabulary is None:
+            size = (self.length,)
+            prompt = torch.randint(vocabulary or 1, size, generator=self.stream)
+            ids = tuple(prompt.tolist())
+            if vocabulary is None or ids not in self._drawn:
                 self._drawn.add(ids)
                 return prompt
         raise Unsuccessful(
@@ -89,17 +90,16 @@ class Prompts:
         )
 
 
+@dataclass
 class WholeVectors:
     """Answers with a number for every token of the vocabulary."""
 
-    step: float | None = None
+    oracle: Oracle
+    prompts: Prompts
+    vocabulary: int | None
+    step: ClassVar[float | None] = None
 
-    def __init__(
-        self, oracle: Oracle, prompts: Prompts, vocabulary: int | None
-    ) -> None:
-        self.vocabulary = vocabulary
-        self._oracle = oracle
-        self._prompts = prompts
+    def __post_init__(self) -> None:
         self._rows: list[Tensor] = []
 
     @property
@@ -113,7 +113,7 @@ class WholeVectors:
         size = self.vocabulary or 0
         expect_memory(4 * 8 * count * size, f"{count:,} answers of {size:,} tokens")
         while len(self._rows) < count:
-            self._rows.append(self.fresh(self._prompts))
+            self._rows.append(self.fresh(self.prompts))
         return torch.stack(self._rows[:count])
 
     def complete_rows(self) -> Tensor:
@@ -123,10 +123,11 @@ class WholeVectors:
     def fresh(self, prompts: Prompts) -> Tensor:
         """Return one more row, of another prompt, without keeping it."""
         for _ in range(_MAX_UNUSABLE):
-            answer = ask(self._oracle, question(prompts.draw(self.vocabulary)))[0]
+            prompt = prompts.draw(self.vocabulary)
+            answer = ask(self.oracle, question(prompt))[0]
             self.vocabulary = len(answer)
-            least = float(answer.min())
-            if least > (_LEAST_LOG if is_normalised(answer[None]) else ABSENT):
+            least = _MIN_LOG if is_normalised(answer[None]) else ABSENT
+            if answer.min() > least:
                 return answer
         raise Unsuccessful(
             Status.NOT_APPLICABLE,
@@ -134,44 +135,36 @@ class WholeVectors:
         )
 
 
+@dataclass
 class ChosenTokens:
     """Answers about randomly chosen tokens, from a target that gives the best `top` tokens.
 
-    n rows are about n + `spare` tokens, and `tokens` at least: a rank below n shows
+    n rows are about n + `spare` tokens, and `min_tokens` at least: a rank below n shows
     only if there are more columns than that. If more rows are wanted, more tokens are
     chosen, and the earlier rows are filled up.
     """
 
-    def __init__(
-        self,
-        oracle: Oracle,
-        prompts: Prompts,
-        vocabulary: int,
-        top: int,
-        tokens: int | None,
-        spare: int,
-        stream: torch.Generator,
-    ) -> None:
-        self.vocabulary = vocabulary
-        self._oracle = oracle
-        self._prompts = prompts
-        self._top = top
-        self._min_tokens = min(tokens or 0, vocabulary)
-        self._spare = spare
-        self._order = iter(torch.randperm(vocabulary, generator=stream).tolist())
+    oracle: Oracle
+    prompts: Prompts
+    vocabulary: int
+    top: int
+    min_tokens: int
+    spare: int
+    stream: InitVar[torch.Generator]
+
+    def __post_init__(self, stream: torch.Generator) -> None:
+        self._order = iter(torch.randperm(self.vocabulary, generator=stream).tolist())
         self._chosen: list[int] = []  # the reference first
         self._row_prompts: list[Tensor] = []
-        self._rows: list[
-            Tensor
-        ] = []  # numbers of the chosen tokens, as far as they are known
-        self._bias = _BIASES[
-            0
-        ]  # the smallest one that was enough for the latest queries
+        # numbers of the chosen tokens, as far as they are known
+        self._rows: list[Tensor] = []
+        # the smallest one that was enough for the latest queries
+        self._bias = _BIASES[0]
 
     @property
     def step(self) -> float | None:
         """The distance between neighbouring values that bisection can give, if it is used."""
-        return None if self._top else 2 * _RANGE / 2**_BITS
+        return None if self.top else 2 * _RANGE / 2**_BITS
 
     @property
     def tokens(self) -> Tensor:
@@ -181,11 +174,10 @@ class ChosenTokens:
         """Return the first `count` rows (count, tokens); missing numbers are queried."""
         if not self._rows:
             self._choose_reference()
-        self._choose_tokens(
-            min(self.vocabulary, max(count + self._spare, self._min_tokens))
-        )
+        wanted = max(count + self.spare, self.min_tokens)
+        self._choose_tokens(min(self.vocabulary, wanted))
         while len(self._rows) < count:
-            self._row_prompts.append(self._prompts.draw(self.vocabulary))
+            self._row_prompts.append(self.prompts.draw(self.vocabulary))
             self._rows.append(_NONE)
         for places in torch.arange(count).split(_ROWS_AT_ONCE):
             self._complete(places.tolist())
@@ -202,7 +194,7 @@ class ChosenTokens:
         """Return a prompt for which the target gives all chosen tokens, and its row."""
         for _ in range(_MAX_UNUSABLE):
             prompt = prompts.draw(self.vocabulary)
-            row = self._read([prompt], [self._chosen])[0]
+            (row,) = self._read([prompt], [self._chosen])
             if row.min() > _GIVEN:
                 return prompt, row
         raise Unsuccessful(
@@ -211,57 +203,50 @@ class ChosenTokens:
 
     def _complete(self, places: list[int]) -> None:
         """Query what the rows in these places miss; replace rows for which it is not given."""
-        known = [self._rows[place] for place in places]
-        more = self._read(
-            [self._row_prompts[place] for place in places],
-            [self._chosen[len(row) :] for row in known],
-        )
-        for place, row, rest in zip(places, known, more, strict=True):
-            self._rows[place] = torch.cat([row, rest])
-            if self._rows[place].min() <= _GIVEN:
-                self._row_prompts[place], self._rows[place] = self._new_row(
-                    self._prompts
-                )
+        missing = [self._chosen[len(self._rows[place]) :] for place in places]
+        more = self._read([self._row_prompts[place] for place in places], missing)
+        for place, values in zip(places, more, strict=True):
+            row = torch.cat([self._rows[place], values])
+            if row.min() <= _GIVEN:
+                self._row_prompts[place], row = self._new_row(self.prompts)
+            self._rows[place] = row
 
     def _choose_reference(self) -> None:
         """Draw the first prompt, and find a reference token that the target gives for it.
 
         Unless k = 1 it is raised next to another one, as in all later queries.
         """
-        prompt = self._prompts.draw(self.vocabulary)
-        for tried, reference in enumerate(self._order):
-            second = [] if self._top == 1 else [(reference + 1) % self.vocabulary]
-            ids = [reference, *second]
-            if self._top:
-                values = self._logits([prompt], [ids])[0]
+        prompt = self.prompts.draw(self.vocabulary)
+        for reference in itertools.islice(self._order, _MAX_UNUSABLE + 1):
+            second = (reference + 1) % self.vocabulary
+            if self.top == 0:
+                values = self._differences(prompt, reference, second)
+            elif self.top == 1:
+                values = self._logits([prompt], [[reference]])[0]
             else:
-                values = self._differences(prompt, *ids)
+                values = self._logits([prompt], [[reference, second]])[0]
             if values.min() > ABSENT:
                 self._chosen = [reference]
                 self._row_prompts = [prompt]
-                self._rows = [values if self._top == 1 else zeros(1)]
+                self._rows = [values if self.top == 1 else zeros(1)]
                 return
-            if tried == _MAX_UNUSABLE:
-                break
-        shown = ", or its answers do not show it, as they need not for top = 1"
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            "raised tokens do not come back: the target takes no bias"
-            + shown * (self._top != 1),
-        )
+        why = "raised tokens do not come back: the target takes no bias"
+        if self.top != 1:
+            why += ", or its answers do not show it, as they need not for top = 1"
+        raise Unsuccessful(Status.NOT_APPLICABLE, why)
 
     def _choose_tokens(self, count: int) -> None:
         """Choose more tokens, among those that the target gives for the first prompt."""
         while len(self._chosen) < count:
-            many = self._top - 1 if self._top else count - len(self._chosen)
-            group = list(itertools.islice(self._order, max(1, many)))
+            wanted = count - len(self._chosen)
+            if self.top:
+                wanted = max(1, self.top - 1)
+            group = list(itertools.islice(self._order, wanted))
             if not group:
                 return
-            values = self._read(self._row_prompts[:1], [group])[0]
+            (values,) = self._read(self._row_prompts[:1], [group])
             given = values > _GIVEN
-            self._chosen += [
-                token for token, known in zip(group, given, strict=True) if known
-            ]
+            self._chosen += itertools.compress(group, given)
             self._rows[0] = torch.cat([self._rows[0], values[given]])
 
     def _read(self, prompts: list[Tensor], tokens: list[list[int]]) -> list[Tensor]:
@@ -272,29 +257,27 @@ class ChosenTokens:
         tensor.
         """
         reference = self._chosen[0]
-        size = self._top - 1
         parts: list[list[Tensor]] = []
-        asked: list[
-            tuple[int, list[int]]
-        ] = []  # the prompt's number, and what is raised
+        queries: list[tuple[int, list[int]]] = []  # a prompt's number, what is raised
         for number, (prompt, wanted) in enumerate(zip(prompts, tokens, strict=True)):
-            others = [token for token in wanted if self._top == 1 or token != reference]
+            others = wanted
+            if self.top != 1:
+                others = [token for token in wanted if token != reference]
             parts.append([zeros(len(wanted) - len(others))])
-            if not self._top:
+            if not self.top:
                 parts[number].append(self._differences(prompt, reference, *others))
-            elif self._top == 1:
-                asked += [(number, [token]) for token in others]
+            elif self.top == 1:
+                queries += [(number, [token]) for token in others]
             else:
-                groups = range(0, len(others), size)
-                asked += [
-                    (number, [reference, *others[at : at + size]]) for at in groups
-                ]
-        for _, alike in itertools.groupby(
-            sorted(asked, key=lambda each: -len(each[1])), lambda each: len(each[1])
-        ):
+                size = self.top - 1
+                for start in range(0, len(others), size):
+                    group = [reference, *others[start : start + size]]
+                    queries.append((number, group))
+        queries.sort(key=lambda query: -len(query[1]))
+        for _, alike in itertools.groupby(queries, lambda query: len(query[1])):
             numbers, groups = zip(*alike, strict=True)
             values = self._logits([prompts[number] for number in numbers], list(groups))
-            if self._top > 1:
+            if self.top > 1:
                 given = (values > ABSENT) & (values[:, :1] > ABSENT)
                 values = torch.where(given, values - values[:, :1], ABSENT)[:, 1:]
             for number, row in zip(numbers, values, strict=True):
@@ -309,22 +292,19 @@ class ChosenTokens:
         number for both.
         """
         low = full(-_RANGE, len(others))
-        step = torch.full_like(low, 2 * _RANGE)
+        step = 2 * _RANGE
         sampled = torch.ones(len(others), dtype=torch.bool)
-        pairs = tensor([[reference, token] for token in others])
+        pairs = torch.tensor([[reference, token] for token in others]).double()
         start = question(prompt).expand(len(others), -1, -1)
         for _ in range(_BITS if others else 0):
-            step = step / 2
+            step /= 2
             middle = low + step  # the difference that is asked about
-            biases = _PAIR_BIAS + torch.stack(
-                [middle.clamp(min=0), (-middle).clamp(min=0)], 1
-            )
-            values = ask(
-                self._oracle, torch.cat([start, torch.stack([pairs, biases], 2)], 1)
-            )
-            raised = torch.where(
-                values > ABSENT, values + biases, -torch.inf
-            )  # sampled: largest
+            biases = torch.stack([middle.clamp(min=0), (-middle).clamp(min=0)], 1)
+            biases = _PAIR_BIAS + biases
+            questions = torch.cat([start, torch.stack([pairs, biases], 2)], 1)
+            values = ask(self.oracle, questions)
+            # The sampled token is the one with the largest raised logit.
+            raised = torch.where(values > ABSENT, values + biases, -torch.inf)
             sampled &= raised.isfinite().any(1)
             low = torch.where(raised[:, 1] > raised[:, 0], middle, low)
         inside = sampled & (low > -_RANGE) & (low + step < _RANGE)
@@ -340,31 +320,27 @@ class ChosenTokens:
         tokens = torch.tensor(groups)
         values = full(ABSENT, *tokens.shape)
         more = torch.zeros_like(values)
-        left = torch.arange(len(groups))
+        pending = torch.arange(len(groups))
         ladder = [bias for bias in _BIASES if bias >= self._bias]
         for bias in (*ladder, ladder[-1]):
             biases = bias + more
             biases[:, 0] += _REFERENCE_BIAS
-            asked = torch.cat(
-                [question(prompts[i], tokens[i], biases[i]) for i in left]
-            )
-            values[left] = ask(self._oracle, asked)
+            questions = [question(prompts[i], tokens[i], biases[i]) for i in pending]
+            values[pending] = ask(self.oracle, torch.cat(questions))
             absent = values <= ABSENT
-            left = absent.any(1).nonzero()[:, 0]
-            if not len(left):
+            pending = absent.any(1).nonzero()[:, 0]
+            if not len(pending):
                 self._bias = bias
-            # A single token (k = 1) is forced by the oracle with a bias of its own.
-            if not len(left) or tokens.shape[1] == 1:
                 break
+            if tokens.shape[1] == 1:
+                break  # the oracle forces a single token with a bias of its own
             if bias == ladder[-1]:
                 more[absent] = _EXTRA_BIAS
         return values
 
 
-_NONE = zeros(0)
-Answers = (
-    WholeVectors | ChosenTokens
-)  # rows of answers, and the tokens that they are about
+# rows of answers, and the tokens that they are about
+Answers = WholeVectors | ChosenTokens
 
 
 def is_normalised(answers: Tensor) -> bool:
