@@ -21,7 +21,7 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.float64 import TINY, full, tensor
-from keyhole.extract.bilinear import in_batches
+from keyhole.extract.bilinear import MAX_REPEATED, in_batches
 from keyhole.extract.gauss_newton import Pairs
 from keyhole.oracle.protocol import Oracle
 
@@ -31,10 +31,7 @@ _MARGIN = 2.0
 _FURTHER = 16.0  # factor between the scales that scouts try
 _TRIES = 32
 _CLEAR = 0.25  # an error of α up to which a gate of ½ can be told from 0 and 1
-_AGAIN = 4.0  # a query is repeated if that makes its interval so many times narrower
-_SPARE = (
-    0.5  # share of the queries that may be repeated: this bounds the cost on any oracle
-)
+_NARROWER = 4.0  # a query is repeated if that makes its interval so many times narrower
 _SLACK = 1e-9  # relative: rounding, which is only added at the end, is no contradiction
 
 
@@ -70,6 +67,12 @@ class Interval:
     def largest(self) -> Tensor:
         return torch.maximum(self.low.abs(), self.high.abs())
 
+    def with_zeros(self, where: Tensor) -> Interval:
+        """Return the interval with these entries known to be 0."""
+        return Interval(
+            self.low.masked_fill(where, 0.0), self.high.masked_fill(where, 0.0)
+        )
+
     def clamp(self, values: Tensor) -> Tensor:
         return values.clamp(self.low, self.high)
 
@@ -81,8 +84,8 @@ class Interval:
         """Return the intersection; raise Unsuccessful if it is empty."""
         low = self.low.maximum(other.low)
         high = self.high.minimum(other.high)
-        apart = low - high
-        if (apart > _SLACK * torch.maximum(low.abs(), high.abs())).any():
+        allowed = _SLACK * torch.maximum(low.abs(), high.abs())
+        if (low - high > allowed).any():
             raise Unsuccessful(
                 Status.MISMATCH,
                 f"two measurements of {what} contradict each other: not one head, or not within ±τ",
@@ -90,54 +93,50 @@ class Interval:
         return Interval(torch.minimum(low, high), torch.maximum(low, high))
 
 
+@dataclass
 class Forms:
     """Measures all `δ_iᵀ W x_j` as `interval[i, j]`, for δ and x that are rows of length one."""
 
-    def __init__(
-        self,
-        oracle: Oracle,
-        deltas: Tensor,
-        X: Tensor,
-        v: Interval,
-        signal: Interval,
-        tolerance: float,
-        precision: float,
-        reach: float,
-        bound: float | None,
-    ) -> None:
-        self.deltas = deltas
-        self.X = X
-        self.interval = Interval.unknown(len(deltas), len(X), bound=bound)
+    oracle: Oracle
+    deltas: Tensor
+    X: Tensor
+    v: Interval
+    signal: Interval
+    tolerance: float
+    precision: float
+    reach: float
+    bound: float | None
+
+    def __post_init__(self) -> None:
+        shape = (len(self.deltas), len(self.X))
+        self.interval = Interval.unknown(*shape, bound=self.bound)
         self._asked: list[Pairs] = []
-        self._oracle = oracle
-        self._signal = signal
-        self._tolerance = tolerance
-        self._reach = reach
-        self._bound = bound
-        self._v_x = X @ v.middle
-        self._noise_x = X.abs() @ v.radius
-        self._rounding = (len(X) + 8) * precision * (deltas.abs() @ v.largest)
-        noise = tolerance / reach + signal.radius / 2 + self._rounding
-        self._error = float((noise / signal.low).max())  # approximate error of α
+        self._v_x = self.X @ self.v.middle
+        self._noise_x = self.X.abs() @ self.v.radius
+        computed = self.deltas.abs() @ self.v.largest
+        self._rounding = (len(self.X) + 8) * self.precision * computed
+        noise = self.tolerance / self.reach + self.signal.radius / 2 + self._rounding
+        # approximate error of α, and the logit of a form that it leaves most exact
+        self._error = float((noise / self.signal.low).max())
+        self._logit = best_logit(self._error)
 
     def measure(self, stream: torch.Generator, W: Interval | None) -> None:
         """Query every form once, at a scale from scouts or, if there is one, from W's interval."""
-        everything = torch.arange(self.interval.low.numel())
+        rows = torch.arange(self.interval.low.numel())
+        count = len(rows)
         if W is None:
-            scouts = torch.randperm(len(everything), generator=stream)[:_SCOUTS]
-            size = self._scout(scouts)
-            left = everything[~torch.isin(everything, scouts)]
-            sizes = full(size, len(everything))
+            scouts = torch.randperm(count, generator=stream)[:_SCOUTS]
+            sizes = full(self._scout(scouts), count)
+            rows = rows[~torch.isin(rows, scouts)]
         else:
-            left = everything
             sizes = self._foreseen(W).flatten()
-        self._ask(left, self._short(sizes[left]))
+        self._ask(rows, self._short(sizes[rows]))
         self._repeat()
-        if not self.interval.finite.all():
-            missing = int((~self.interval.finite).sum())
+        unbounded = int((~self.interval.finite).sum())
+        if unbounded:
             raise Unsuccessful(
                 Status.NOT_IDENTIFIABLE,
-                f"±{self._tolerance:g} leaves {missing} of {len(everything)} forms of W without "
+                f"±{self.tolerance:g} leaves {unbounded} of {count} forms of W without "
                 "any bound: allow longer tokens, or state a bound on W",
             )
 
@@ -146,53 +145,39 @@ class Forms:
         """All queries so far, for a fit to them."""
         return Pairs.joined(self._asked)
 
-    def forget(self, columns: Tensor) -> None:
-        """Set these columns to zero."""
-        low = self.interval.low
-        high = self.interval.high
-        self.interval = Interval(
-            low.masked_fill(columns, 0.0), high.masked_fill(columns, 0.0)
-        )
-
     def _short(self, sizes: Tensor) -> Tensor:
         """Return ξ for forms of these sizes, at most a third of the reach since ξ shortens g."""
-        return (best_logit(self._error) / (self._reach * sizes)).clamp(
-            max=self._reach / 3
-        )
+        return (self._logit / (self.reach * sizes)).clamp(max=self.reach / 3)
 
     def _scout(self, rows: Tensor) -> float:
         """Return the size of the largest of a few forms, with a margin for the others."""
-        start = 1.0 if self._bound is None else self._bound
-        best = best_logit(self._error)
-        limit = self._reach / 3
-        xi = float(self._short(tensor(start)))
+        limit = self.reach / 3
+        xi = float(self._short(tensor(1.0 if self.bound is None else self.bound)))
         size = math.inf
         for _ in range(_TRIES):
             self._ask(rows, full(xi, len(rows)))
             size = float(self.interval.largest.view(-1)[rows].max())
             if not math.isfinite(size):
                 xi /= _FURTHER
-            elif self._reach * xi * size < best / _FURTHER and xi < limit:
+            elif self.reach * xi * size < self._logit / _FURTHER and xi < limit:
                 xi = min(xi * _FURTHER, limit)
             else:
                 break
-        if not math.isfinite(size):
-            if self._error < _CLEAR:
-                raise Unsuccessful(
-                    Status.SATURATED, "the gates are at 0 or 1 at every scale"
-                )
+        if math.isfinite(size):
+            return _MARGIN * max(size, TINY)
+        if self._error < _CLEAR:
             raise Unsuccessful(
-                Status.NOT_IDENTIFIABLE,
-                f"±{self._tolerance:g} leaves W without any bound",
+                Status.SATURATED, "the gates are at 0 or 1 at every scale"
             )
-        return _MARGIN * max(size, TINY)
+        raise Unsuccessful(
+            Status.NOT_IDENTIFIABLE, f"±{self.tolerance:g} leaves W without any bound"
+        )
 
     def _foreseen(self, W: Interval) -> Tensor:
         """Return the sizes of forms as W's interval predicts them, at least 1/16 of the largest."""
         radius = self.deltas.abs() @ W.radius @ self.X.abs().mT
-        sizes = (self.deltas @ W.middle @ self.X.mT).abs() + radius.clamp(
-            max=float(W.radius.max())
-        )
+        radius = radius.clamp(max=float(W.radius.max()))
+        sizes = (self.deltas @ W.middle @ self.X.mT).abs() + radius
         return sizes.clamp(min=float(sizes.max()) / _FURTHER)
 
     def _repeat(self) -> None:
@@ -202,20 +187,19 @@ class Forms:
         finite = sizes.isfinite()
         usual = float(sizes[finite].max()) if finite.any() else 1.0
         sizes = torch.where(finite, sizes, _FURTHER * usual).clamp(min=usual / _FURTHER)
-        slope = 2 + 2 * math.cosh(best_logit(self._error))
-        hoped = (
-            self._error * slope / (self._reach * self._short(sizes.clamp(min=usual)))
-        )
-        rows = (radius > _AGAIN * hoped).nonzero().squeeze(1)
-        if 0 < len(rows) <= 16 + _SPARE * len(sizes):
+        slope = 2 + 2 * math.cosh(self._logit)
+        xi = self._short(sizes.clamp(min=usual))
+        possible = self._error * slope / (self.reach * xi)
+        rows = (radius > _NARROWER * possible).nonzero()[:, 0]
+        if 0 < len(rows) <= 16 + MAX_REPEATED * len(sizes):
             self._ask(rows, self._short(sizes[rows]))
 
     def _ask(self, indices: Tensor, xi: Tensor) -> None:
         i = indices // len(self.X)
         j = indices % len(self.X)
-        g = self._reach - xi
+        g = self.reach - xi
         pairs = Pairs(self.deltas, self.X, i, j, xi, g, torch.empty_like(xi))
-        for part, answers in in_batches(self._oracle, len(indices), pairs.questions):
+        for part, answers in in_batches(self.oracle, len(indices), pairs.questions):
             self._note(indices[part], xi[part], g[part], answers)
 
     def _note(self, rows: Tensor, xi: Tensor, g: Tensor, answers: Tensor) -> None:
@@ -223,23 +207,24 @@ class Forms:
         i = rows // len(self.X)
         j = rows % len(self.X)
         self._asked.append(Pairs(self.deltas, self.X, i, j, xi, g, answers))
-        signal = self._signal
+        signal = self.signal
         alpha = (answers - xi * self._v_x[j]) / (g * signal.middle[i])
-        noise = self._tolerance + xi * self._noise_x[j] + g * self._rounding[i]
+        noise = self.tolerance + xi * self._noise_x[j] + g * self._rounding[i]
         error = (noise / g + alpha.abs() * signal.radius[i]) / signal.low[i]
-        if ((alpha - error > 1) | (alpha + error < 0)).any():
+        low = alpha - error
+        high = alpha + error
+        if ((low > 1) | (high < 0)).any():
             raise Unsuccessful(
                 Status.MISMATCH, "the answers leave the range that a single head allows"
             )
-        low = (alpha - error).clamp(0, 1).logit()
-        high = (alpha + error).clamp(0, 1).logit()
-        new = Interval(low / (g * xi), high / (g * xi))
-        flat = Interval(self.interval.low.view(-1), self.interval.high.view(-1))
-        met = Interval(flat.low[rows], flat.high[rows]).meet(
-            new, weights_named(self._bound)
-        )
-        flat.low[rows] = met.low
-        flat.high[rows] = met.high
+        gap = g * xi
+        new = Interval(low.clamp(0, 1).logit() / gap, high.clamp(0, 1).logit() / gap)
+        all_low = self.interval.low.view(-1)
+        all_high = self.interval.high.view(-1)
+        known = Interval(all_low[rows], all_high[rows])
+        met = known.meet(new, weights_named(self.bound))
+        all_low[rows] = met.low
+        all_high[rows] = met.high
 
 
 def weights_named(bound: float | None) -> str:
@@ -250,7 +235,7 @@ def weights_named(bound: float | None) -> str:
 def best_logit(error: float) -> float:
     """Return the z at which a form is read most precisely if α is known to ±error."""
     z = torch.linspace(0.02, 3, 150, dtype=torch.float64)
-    upper = torch.sigmoid(z) + error
-    lower = torch.sigmoid(z) - error
-    width = (upper.clamp(0, 1).logit() - lower.clamp(0, 1).logit()) / z
+    upper = (torch.sigmoid(z) + error).clamp(0, 1).logit()
+    lower = (torch.sigmoid(z) - error).clamp(0, 1).logit()
+    width = (upper - lower) / z
     return float(z[width.argmin()])

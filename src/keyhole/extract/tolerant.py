@@ -44,7 +44,13 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count, expect_number
 from keyhole.core.float64 import EPSILON, identity, random_stream, zeros
-from keyhole.extract.bilinear import ProbeBasis, ask_scores, lengths, random_orthogonal
+from keyhole.extract.bilinear import (
+    ProbeBasis,
+    ask_scores,
+    lengths,
+    normalized,
+    random_orthogonal,
+)
 from keyhole.extract.exams import AmplifiedExam, asked_again
 from keyhole.extract.extraction import Step, setting
 from keyhole.extract.gauss_newton import Pairs, SingleTokens, refined
@@ -53,11 +59,11 @@ from keyhole.extract.judge import Exam, Method
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
-_EXACT = 1e-8  # relative error on fresh queries up to which a model counts as exact
-_WITHIN = (
-    1 - 1e-12
-)  # share of `max_norm` that tokens use, so that rounding does not exceed it
-_FITTED = 1200  # the most unknowns that are fitted to all answers at once
+# relative error on fresh queries up to which a model counts as exact
+ACCEPTED = 1e-8
+# share of `max_norm` that tokens use, so that rounding does not exceed it
+_WITHIN = 1 - 1e-12
+_MAX_FITTED = 1200  # the most unknowns that are fitted to all answers at once
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class Tolerant(Method):
 
     @property
     def accepted(self) -> float:
-        return _EXACT
+        return ACCEPTED
 
     def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         return AmplifiedExam.amplified(
@@ -99,27 +105,27 @@ class Tolerant(Method):
     @property
     def assumed(self) -> str:
         """What a guarantee rests on: the tolerance, and the other bounds that were stated."""
-        stated = [
-            *([] if self.bound is None else [f"‖W‖ ≤ {self.bound:g}"]),
-            *([] if self.margin is None else [f"|v_i| ≥ {self.margin:g} or 0"]),
-        ]
+        stated: list[str] = []
+        if self.bound is not None:
+            stated.append(f"‖W‖ ≤ {self.bound:g}")
+        if self.margin is not None:
+            stated.append(f"|v_i| ≥ {self.margin:g} or 0")
         more = f" with {' and '.join(stated)}" if stated else ""
         return f"every answer is within ±{self.tolerance:g} of one head{more}"
 
     def reach(self, signal: float = 1.0) -> float:
         """Return the norm of the tokens to send; with a larger one, rounding would exceed τ."""
-        ample = max(1.0, self.tolerance / (self.precision * signal))
-        return ample if self.max_norm is None else min(ample, _WITHIN * self.max_norm)
+        reach = max(1.0, self.tolerance / (self.precision * signal))
+        if self.max_norm is None:
+            return reach
+        return min(reach, _WITHIN * self.max_norm)
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
         stream = random_stream(self.seed)
         state = _State(self, d)
         for number in range(self.repeats):
-            if number:
-                basis = random_orthogonal(d, stream)
-            else:
-                basis = identity(d)
+            basis = random_orthogonal(d, stream) if number else identity(d)
             state.read_values(oracle, basis)
             if number == 0:
                 yield state.step()
@@ -134,7 +140,8 @@ class Tolerant(Method):
             state.add(forms, probes)
             # A step fits all answers, which is slow: only after rounds 1, 2, 4, … and
             # the last.
-            if (number + 1).bit_count() == 1 or number + 1 == self.repeats:
+            done = number + 1
+            if done.bit_count() == 1 or done == self.repeats:
                 yield state.step()
 
 
@@ -166,10 +173,8 @@ class _State:
                     Status.NOT_APPLICABLE,
                     f"the margin {margin:g} does not hold: some |v_i| is {value:.1e}",
                 )
-            self.v = Interval(
-                self.v.low.masked_fill(zero, 0.0), self.v.high.masked_fill(zero, 0.0)
-            )
-        if not ((self.v.low > 0).any() | (self.v.high < 0).any()):
+            self.v = self.v.with_zeros(zero)
+        if not ((self.v.low > 0) | (self.v.high < 0)).any():
             raise Unsuccessful(
                 Status.NOT_IDENTIFIABLE,
                 f"v cannot be distinguished from 0 by answers within ±{self._method.tolerance:g}",
@@ -177,8 +182,7 @@ class _State:
 
     def forms(self, oracle: Oracle, probes: ProbeBasis, X: Tensor) -> Forms:
         """Send each probe alone for vᵀδ, and return the forms to measure with these probes."""
-        deltas = probes.deltas
-        deltas = deltas / torch.linalg.vector_norm(deltas, dim=1, keepdim=True)
+        deltas = normalized(probes.deltas)
         v = self.v
         method = self._method
         guess = float((deltas @ v.middle).min())
@@ -205,9 +209,8 @@ class _State:
     def add(self, forms: Forms, probes: ProbeBasis) -> None:
         """Intersect W with what complete forms prove, and keep their estimate and answers."""
         middle, radius = self._solve(forms, probes)
-        self.W = self.W.meet(
-            Interval.around(middle, radius), weights_named(self._method.bound)
-        )
+        proved = Interval.around(middle, radius)
+        self.W = self.W.meet(proved, weights_named(self._method.bound))
         self._answers.append(forms.asked)
         self._estimates.append(middle)
         self._known = middle.numel()
@@ -218,42 +221,43 @@ class _State:
             return
         columns = forms.interval.finite.all(0)
         if self._method.bound is None and columns.any():
-            forms.forget(~columns)
+            forms.interval = forms.interval.with_zeros(~columns)
             self._estimates.append(self._solve(forms, probes)[0])
             self._known = int(columns.sum()) * len(columns)
 
     def step(self) -> Step:
         """Return the best estimate so far, and what is proved of it."""
+        method = self._method
         d = self.v.low.numel()
+        unknowns = d * d + d
         v = torch.stack(self._values).mean(0)
         W = zeros(d, d)
         if self._estimates:
             W = torch.stack(self._estimates).mean(0)
-        if len(self._estimates) > 1 and self._method.refine and d * d + d <= _FITTED:
-            everything = slice(None)
-            asked = [
+        if len(self._estimates) > 1 and method.refine and unknowns <= _MAX_FITTED:
+            answers = [
                 (
-                    part.questions(everything),
+                    part.questions(slice(None)),
                     part.answers,
                     torch.ones_like(part.answers),
                 )
                 for part in self._answers
             ]
-            head = refined(Head(W, v), ("W", "v"), asked)
-            v = head.v
+            head = refined(Head(W, v), ("W", "v"), answers)
             W = head.W
-        v = self.v.clamp(v)
+            v = head.v
         W = self.W.clamp(W)
+        v = self.v.clamp(v)
         proved = bool(self.W.finite.all())
         return Step(
             Head(W, v),
             known=d + self._known,
-            unknowns=d * d + d,
+            unknowns=unknowns,
             guarantee=self.W.furthest(W) if proved else None,
             guarantee_v=self.v.furthest(v) if proved else None,
-            assumed=self._method.assumed,
+            assumed=method.assumed,
             confirm=lambda oracle: asked_again(
-                oracle, self._answers, self._method.tolerance, self._method.precision
+                oracle, self._answers, method.tolerance, method.precision
             ),
         )
 
@@ -261,21 +265,15 @@ class _State:
         """Return W from the forms, and a bound on the error of each entry."""
         inverse = probes.solve(lengths(probes.deltas).diag())
         W = inverse @ forms.interval.middle @ forms.X
-        d = len(W)
         # To first order: rounding of scores, of their exponentials and of this solve.
-        rounding = (
-            (4 * d + 16)
-            * self._method.precision
-            * forms.deltas.abs()
-            @ W.abs()
-            @ forms.X.abs().mT
-        )
+        scores = forms.deltas.abs() @ W.abs() @ forms.X.abs().mT
+        rounding = (4 * len(W) + 16) * self._method.precision * scores
         return W, inverse.abs() @ (forms.interval.radius + rounding) @ forms.X.abs()
 
     def _ask_alone(self, oracle: Oracle, tokens: Tensor, reach: float) -> Interval:
         """Return `vᵀx` for unit tokens, each sent as a sequence of its own."""
         scaled = reach * tokens
-        answers = ask_scores(oracle, scaled.unsqueeze(1))
+        answers = ask_scores(oracle, scaled[:, None])
         self._answers.append(SingleTokens(scaled, answers))
         rounding = (2 * len(tokens) + 8) * self._method.precision * answers.abs().max()
         error = (self._method.tolerance + rounding) / reach

@@ -51,11 +51,10 @@ from keyhole.extract.extraction import Statement, Step
 from keyhole.extract.gauss_newton import Pairs, SingleTokens
 from keyhole.extract.intervals import Interval
 from keyhole.extract.judge import Exam, Method
+from keyhole.extract.tolerant import ACCEPTED
 from keyhole.oracle.planted import Head
 from keyhole.oracle.protocol import BudgetExhausted, Oracle
 
-_EXACT = 1e-8  # relative error on fresh queries up to which a model counts as recovered
-_EPSILON = EPSILON
 _DELTA = 0.5  # a: how much of u is added to a token
 # bounds on |ab·uᵀWe_j| for u = e_i and u = e_i + e_k
 _SINGLE = 0.5
@@ -94,7 +93,7 @@ class TolerantAsPublished(Method):
 
     @property
     def accepted(self) -> float:
-        return _EXACT
+        return ACCEPTED
 
     def examine(self, oracle: Oracle, step: Step) -> Exam:  # noqa: ARG002
         return AmplifiedExam.amplified(
@@ -116,7 +115,7 @@ class TolerantAsPublished(Method):
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         d = oracle.dim
         tokens = identity(d)
-        alone = SingleTokens(tokens, ask_scores(oracle, tokens.unsqueeze(1)))
+        alone = SingleTokens(tokens, ask_scores(oracle, tokens[:, None]))
         zero = self._zeros(alone.answers)
         v = alone.answers.masked_fill(zero, 0.0)
         if zero.all():
@@ -135,17 +134,19 @@ class TolerantAsPublished(Method):
 
     def _zeros(self, v: Tensor) -> Tensor:
         """Return which entries are 0; raise Unsuccessful if one is between 0 and the margin."""
-        rounding = 8 * _EPSILON * float(v.abs().max())
-        between = (v.abs() > self.tolerance + rounding) & (
-            v.abs() < self.margin - self.tolerance - rounding
-        )
-        if between.any():
-            value = float(v[between].abs().min())
+        rounding = 8 * EPSILON * float(v.abs().max())
+        size = v.abs()
+        between = size[
+            (size > self.tolerance + rounding)
+            & (size < self.margin - self.tolerance - rounding)
+        ]
+        if len(between):
             raise Unsuccessful(
                 Status.NOT_APPLICABLE,
-                f"the margin {self.margin:g} does not hold: some |v_i| is {value:.1e}",
+                f"the margin {self.margin:g} does not hold: some |v_i| is "
+                f"{float(between.min()):.1e}",
             )
-        return v.abs() < self.margin / 2
+        return size < self.margin / 2
 
     def _step(
         self, v: Tensor, probes: _Probes, asked: list[SingleTokens | Pairs]
@@ -158,10 +159,10 @@ class TolerantAsPublished(Method):
             known=d + int(W.isfinite().sum()),
             unknowns=d * d + d,
             guarantee=interval.furthest(W) if complete else None,
-            guarantee_v=self.tolerance + _EPSILON if complete else None,
+            guarantee_v=self.tolerance + EPSILON if complete else None,
             assumed=f"every answer is within ±{self.tolerance:g} of one head with ‖W‖ ≤ "
             f"{self.bound:g} and |v_i| ≥ {self.margin:g} or 0",
-            confirm=lambda oracle: asked_again(oracle, asked, self.tolerance, _EPSILON),
+            confirm=lambda oracle: asked_again(oracle, asked, self.tolerance, EPSILON),
             stated=self.stated(d),
         )
 
@@ -176,23 +177,28 @@ class _Probes:
         self._pivot = int(v.abs().argmax())
         self._sums = v == 0
         tokens = identity(d)
-        u = tokens + self._sums.unsqueeze(1) * tokens[self._pivot]
+        u = tokens + self._sums[:, None] * tokens[self._pivot]
         index = torch.arange(d * d)
-        answers = full(math.nan, d * d)
-        b = torch.full_like(answers, 1 / method.bound)
-        a = torch.full_like(answers, _DELTA)
-        self.asked = Pairs(u, tokens, index // d, index % d, b, a, answers)
+        self.asked = Pairs(
+            u,
+            tokens,
+            index // d,
+            index % d,
+            full(1 / method.bound, d * d),
+            full(_DELTA, d * d),
+            full(math.nan, d * d),
+        )
 
     def ask(self, oracle: Oracle) -> None:
-        for rows, answers in in_batches(
-            oracle, len(self.asked.answers), self.asked.questions
-        ):
+        count = len(self.asked.answers)
+        for rows, answers in in_batches(oracle, count, self.asked.questions):
             self.asked.answers[rows] = answers
 
     def solve(self) -> tuple[Tensor, Interval]:
         """Return Ŵ as in the theorem, and the interval that the answers prove."""
         alpha, error = self._gates()
-        reach = torch.where(self._sums, _SUM, _SINGLE).to(torch.float64).unsqueeze(1)
+        is_sum = self._sums[:, None]
+        reach = torch.where(is_sum, _SUM, _SINGLE).double()
         low = torch.sigmoid(-reach)
         high = torch.sigmoid(reach)
         if ((alpha - error > high) | (alpha + error < low)).any():
@@ -206,9 +212,8 @@ class _Probes:
             for gate in (alpha, alpha - error, alpha + error)
         )
         k = self._pivot
-        is_sum = self._sums.unsqueeze(1)
         W = torch.where(is_sum, forms - forms[k], forms)
-        rounding = 16 * _EPSILON * self._method.bound
+        rounding = 16 * EPSILON * self._method.bound
         lower = torch.where(is_sum, least - most[k], least) - rounding
         upper = torch.where(is_sum, most - least[k], most) + rounding
         return W, Interval(lower, upper)
@@ -220,9 +225,9 @@ class _Probes:
         b = 1 / self._method.bound
         tau = self._method.tolerance
         radius = torch.where(v == 0, 0.0, tau)  # zeros of v are known exactly
-        signal = _DELTA * (self.asked.deltas @ v).unsqueeze(1)
+        signal = _DELTA * (self.asked.deltas @ v)[:, None]
         answers = self.asked.answers.view(d, d)
         alpha = (answers - b * v) / signal
         noise = tau + b * radius + _DELTA * tau
-        rounding = (d + 16) * _EPSILON * (answers.abs() + b * v.abs() + signal.abs())
+        rounding = (d + 16) * EPSILON * (answers.abs() + b * v.abs() + signal.abs())
         return alpha, (noise + rounding) / signal.abs()
