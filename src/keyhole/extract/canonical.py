@@ -40,30 +40,26 @@ def canonical(model: MultiHead, tolerance: float = 1e-12) -> MultiHead:
     at least one.
     """
     W, v = _stacked(model)
-    groups, seen = _groups(model, tolerance)
-    kept = [group for group, visible in zip(groups, seen, strict=True) if visible]
-    if not kept:
+    shown = [group for group, visible in _groups(model, tolerance) if visible]
+    if not shown:
         return MultiHead([torch.zeros_like(W[0])], [torch.zeros_like(v[0])])
     return MultiHead(
-        [W[group[0]] for group in kept], [v[group].sum(0) for group in kept]
+        [W[group[0]] for group in shown], [v[group].sum(0) for group in shown]
     )
 
 
 def remarks(model: MultiHead, tolerance: float = 1e-12) -> tuple[str, ...]:
     """Say what `canonical` merges and drops; heads are numbered from 0."""
     words: list[str] = []
-    for group, visible in zip(*_groups(model, tolerance), strict=True):
+    for group, visible in _groups(model, tolerance):
         names = ", ".join(str(head) for head in group)
-        if not visible:
-            if len(group) > 1:
-                what = f"heads {names} cancel"
-            else:
-                what = f"head {names} is invisible"
-            words.append(
-                f"{what}: their v adds up to 0" if len(group) > 1 else f"{what}: v = 0"
-            )
-        elif len(group) > 1:
+        several = len(group) > 1
+        if visible and several:
             words.append(f"heads {names} act as one: equal W")
+        elif several:
+            words.append(f"heads {names} cancel: their v adds up to 0")
+        elif not visible:
+            words.append(f"head {names} is invisible: v = 0")
     return tuple(words)
 
 
@@ -80,38 +76,35 @@ def difference(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> str:
     expect_number("tolerance", tolerance, least=0, below=1)  # from 1 on, all is equal
     if a.dim != b.dim:
         return f"d = {a.dim} against d = {b.dim}"
-    (W, v) = _stacked(canonical(a, tolerance))
-    (W2, v2) = _stacked(canonical(b, tolerance))
+    W, v = _stacked(canonical(a, tolerance))
+    W2, v2 = _stacked(canonical(b, tolerance))
     if len(W) != len(W2):
         return f"{len(W)} against {len(W2)} heads in canonical form"
     # Canonical heads differ in W, so each has at most one partner.
     partner = _distances(W, W2).argmin(1)
     if len(partner.unique()) < len(W):
         return "heads of one have no partner in the other"
-    for name, first, other in (("W", W, W2[partner]), ("v", v, v2[partner])):
-        apart = (first - other).abs().max()
-        largest = max(first.abs().max(), other.abs().max())
-        if apart > tolerance * float(largest):
-            return (
-                f"{name} differs by {float(apart / largest):.1e} of its largest entry"
-            )
+    for name, first, second in (("W", W, W2[partner]), ("v", v, v2[partner])):
+        largest = float(max(first.abs().max(), second.abs().max()))
+        error = float((first - second).abs().max())
+        if error > tolerance * largest:
+            return f"{name} differs by {error / largest:.1e} of its largest entry"
     return ""
 
 
-def _groups(model: MultiHead, tolerance: float) -> tuple[list[list[int]], list[bool]]:
+def _groups(model: MultiHead, tolerance: float) -> list[tuple[list[int], bool]]:
     """Group heads with equal W, and say of each group whether it is visible."""
     expect_number("tolerance", tolerance, least=0, below=1)  # from 1 on, all is equal
     W, v = _stacked(model)
     equal = _distances(W, W) <= tolerance * float(W.abs().max())
-    groups: list[list[int]] = []
+    groups: dict[int, list[int]] = {}
     for head in range(len(W)):
-        home = next((group for group in groups if equal[group[0], head]), None)
-        if home is None:
-            groups.append([head])
-        else:
-            home.append(head)
-    limit = tolerance * float(v.abs().max())
-    return groups, [float(v[group].sum(0).abs().max()) > limit for group in groups]
+        first = next((each for each in groups if equal[each, head]), head)
+        groups.setdefault(first, []).append(head)
+    limit = tolerance * v.abs().max()
+    return [
+        (group, bool(v[group].sum(0).abs().max() > limit)) for group in groups.values()
+    ]
 
 
 def _distances(a: Tensor, b: Tensor) -> Tensor:
@@ -152,21 +145,19 @@ _DISTANCES = (0, 1, 5)
 
 def canonical_block(block: Block) -> Block:
     """Return the same function with its free parameters fixed, except those inside heads."""
-    lengths_given = block.A.norm(dim=1)
+    lengths = block.A.norm(dim=1)
     if block.norm in ("layer", "behind"):
         block = replace(block, A=_centred(block.A), G=_centred(block.G))
     if block.norm == "layer":
-        Q, K, V = (
-            _centred(part.mT).mT.contiguous() for part in (block.Q, block.K, block.V)
-        )
         mean = block.b.mean()
+        shift = mean * block.w.sum() if block.scores else mean
         block = replace(
             block,
-            Q=Q,
-            K=K,
-            V=V,
+            Q=_centred(block.Q, -2),
+            K=_centred(block.K, -2),
+            V=_centred(block.V, -2),
             b=block.b - mean,
-            c=block.c + mean * (block.w.sum() if block.scores else 1),
+            c=block.c + shift,
         )
     if block.norm == "behind":
         sign = -1.0 if block.D.sum() < 0 else 1.0
@@ -175,17 +166,21 @@ def canonical_block(block: Block) -> Block:
             block,
             O=_centred(block.O),
             b=_centred(block.b),
-            C=_centred(block.C.mT).mT.contiguous() / scale,
+            C=_centred(block.C, 0) / scale,
             c=_centred(block.c) / scale,
             D=block.D / scale,
             E=block.E * sign,
             epsilon_behind=block.epsilon_behind / scale**2,
         )
     if block.norm == "none":
-        a = block.a + block.A @ block.b
-        g = block.g + block.G @ block.b
-        moved = block.w @ block.b if block.scores else block.b
-        block = replace(block, a=a, g=g, c=block.c + moved, b=torch.zeros_like(block.b))
+        shift = block.w @ block.b if block.scores else block.b
+        block = replace(
+            block,
+            a=block.a + block.A @ block.b,
+            g=block.g + block.G @ block.b,
+            b=torch.zeros_like(block.b),
+            c=block.c + shift,
+        )
     if len(block.G):
         gates = torch.cat([block.G, block.g[:, None]], 1)
         largest = gates.gather(1, gates.abs().argmax(1, keepdim=True))[:, 0]
@@ -194,33 +189,33 @@ def canonical_block(block: Block) -> Block:
         block = replace(
             block, G=block.G / length[:, None], g=block.g / length, C=block.C * length
         )
-    if block.activation == "relu":
-        length = block.A.norm(dim=1)
-        constant = length <= 16 * EPSILON * lengths_given
-        length[constant] = 1
-        block = replace(
-            block, A=block.A / length[:, None], a=block.a / length, C=block.C * length
-        )
-        if not len(block.G):
-            shows = (~constant).double()
-            moved = block.C[:, constant] @ block.a[constant].relu()
-            block = replace(
-                block,
-                A=block.A * shows[:, None],
-                a=block.a * shows,
-                C=block.C * shows,
-                c=block.c + moved,
-            )
-    return block
+    if block.activation != "relu":
+        return block
+    length = block.A.norm(dim=1)
+    constant = length <= 16 * EPSILON * lengths
+    length[constant] = 1
+    block = replace(
+        block, A=block.A / length[:, None], a=block.a / length, C=block.C * length
+    )
+    if len(block.G):
+        return block
+    shows = (~constant).double()
+    return replace(
+        block,
+        A=block.A * shows[:, None],
+        a=block.a * shows,
+        C=block.C * shows,
+        c=block.c + block.C[:, constant] @ block.a[constant].relu(),
+    )
 
 
 def _each(blocks: Block | Blocks) -> list[Block]:
     if isinstance(blocks, Block):
         return [canonical_block(blocks)]
     *lower, top = (canonical_block(block) for block in blocks.blocks)
-    if blocks.norm != "layer":
+    if blocks.norm != "layer" or not lower:
         return [*lower, top]
-    mean = torch.stack([block.c.mean() for block in lower]).sum() if lower else 0.0
+    mean = torch.stack([block.c.mean() for block in lower]).sum()
     lower = [replace(block, c=_centred(block.c)) for block in lower]
     return [*lower, replace(top, c=top.c + mean)]
 
@@ -236,8 +231,11 @@ def compared(first: Block | Blocks, second: Block | Blocks) -> dict[str, float]:
         raise InputError(
             f"there are {len(ones)} blocks in one, and {len(others)} in the other"
         )
-    parts = [_compared(*pair) for pair in zip(ones, others, strict=True)]
-    return {name: max(part[name] for part in parts) for name in parts[0]}
+    errors: dict[str, float] = {}
+    for pair in zip(ones, others, strict=True):
+        for name, error in _compared(*pair).items():
+            errors[name] = max(error, errors.get(name, 0.0))
+    return errors
 
 
 def _settings(block: Block) -> dict[str, object]:
@@ -269,8 +267,8 @@ def _compared(first: Block, second: Block) -> dict[str, float]:
     pairs = {
         **_matched(_heads(first, reach), _heads(second, reach)),
         **_matched(_units(first), _units(second)),
+        **{name: (getattr(first, name), getattr(second, name)) for name in "bcDEew"},
     }
-    pairs |= {name: (getattr(first, name), getattr(second, name)) for name in "bcDEew"}
     sizes = {
         name: max(float(part.abs().max()) for part in pair) or 1.0
         for name, pair in pairs.items()
@@ -278,15 +276,16 @@ def _compared(first: Block, second: Block) -> dict[str, float]:
     }
     # A bias may be 0: its errors are relative to the matrix it belongs to.
     beside = {"qK": "QK", "a": "A", "g": "G", "b": "VO", "c": "C", "e": "E"}
-    errors = {
-        name: float((pairs[name][0] - pairs[name][1]).abs().max())
-        / max(size, sizes.get(beside.get(name, name), 0.0))
-        for name, size in sizes.items()
-    }
-    for name in ("epsilon", "epsilon_behind") if first.norm != "none" else ():
-        one = getattr(first, name)
-        other = getattr(second, name)
-        errors[name] = abs(one - other) / max(1.0, one, other)
+    errors: dict[str, float] = {}
+    for name, size in sizes.items():
+        one, other = pairs[name]
+        size = max(size, sizes.get(beside.get(name, name), 0.0))
+        errors[name] = float((one - other).abs().max()) / size
+    if first.norm != "none":
+        for name in ("epsilon", "epsilon_behind"):
+            one = getattr(first, name)
+            other = getattr(second, name)
+            errors[name] = abs(one - other) / max(1.0, one, other)
     return errors
 
 
@@ -305,8 +304,8 @@ def difference_of_blocks(
     return f"{name} differs by {errors[name]:.1e}, relatively"
 
 
-def _centred(rows: Tensor) -> Tensor:
-    return rows - rows.mean(-1, keepdim=True)
+def _centred(values: Tensor, dim: int = -1) -> Tensor:
+    return values - values.mean(dim, keepdim=True)
 
 
 def _matched(
@@ -315,15 +314,13 @@ def _matched(
     """Pair the parts of heads, or of units, of two blocks: partners are those that differ least."""
     # products of matrices would lose half of the digits
     exact = "donot_use_mm_for_euclid_dist"
-    apart = torch.stack(
-        [
-            torch.cdist(part.flatten(1), second[name].flatten(1), compute_mode=exact)
-            / (float(part.abs().max()) or 1.0)
-            for name, part in first.items()
-            if part.numel()
-        ]
-    )
-    _, partners = linear_sum_assignment(apart.sum(0).numpy())
+    cost = torch.zeros(())
+    for name, part in first.items():
+        if part.numel():
+            other = second[name].flatten(1)
+            apart = torch.cdist(part.flatten(1), other, compute_mode=exact)
+            cost = cost + apart / (float(part.abs().max()) or 1.0)
+    _, partners = linear_sum_assignment(cost.numpy())
     return {name: (part, second[name][partners]) for name, part in first.items()}
 
 
@@ -335,21 +332,18 @@ def _units(block: Block) -> dict[str, Tensor]:
 def _heads(block: Block, reach: int) -> dict[str, Tensor]:
     """Return what shows of each head, with a bias of positions at `reach` distances."""
     shared = len(block.Q) // len(block.K)
-    K, V, turns = (
-        part.repeat_interleave(shared, 0)
-        for part in (block.K, block.V, block.frequencies)
-    )
+    K = block.K.repeat_interleave(shared, 0)
+    V = block.V.repeat_interleave(shared, 0)
+    turns = block.frequencies.repeat_interleave(shared, 0)[:, None]
     keys = [K]
     if turns.any():
-        keys = [rotated(K, distance * turns[:, None]) for distance in _DISTANCES]
+        keys = [rotated(K, distance * turns) for distance in _DISTANCES]
     parts = {
         "QK": torch.cat([block.Q @ each.mT for each in keys], 2),
         "qK": torch.cat([block.q[:, None] @ each.mT for each in keys], 2),
         "VO": V @ block.O,
     }
     if len(block.places):
-        last = block.places.shape[1] - 1
-        parts["places"] = block.places[:, torch.arange(reach).clamp(max=last)].softmax(
-            1
-        )
+        distances = torch.arange(reach).clamp(max=block.places.shape[1] - 1)
+        parts["places"] = block.places[:, distances].softmax(1)
     return parts
