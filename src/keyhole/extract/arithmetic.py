@@ -28,23 +28,20 @@ ALLOWED = 16.0  # how many times its own error an answer may differ from the mod
 _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
 _READ = 64  # how many answers are compared with float32 as servers print it,
 _DIGITS = 8  # if they have this many digits or more: fewer may be deliberate rounding
-_UNSEEN = (
-    2.0**-40
-)  # a relative change of inputs that float64 resolves and float32 does not
-_NOISE = (
-    1e-9  # a larger relative change of answers after such a change of inputs is noise
-)
-_AGAIN = 8  # extra queries that measure how large the noise is
+# a relative change of inputs that float64 resolves and float32 does not
+_UNSEEN = 2.0**-40
+# a larger relative change of answers after such a change of inputs is noise
+_NOISE = 1e-9
+_REPEATS = 8  # extra queries that measure how large the noise is
 _STREAM = 0x4F574E45
 _DECIMALS = 6  # the most that answers are taken to be rounded to
 _WHOLE = 1e-6  # distance of a whole number
-_ANY = (
-    0.05  # if numbers are so far apart in their precision, any of them is nearly whole
-)
+# if numbers are so far apart in their precision, any of them is nearly whole
+_ANY = 0.05
 _ZERO = 1e-14  # distance of 0, relative to the largest number
-_DOUBTFUL = (
-    1e-2  # if reordering tokens changes answers by more, the target uses positions
-)
+# if reordering tokens changes answers by more, the target uses positions
+_DOUBTFUL = 1e-2
+_SINGLE = torch.finfo(torch.float32).eps
 
 
 def precision_of(oracle: Oracle, answers: Tensor) -> float:
@@ -60,11 +57,10 @@ def digits(answers: Tensor) -> float:
             return torch.finfo(dtype).eps / 2
     some = answers.flatten()[:_READ]
     printed = [str(value) for value in some.float().numpy()]
-    most = max(
-        len(text.strip("-0.").split("e")[0].replace(".", "")) for text in printed
-    )
-    if most >= _DIGITS and some.tolist() == [float(text) for text in printed]:
-        return torch.finfo(torch.float32).eps / 2
+    written = [text.strip("-0.").split("e")[0].replace(".", "") for text in printed]
+    long = max(map(len, written)) >= _DIGITS
+    if long and some.tolist() == [float(text) for text in printed]:
+        return _SINGLE / 2
     return EPSILON
 
 
@@ -75,9 +71,9 @@ def decimals_of(answers: Tensor) -> int | None:
     """
     for decimals in range(_DECIMALS + 1):
         shifted = answers * 10.0**decimals
-        allowed = (shifted.abs() * torch.finfo(torch.float32).eps).clamp(min=1e-7)
+        allowed = (shifted.abs() * _SINGLE).clamp(min=1e-7)
         if allowed.max() > _ANY:
-            single = bool((answers.float().double() == answers).all())
+            single = (answers.float().double() == answers).all()
             return exact_decimals(answers, decimals, decimals if single else _DECIMALS)
         if _are_whole(shifted, allowed):
             return decimals
@@ -94,26 +90,26 @@ def exact_decimals(
     """
     for decimals in range(least, most + 1):
         shifted = answers * 10.0**decimals
-        if max_abs(shifted) * EPSILON > _ANY:
+        if shifted.abs().max() * EPSILON > _ANY:
             return None
-        if _are_whole(shifted, torch.full_like(shifted, _WHOLE)):
+        if _are_whole(shifted, _WHOLE):
             return decimals
     return None
 
 
-def _are_whole(numbers: Tensor, allowed: Tensor) -> bool:
+def _are_whole(numbers: Tensor, allowed: Tensor | float) -> bool:
     whole = numbers.round()
-    zero = min(_ZERO * max_abs(numbers), _WHOLE)
-    return bool(
-        ((numbers - whole).abs() <= torch.where(whole == 0, zero, allowed)).all()
-    )
+    zero = (_ZERO * numbers.abs().max()).clamp(max=_WHOLE)
+    allowed = torch.where(whole == 0, zero, allowed)
+    return bool(((numbers - whole).abs() <= allowed).all())
 
 
 def smallest(precision: float) -> float:
     """Return the absolute error of answers near zero in the format with this precision."""
-    formats = {torch.finfo(dtype).eps / 2: torch.finfo(dtype) for dtype in _FORMATS}
-    found = formats.get(precision)
-    return 0.0 if found is None else found.tiny * found.eps / 2
+    for each in map(torch.finfo, _FORMATS):
+        if each.eps / 2 == precision:
+            return each.tiny * precision
+    return 0.0
 
 
 def measured_errors(
@@ -130,14 +126,15 @@ def measured_errors(
         return precision, 0.0
     changed = ask(oracle, sequences * (1 + _UNSEEN * _signs(sequences)))
     if torch.equal(changed, answers):
-        return torch.finfo(torch.float32).eps / 2, 0.0
-    if answers.ndim > 1 or max_abs(changed - answers) <= _NOISE * max_abs(answers):
+        return _SINGLE / 2, 0.0
+    change = (changed - answers).abs().max()
+    if answers.ndim > 1 or change <= _NOISE * answers.abs().max():
         return precision, 0.0
-    again = sequences[:1].expand(_AGAIN, *sequences.shape[1:])
-    noisy = torch.cat([answers[:1], ask(oracle, again * (1 + _UNSEEN * _signs(again)))])
-    return precision, float(
-        noisy.max() - noisy.min()
-    )  # all of it: few samples miss the ends
+    again = sequences[:1].expand(_REPEATS, *sequences.shape[1:])
+    repeated = ask(oracle, again * (1 + _UNSEEN * _signs(again)))
+    noisy = torch.cat([answers[:1], repeated])
+    # all of their range: few samples miss the ends
+    return precision, float(noisy.max() - noisy.min())
 
 
 def own_error(
@@ -148,20 +145,20 @@ def own_error(
     Reordered and copied tokens count only if the target ignores positions.
     """
     signs = _signs(sequences)
-    turned = [sequences * (1 + 2 * sign * precision * signs) for sign in (1, -1)]
-    swapped = torch.cat(
-        [turned[0][:, :-1].flip(1), turned[0][:, -1:]], 1
-    ).repeat_interleave(2, 1)
+    scaled = [sequences * (1 + 2 * sign * precision * signs) for sign in (1, -1)]
+    reordered = torch.cat([scaled[0][:, :-1].flip(1), scaled[0][:, -1:]], 1)
     last = _last(answers)
-    differences = [
-        (_last(answered(oracle, each)) - last).abs() for each in (*turned, swapped)
-    ]
-    *turns, swaps = (each.nan_to_num(0.0).amax(1) for each in differences)
-    if (swaps > _DOUBTFUL * max_abs(last)).any():
-        swaps = turns[0]
-    return torch.stack(
-        [*turns, swaps, _last(rounding(oracle, answers, precision)).amax(1)]
-    ).amax(0)
+
+    def change(equivalent: Tensor) -> Tensor:
+        difference = _last(answered(oracle, equivalent)) - last
+        return difference.abs().nan_to_num(0.0).amax(1)
+
+    changes = [change(each) for each in scaled]
+    copied = change(reordered.repeat_interleave(2, 1))
+    if (copied <= _DOUBTFUL * last.abs().max()).all():
+        changes.append(copied)
+    changes.append(_last(rounding(oracle, answers, precision)).amax(1))
+    return torch.stack(changes).amax(0)
 
 
 def rounding(oracle: Oracle, answers: Tensor, precision: float) -> Tensor:
@@ -172,10 +169,10 @@ def rounding(oracle: Oracle, answers: Tensor, precision: float) -> Tensor:
 
 def exact(oracle: Oracle, answers: Tensor, precision: float) -> bool:
     """Return whether answers have no error but the rounding of float64."""
-    return bool(
-        precision <= EXACT
-        and rounding(oracle, answers, precision).max() <= EXACT * max_abs(answers)
-    )
+    if precision > EXACT:
+        return False
+    error = rounding(oracle, answers, precision).max()
+    return bool(error <= EXACT * answers.abs().max())
 
 
 def within_own_error(
@@ -189,10 +186,9 @@ def within_own_error(
     """Return whether arithmetic of this precision explains the model's whole error."""
     if exact(oracle, answers, precision):
         return False
-    off = (given - answers).abs().reshape(len(answers), -1).amax(1)
-    return bool(
-        (off <= allowed * own_error(oracle, sequences, answers, precision)).all()
-    )
+    residual = (given - answers).abs().reshape(len(answers), -1).amax(1)
+    own = own_error(oracle, sequences, answers, precision)
+    return bool((residual <= allowed * own).all())
 
 
 def answered(oracle: Oracle, sequences: Tensor) -> Tensor:

@@ -34,26 +34,21 @@ from keyhole.oracle.protocol import (
 
 _STREAM = 0x444F4D41  # makes these queries differ from those of every attack
 _LONGER = (16, 32, 64)
-_FACTORS = (
-    (0.1, 0.01),
-    (10.0, 100.0),
-)  # shorter and longer tokens, from the ordinary ones outwards
+# shorter and longer tokens, from the ordinary ones outwards
+_FACTORS = ((0.1, 0.01), (10.0, 100.0))
 _LENGTHS = (2, 5)  # at which other norms are tried
 _EACH = 2
 _HALVINGS = 5  # of tokens whose scores a sigmoid or tanh hides
 
 _COARSE = 0.1  # relative error of a model above which a comparison means nothing
-_FAINT = (
-    1e-6  # answers smaller than this, relative to the tokens' size, may be all rounding
-)
+# answers smaller than this, relative to the tokens' size, may be all rounding
+_FAINT = 1e-6
 
 CHANGED = "had other answers: the target changes, or answers at random"
-Agrees = Callable[
-    [Tensor, Tensor, float], bool
-]  # the model's answers, the target's, an error
-Same = Callable[
-    [Tensor, Tensor, Tensor, float], bool
-]  # the same, with the questions first
+# the model's answers, the target's, an error
+Agrees = Callable[[Tensor, Tensor, float], bool]
+# the same, with the questions first
+Same = Callable[[Tensor, Tensor, Tensor, float], bool]
 
 
 def within(given: Tensor, answers: Tensor, allowed: float) -> bool:
@@ -74,20 +69,20 @@ class Domain:
         """Return the domain that sequences (b, n, d) and their answers cover."""
         norms = [lengths(part) for part in questions]
         counts = [part.shape[1] for part in questions]
-        low = min(float(n.min()) for n in norms)
-        high = max(float(n.max()) for n in norms)
-        largest = max((max_abs(part) for part in answers), default=0.0)
+        low = min(float(each.min()) for each in norms)
+        high = max(float(each.max()) for each in norms)
+        largest = max((float(part.abs().max()) for part in answers), default=0.0)
         return cls((min(counts), max(counts)), (low, high), largest)
 
     def joined(self, other: Domain) -> Domain:
-        low, high = zip(self.lengths, other.lengths, strict=True)
-        least, most = zip(self.norms, other.norms, strict=True)
+        lengths = (*self.lengths, *other.lengths)
+        norms = (*self.norms, *other.norms)
         largest = max(self.largest, other.largest)
-        return Domain((min(low), max(high)), (min(least), max(most)), largest)
+        return Domain((min(lengths), max(lengths)), (min(norms), max(norms)), largest)
 
     def __str__(self) -> str:
-        (short, long) = self.lengths
-        (low, high) = self.norms
+        short, long = self.lengths
+        low, high = self.norms
         tokens = f"{short} to {long} tokens" if long > short else f"{short} token"
         return f"{tokens} of norm {low:.2g} to {high:.2g}, answers up to {self.largest:.2g}"
 
@@ -132,17 +127,15 @@ class Explorer:
         The domain is grown from `known`; if that has one length, only other norms are
         tested.
         """
-        several = known.lengths[1] > 1
+        longest = known.lengths[1]
+        several = longest > 1
         domain = known
         differs = False
         if several:
-            agrees, _ = self._ask(known.lengths[1], 1.0, repeats=True)
-            differs |= agrees is False
-        ways: list[list[tuple[int, float]]] = [
-            [(length, 1.0) for length in _LONGER if several]
-        ]
+            differs = self._ask(longest, 1.0, repeats=True)[0] is False
+        lengths = _LENGTHS if several else (1,)
+        ways = [[(length, 1.0) for length in _LONGER if several]]
         for factors in _FACTORS:
-            lengths = _LENGTHS if several else (1,)
             ways.append([(length, factor) for factor in factors for length in lengths])
         for way in ways:
             for length, factor in way:
@@ -151,9 +144,9 @@ class Explorer:
                 if not agrees:
                     break
                 domain = domain.joined(tried)
-        if several and not differs and domain.lengths[1] > known.lengths[1]:
+        if several and not differs and domain.lengths[1] > longest:
             # Long sequences of long, and of short, tokens: both at once.
-            for factor in (_FACTORS[0][-1], _FACTORS[1][-1]):
+            for _, factor in _FACTORS:
                 agrees, _ = self._ask(domain.lengths[1], factor)
                 if not agrees:
                     differs |= agrees is False
@@ -175,9 +168,9 @@ class Explorer:
         sequences = factor * sequences.flatten(0, 1)
         if repeats:
             sequences[:, 1::2] = sequences[:, 1:2]
-        norms = torch.linalg.vector_norm(sequences, dim=-1, keepdim=True)
         # In spite of rounding, no token is longer than the target accepts.
-        sequences = sequences * (self.max_norm * (1 - 1e-12) / norms).clamp(max=1.0)
+        share = self.max_norm * (1 - 1e-12) / lengths(sequences)
+        sequences = sequences * share.clamp(max=1.0)[..., None]
         domain = Domain.of([sequences])
         error = self.error * max(1.0, factor**2)
         if error > _COARSE:
@@ -190,9 +183,9 @@ class Explorer:
             given = ask(self.model, sequences)
         except OracleError:
             return False, domain
-        same = given.shape == answers.shape and self.same(
-            sequences, given, answers, error
-        )
+        if given.shape != answers.shape:
+            return False, domain
+        same = self.same(sequences, given, answers, error)
         return same, Domain.of([sequences], [answers])
 
 
@@ -219,20 +212,21 @@ class Witness:
     def contradicted(self, agrees: Agrees, error: float, precision: float) -> int:
         """Count the kept queries whose answer differs now by more than its own error."""
         changed = 0
-        sizes = [max_abs(answers) for _, answers in self.kept]
         norms = [Domain.of([sequences]).norms[1] for sequences, _ in self.kept]
         gain = max(
-            (size / norm for size, norm in zip(sizes, norms, strict=True) if norm),
+            (
+                float(answers.abs().max()) / norm
+                for (_, answers), norm in zip(self.kept, norms, strict=True)
+                if norm
+            ),
             default=0,
         )
         with suppress(BudgetExhausted, OracleError, InputError):
             for (sequences, answers), norm in zip(self.kept, norms, strict=True):
                 now = ask(self.inner, sequences)
-                largest = max(max_abs(now), max_abs(answers))
-                if (
-                    largest <= _FAINT * gain * norm
-                ):  # answers that cancel may be all rounding
-                    continue
+                largest = max(float(now.abs().max()), float(answers.abs().max()))
+                if largest <= _FAINT * gain * norm:
+                    continue  # answers that cancel may be all rounding
                 changed += now.shape != answers.shape or not (
                     agrees(now, answers, error)
                     or within_own_error(self.inner, sequences, now, answers, precision)
