@@ -72,13 +72,12 @@ class SignExam(Exam):
         levels = (*(_COARSEST / 10**k for k in range(decades)), finest)
         stream = random_stream(seed ^ _STREAM)
         sets: list[tuple[Tensor, Tensor]] = []
-        sizes = 1 / math.sqrt(oracle.dim), 1.0
         for length in LENGTHS:
-            shape = (length, _CHOICE * PER_KIND, oracle.dim)
-            lines = [
-                (_draw(size, *shape, stream), _draw(size, *shape, stream))
-                for size in sizes
-            ]
+            lines: list[tuple[Tensor, Tensor]] = []
+            for size in (1 / math.sqrt(oracle.dim), 1.0):
+                shape = (length, _CHOICE * PER_KIND, oracle.dim)
+                start = _draw(size, *shape, stream)
+                lines.append((start, _draw(size, *shape, stream)))
             try:
                 questions = _near_zero(step.model, lines, levels, stream).flatten(0, 1)
             except OracleError as error:  # of the model: the oracle is asked below
@@ -94,30 +93,25 @@ class SignExam(Exam):
         errors: list[Tensor] = []
         for questions, answers in self.sets:
             right = differences(sign, questions, answers) == 0
-            right = right.unflatten(0, (len(self.levels), -1))
-            agreeing = (
-                right.long().cumprod(0).sum(0)
-            )  # levels before the first wrong sign
+            right = right.unflatten(0, (len(self.levels), -1)).long()
+            # levels before the first wrong sign
+            agreeing = right.cumprod(0).sum(0)
             errors.append(bounds[agreeing])
         return self.check(errors)
 
     def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
         """Return whether the signs agree wherever `given`, the model's answer, is clear of zero."""
-        if (
-            (given == 0) | (given == 1)
-        ).all():  # signs: earlier answers of the target itself
-            return bool((given == answers).all())
-        clear = given.abs() > max(allowed, NEARLY) * max_abs(given)
+        labels = (given == 0) | (given == 1)  # earlier answers of the target itself
+        if labels.all():
+            return torch.equal(given, answers)
+        clear = given.abs() > max(allowed, NEARLY) * given.abs().max()
         return bool(((given > 0) == (answers > 0))[clear].all())
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
         # If every entry of W may be off by the guarantee, scores of long tokens may be
         # off by guarantee · d, and answers, which are small differences of values, by
         # several times that.
-        if step.guarantee is None:
-            possible = 0.0
-        else:
-            possible = 10 * step.guarantee * step.model.dim
+        possible = 10 * (step.guarantee or 0.0) * step.model.dim
         if check.worst > _COARSEST and possible > _COARSEST:
             return Status.UNVERIFIED, (
                 f"W is only known to ±{step.guarantee:.1e}, too little to be refuted by signs"
@@ -226,11 +220,9 @@ class AmplifiedExam(Exam):
     ) -> AmplifiedExam:
         """Draw the exam; amplified tokens have norm `reach`, and all have at most `max_norm`."""
         stream = random_stream(seed ^ _STREAM)
-        # less rounding
-        if max_norm is None:
-            limit = math.inf
-        else:
-            limit = max_norm * (1 - 1e-12)
+        limit = math.inf
+        if max_norm is not None:
+            limit = max_norm * (1 - 1e-12)  # less rounding
         sets: list[tuple[Tensor, Tensor]] = []
         for length in LENGTHS:
             for size, amplified in ((1 / math.sqrt(oracle.dim), False), (1.0, True)):
@@ -239,9 +231,9 @@ class AmplifiedExam(Exam):
                 gain = reach / largest if amplified else min(1.0, limit / largest)
                 sequences[:, :-1] *= gain
                 # A single token has no attention to preserve, so it is made longer too.
-                sequences[:, -1] *= (
-                    gain if length == 1 else min(1 / gain, limit / largest)
-                )
+                if length > 1:
+                    gain = min(1 / gain, limit / largest)
+                sequences[:, -1] *= gain
                 sets.append((sequences, ask(oracle, sequences)))
         return cls(tuple(sets), tolerance=tolerance, limit=limit)
 
@@ -251,14 +243,14 @@ class AmplifiedExam(Exam):
         for number, (sequences, answers) in enumerate(self.sets):
             scale = answers.abs().max().clamp(min=TINY)
             excused = self.tolerance if number % 2 == 0 else 0.0
-            wrong = differences(model, sequences, answers).reshape(-1) - excused
-            errors.append(wrong.clamp(min=0) / scale)
+            residual = differences(model, sequences, answers).reshape(-1) - excused
+            errors.append(residual.clamp(min=0) / scale)
         return self.check(errors)
 
     def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
         """Return whether answers differ by no more than 2τ and a share of the largest."""
-        off = (given - answers).abs() - 2 * self.tolerance
-        return bool((off <= max(allowed, NEARLY) * max_abs(answers)).all())
+        residual = (given - answers).abs() - 2 * self.tolerance
+        return bool((residual <= max(allowed, NEARLY) * answers.abs().max()).all())
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
         """Return status and reason; errors that τ and the proved error of W explain are excused.
@@ -291,22 +283,21 @@ class AmplifiedExam(Exam):
         if not isinstance(model, Head) or error is None or error_v is None:
             return False
         sizes = sequences.abs().sum(-1)
-        values = (sequences @ model.v).abs().amax(-1)
-        scores = error * sizes.amax(-1) * sizes[:, -1]
+        largest = sizes.amax(-1)
+        spread = 2 * (sequences @ model.v).abs().amax(-1)
+        scores = error * largest * sizes[:, -1]
         if sequences.shape[1] == 1:
             scores = torch.zeros_like(scores)
-        moved = 2 * values * torch.tanh(scores / 2)
-        allowed = self.tolerance + error_v * sizes.amax(-1) + moved
-        small = NEARLY * max_abs(answers)
+        change = spread * torch.tanh(scores / 2)
+        allowed = self.tolerance + error_v * largest + change
+        small = NEARLY * answers.abs().max()
         return bool((differences(model, sequences, answers) <= allowed + small).all())
 
 
 _COPIES = (2, 3)  # copies of a sequence: each token keeps its attention
 _FACTORS = (0.5, 2.0)  # factors on a token: its score keeps its sign, without rounding
-_ARRANGEMENTS = (
-    [0, 0, 1, 1],
-    [1, 0, 0, 1],
-)  # of a pair: each token keeps its attention
+# of a pair: each token keeps its attention
+_ARRANGEMENTS = ([0, 0, 1, 1], [1, 0, 0, 1])
 
 
 def asked_again(
@@ -321,7 +312,7 @@ def asked_again(
     one truth.
     """
     dim = oracle.dim
-    against = 0
+    contradictions = 0
     count = 0
     size = batch_rows(2 * max(_COPIES), dim)
     for part in asked:
@@ -329,19 +320,18 @@ def asked_again(
         for copies, start in product(_COPIES, range(0, len(part.answers), size)):
             rows = slice(start, start + size)
             again = scalar(ask(oracle, part.questions(rows).repeat(1, copies, 1)))
-            off = (again - part.answers[rows]).abs()
-            against += int((off > 2 * tolerance + rounding).sum())
+            change = (again - part.answers[rows]).abs()
+            contradictions += int((change > 2 * tolerance + rounding).sum())
             count += len(again)
-    return against, count
+    return contradictions, count
 
 
 def labels_again(
     oracle: Oracle, tokens: Tensor, positive: Tensor, pairs: Tensor, above: Tensor
 ) -> tuple[int, int]:
     """Return how many labels of tokens (m, d) and pairs (k, 2, d) change, and of how many."""
-    single_tokens = [
-        signs(oracle, factor * tokens.unsqueeze(1)) != positive for factor in _FACTORS
-    ]
-    doubles = [signs(oracle, pairs[:, order]) != above for order in _ARRANGEMENTS]
-    differ = torch.cat([*single_tokens, *doubles])
+    alone = tokens[:, None]
+    changed = [signs(oracle, factor * alone) != positive for factor in _FACTORS]
+    changed += [signs(oracle, pairs[:, order]) != above for order in _ARRANGEMENTS]
+    differ = torch.cat(changed)
     return int(differ.sum()), len(differ)

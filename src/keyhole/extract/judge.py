@@ -54,9 +54,8 @@ LENGTHS = (1, 2, 3, 5, 8)
 # with a larger relative error, a model is another function, not an approximation
 NEARLY = 1e-2
 PER_KIND = 4  # queries of each length and norm
-_TINY_SHARE = (
-    1e-6  # share of the largest answer that is the least size errors are relative to
-)
+# share of the largest answer that is the least size errors are relative to
+_TINY_SHARE = 1e-6
 _SURE = 4.0  # standard errors by which a fitted model may be off
 _COARSEST = 0.05  # of an answer: a less certain model cannot be told from another one
 _INFINITE = 1e99  # stands for an infinite error, because JSON has no infinity
@@ -135,10 +134,8 @@ class Exam:
             sequences[..., :-1, :] *= gain
             sequences[..., -1, :] *= gain if length == 1 else 1 / gain
             sets.append(within_reach(oracle, sequences.flatten(0, 1)))
-        precision = precision_of(
-            oracle, torch.cat([answers.flatten() for _, answers in sets])
-        )
-        return cls(tuple(sets), precision=precision)
+        every = torch.cat([answers.flatten() for _, answers in sets])
+        return cls(tuple(sets), precision=precision_of(oracle, every))
 
     def with_own_error(self, oracle: Oracle) -> Exam:
         """Return the exam with the error of its answers measured by equivalent queries."""
@@ -146,16 +143,11 @@ class Exam:
             return self
         own = [own_error(oracle, *each, self.precision) for each in self.sets]
         scales = [scale.repeat_interleave(PER_KIND) for scale in self.scales]
-        even = all(
-            bool(
-                (
-                    rounding(oracle, answers, self.precision)
-                    <= 2 * self.precision * size
-                ).all()
-            )
-            for (_, answers), size in zip(self.sets, scales, strict=True)
-            if answers.ndim == 1
-        )
+        even = True
+        for (_, answers), size in zip(self.sets, scales, strict=True):
+            if answers.ndim == 1:
+                error = rounding(oracle, answers, self.precision)
+                even &= bool((error <= 2 * self.precision * size).all())
         if even:  # no link is near saturation, so the errors differ only by chance
             most = max(
                 float((e / size).max()) for e, size in zip(own, scales, strict=True)
@@ -169,11 +161,10 @@ class Exam:
         largest = max(float(answers.abs().max()) for _, answers in self.sets)
         # Answers of one length and norm may all cancel to rounding errors.
         least = max(_TINY_SHARE * largest, TINY)
-        sizes = [
-            answers.abs().unflatten(0, (2, -1)).flatten(1).amax(1)
+        return [
+            answers.abs().unflatten(0, (2, -1)).flatten(1).amax(1).clamp(min=least)
             for _, answers in self.sets
         ]
-        return [size.clamp(min=least) for size in sizes]
 
     def check(self, errors: list[Tensor]) -> Check:
         """Summarise errors, one for each query."""
@@ -185,10 +176,9 @@ class Exam:
         """Measure errors relative to the largest answer of the same length and norm."""
         errors: list[Tensor] = []
         for (sequences, answers), scale in zip(self.sets, self.scales, strict=True):
-            wrong = (
-                differences(model, sequences, answers).unflatten(0, (2, -1)).flatten(1)
-            )
-            errors.append((wrong / scale[:, None]).flatten())
+            residual = differences(model, sequences, answers)
+            residual = residual.unflatten(0, (2, -1)).flatten(1)
+            errors.append((residual / scale[:, None]).flatten())
         return self.check(errors)
 
     def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
@@ -205,35 +195,33 @@ class Exam:
         status, reason = verdict(check, accepted, self.excused)
         if not self.own or status is Status.RECOVERED:
             return status, reason
-        shares = list[Tensor]()
-        owns = list[Tensor]()
+        shares: list[Tensor] = []
+        owns: list[Tensor] = []
         explained = True
         for (sequences, answers), scale, own in zip(
             self.sets, self.scales, self.own, strict=True
         ):
-            scale = scale.repeat_interleave(len(own) // 2)
-            wrong = (
-                differences(step.model, sequences, answers)
-                .reshape(len(own), -1)
-                .amax(1)
-            )
+            count = len(own)
+            scale = scale.repeat_interleave(count // 2)
+            residual = differences(step.model, sequences, answers)
+            residual = residual.reshape(count, -1).amax(1)
             model = own if step.uncertainty is None else step.uncertainty(sequences)
-            explained &= bool(
-                (wrong <= accepted * scale + ALLOWED * own + _SURE * model).all()
-            )
-            shares.append((model / scale)[: len(own) // 2])  # tokens of norm about 1
+            allowed = accepted * scale + ALLOWED * own + _SURE * model
+            explained &= bool((residual <= allowed).all())
+            shares.append((model / scale)[: count // 2])  # tokens of norm about 1
             owns.append(own / scale)
         share = float(torch.cat(shares).quantile(0.9))
         reason += f"; the answers' own error is {float(torch.cat(owns).median()):.1e}"
         if not explained:
             return status, reason
-        if share > _COARSEST:
-            return Status.UNVERIFIED, (
-                f"{reason}; they leave {share:.1e} of an answer open: "
-                f"{(share / _COARSEST) ** 2:.0f} times as many queries or "
-                f"{math.ceil(math.log10(share / _COARSEST))} more digits in each would do"
-            )
-        return Status.RECOVERED, reason
+        if share <= _COARSEST:
+            return Status.RECOVERED, reason
+        ratio = share / _COARSEST
+        return Status.UNVERIFIED, (
+            f"{reason}; they leave {share:.1e} of an answer open: "
+            f"{ratio**2:.0f} times as many queries or "
+            f"{math.ceil(math.log10(ratio))} more digits in each would do"
+        )
 
 
 def verdict(
@@ -288,9 +276,11 @@ def settle(method: Method, oracle: Oracle) -> Extraction:
         found, last = _examine(found, method, witness, steps)
     check = found.check
     if check is not None:
-        asked = counted.queries - found.queries
-        free = remembered(oracle) - before - found.remembered
-        check = replace(check, queries=asked, remembered=free)
+        check = replace(
+            check,
+            queries=counted.queries - found.queries,
+            remembered=remembered(oracle) - before - found.remembered,
+        )
     elif last.confirm is not None:  # nobody has tested what its proof assumes
         last = _without_proof(last)
     return replace(
@@ -321,10 +311,8 @@ def _attempt(
     except NotFinite:
         reason = "no weights fit the answers: the next query would not be finite"
         return steps, Status.MISMATCH, reason
-    except (
-        OracleError,
-        InputError,
-    ) as error:  # an oracle may refuse a query as wrong input
+    except (OracleError, InputError) as error:
+        # An oracle may refuse a query as wrong input.
         return steps, Status.ORACLE_FAILED, str(error)
     except Unsuccessful as end:
         return steps, end.status, end.reason
@@ -368,15 +356,20 @@ def _examine(
                 f"when repeated, {changed} of {len(witness.kept)} queries {CHANGED}"
             )
         elif differs:
-            status = Status.WITHIN if status is Status.RECOVERED else status
             reason += "; beyond that the target answers differently"
+            if status is Status.RECOVERED:
+                status = Status.WITHIN
         if differs:
             last = _without_proof(last)  # the target is not what the proof assumes
-    trace = tuple(
-        (queries, each.worst) for (queries, _), each in zip(steps, checks, strict=True)
-    )
+    queries = [spent for spent, _ in steps]
+    worst = [each.worst for each in checks]
     found = replace(
-        found, status=status, reason=reason, check=check, domain=domain, trace=trace
+        found,
+        status=status,
+        reason=reason,
+        check=check,
+        domain=domain,
+        trace=tuple(zip(queries, worst, strict=True)),
     )
     return found, _confirmed(last, status, witness.inner)
 
@@ -391,24 +384,21 @@ def _explore(
 ) -> tuple[Domain, bool]:
     """Return the domain in which model and target agree, and whether they differ outside it."""
 
+    oracle = witness.inner
+
     def same(sequences: Tensor, given: Tensor, answers: Tensor, error: float) -> bool:
-        return (
-            exam.agrees(given, answers, error)
-            or exam.explained(step, sequences, answers)
-            # The model inherits the answers' errors, which count for more in long
-            # tokens.
-            or within_own_error(
-                witness.inner,
-                sequences,
-                given,
-                answers,
-                exam.precision,
-                _SLACK * ALLOWED,
-            )
+        if exam.agrees(given, answers, error):
+            return True
+        if exam.explained(step, sequences, answers):
+            return True
+        # The model inherits the answers' errors, which count for more in long tokens.
+        allowed = _SLACK * ALLOWED
+        return within_own_error(
+            oracle, sequences, given, answers, exam.precision, allowed
         )
 
     max_norm = float(getattr(method, "max_norm", None) or math.inf)
-    explorer = Explorer(witness.inner, step.model, same, error, method.seed, max_norm)
+    explorer = Explorer(oracle, step.model, same, error, method.seed, max_norm)
     return explorer.explore(known)
 
 
@@ -425,19 +415,16 @@ def _confirmed(step: Step, status: Status, oracle: Oracle) -> Step:
     if step.confirm is None:
         return step
     try:
-        contradictions, asked = step.confirm(oracle)
+        contradictions, count = step.confirm(oracle)
     except BudgetExhausted:
-        return _without_proof(
-            step, "not proved: the budget ended before the proof could be checked"
-        )
+        why = "the budget ended before the proof could be checked"
     except (OracleError, InputError, Unsuccessful) as error:
-        return _without_proof(step, f"not proved: {error}")
-    if not contradictions:
-        return step
-    return _without_proof(
-        step,
-        f"not proved: {contradictions} of {asked} answers contradict that {step.assumed}",
-    )
+        why = str(error)
+    else:
+        if not contradictions:
+            return step
+        why = f"{contradictions} of {count} answers contradict that {step.assumed}"
+    return _without_proof(step, f"not proved: {why}")
 
 
 def _full_reason(status: Status, reason: str, last: Step | None) -> str:
@@ -454,7 +441,9 @@ def _full_reason(status: Status, reason: str, last: Step | None) -> str:
         return reason
     if last.remark:
         reason = f"{reason}; {last.remark}"
-    if status in known and last.guarantee is not None and last.guarantee_v is not None:
+    proved = last.guarantee is not None and last.guarantee_v is not None
+    if status in known and proved:
         reason += f"; W is within {last.guarantee:.1e} and v within {last.guarantee_v:.1e}, proved"
-        reason += f" if {last.assumed}" if last.assumed else ""
+        if last.assumed:
+            reason += f" if {last.assumed}"
     return reason
