@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+Stream = torch.Generator
 EPSILON: float = torch.finfo(torch.float64).eps
 TINY: float = torch.finfo(torch.float64).tiny
 
@@ -31,10 +32,19 @@ def identity(size: int) -> Tensor:
     return torch.eye(size, dtype=torch.float64)
 
 
-def random_stream(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def arange(start: float, stop: float, step: float = 1) -> Tensor:
+    return torch.arange(start, stop, step, dtype=torch.float64)
 
 
-def normal(stream: torch.Generator, *shape: int) -> Tensor:
+def random_stream(seed: int) -> Stream:
+    return Stream().manual_seed(seed)
+
+
+def normal(stream: Stream, *shape: int) -> Tensor:
     """Return independent numbers of mean 0 and variance 1."""
     return torch.randn(shape, generator=stream, dtype=torch.float64)
+
+
+def uniform(stream: Stream, *shape: int) -> Tensor:
+    """Return independent numbers between 0 and 1."""
+    return torch.rand(shape, generator=stream, dtype=torch.float64)

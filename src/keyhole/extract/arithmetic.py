@@ -90,7 +90,7 @@ def exact_decimals(
     """
     for decimals in range(least, most + 1):
         shifted = answers * 10.0**decimals
-        if shifted.abs().max() * EPSILON > _ANY:
+        if max_abs(shifted) * EPSILON > _ANY:
             return None
         if _are_whole(shifted, _WHOLE):
             return decimals
@@ -127,8 +127,8 @@ def measured_errors(
     changed = ask(oracle, sequences * (1 + _UNSEEN * _signs(sequences)))
     if torch.equal(changed, answers):
         return _SINGLE / 2, 0.0
-    change = (changed - answers).abs().max()
-    if answers.ndim > 1 or change <= _NOISE * answers.abs().max():
+    change = max_abs(changed - answers)
+    if answers.ndim > 1 or change <= _NOISE * max_abs(answers):
         return precision, 0.0
     again = sequences[:1].expand(_REPEATS, *sequences.shape[1:])
     repeated = ask(oracle, again * (1 + _UNSEEN * _signs(again)))
@@ -155,7 +155,7 @@ def own_error(
 
     changes = [change(each) for each in scaled]
     copied = change(reordered.repeat_interleave(2, 1))
-    if (copied <= _DOUBTFUL * last.abs().max()).all():
+    if (copied <= _DOUBTFUL * max_abs(last)).all():
         changes.append(copied)
     changes.append(_last(rounding(oracle, answers, precision)).amax(1))
     return torch.stack(changes).amax(0)
@@ -172,7 +172,7 @@ def exact(oracle: Oracle, answers: Tensor, precision: float) -> bool:
     if precision > EXACT:
         return False
     error = rounding(oracle, answers, precision).max()
-    return bool(error <= EXACT * answers.abs().max())
+    return float(error) <= EXACT * max_abs(answers)
 
 
 def within_own_error(

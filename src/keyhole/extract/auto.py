@@ -390,8 +390,9 @@ def _behind_norm(oracle: Oracle, tokens: Tensor, alone: Tensor) -> bool:
     """Return whether a token eight times as long gets the same answer, as it does behind a norm."""
     plus, minus = alone.view(-1, 2).unbind(1)
     change = max_abs(ask(oracle, 8 * tokens[:, None]) - plus)
-    flat = change <= _NEARLY_FLAT * max_abs(plus - minus)
-    return flat and find_norm(oracle, random_stream(0)).normed
+    if change > _NEARLY_FLAT * max_abs(plus - minus):
+        return False
+    return find_norm(oracle, random_stream(0)).normed
 
 
 def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> bool:

@@ -28,14 +28,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.core import (
-    Status,
-    Unsuccessful,
-    mismatch,
-    not_applicable,
-    not_identifiable,
-)
-from keyhole.core.float64 import EPSILON, identity, normal
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import EPSILON, Stream, identity, normal
+from keyhole.core.status import mismatch, not_applicable, not_identifiable
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 
 # a query with a larger error, relative to the largest form, is repeated
@@ -141,8 +136,8 @@ class ProbeBasis:
     unit_v: Tensor
 
     @classmethod
-    def draw(cls, v: Tensor, stream: torch.Generator) -> ProbeBasis:
-        v = v / v.abs().max()
+    def draw(cls, v: Tensor, stream: Stream) -> ProbeBasis:
+        v = v / max_abs(v)
         unit_v = normalized(v)
         Q = random_orthogonal(len(v), stream)
         return cls(equalised(unit_v[None], Q)[0], unit_v)
@@ -167,6 +162,11 @@ def max_abs(values: Tensor) -> float:
     return float(values.abs().max())
 
 
+def indices(mask: Tensor) -> Tensor:
+    """Return where a mask of one dimension is true."""
+    return mask.nonzero()[:, 0]
+
+
 def normalized(rows: Tensor) -> Tensor:
     """Return the rows at length one; a row of zeros stays."""
     return rows / lengths(rows).clamp(min=1e-300)[..., None]
@@ -185,12 +185,12 @@ def equalised(g: Tensor, Q: Tensor) -> Tensor:
     return Q - (mirror @ Q.mT)[..., None] * (2 / square * mirror[:, None])
 
 
-def random_units(count: int, d: int, stream: torch.Generator) -> Tensor:
+def random_units(count: int, d: int, stream: Stream) -> Tensor:
     """Return random tokens (count, d) of length one."""
     return normalized(normal(stream, count, d))
 
 
-def random_orthogonal(d: int, stream: torch.Generator) -> Tensor:
+def random_orthogonal(d: int, stream: Stream) -> Tensor:
     """Return a random orthogonal d×d matrix."""
     Q, R = torch.linalg.qr(normal(stream, d, d))
     return Q * R.diagonal().sign()
@@ -338,7 +338,7 @@ class BilinearForms:
         sound = errors * square <= SOUND
         clear = forms[sound & _clear(forms, errors)]
         if len(clear):
-            self.largest = max(self.largest, float(clear.abs().max()))
+            self.largest = max(self.largest, max_abs(clear))
         # The first few forms may be far below the largest: leave headroom above them.
         headroom = self._headroom
         if self._asked <= 5:

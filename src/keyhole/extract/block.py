@@ -65,9 +65,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful, not_applicable
-from keyhole.core.float64 import identity, normal, random_stream, zeros
-from keyhole.core.numerics import LinAlgError, least_squares, thin_svd
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import Stream, identity, normal, random_stream, zeros
+from keyhole.core.numerics import LinAlgError, least_squares
+from keyhole.core.status import not_applicable
 from keyhole.extract.arithmetic import EXACT, exact_decimals, measured_errors
 from keyhole.extract.bilinear import max_abs, random_orthogonal
 from keyhole.extract.blocks import kinks, post_norm, pre_norm
@@ -149,7 +150,7 @@ def _relative_error(oracle: Oracle) -> float:
     error, _ = measured_errors(oracle, x, y, y)
     if decimals is None:
         return error
-    return 10.0**-decimals / float(y.abs().max().clamp(min=1e-300))
+    return 10.0**-decimals / max(max_abs(y), 1e-300)
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ class TransformerBlock(Method):
         )
 
     def _model(
-        self, view: View, peeled: Peeled | PeeledPostNorm, stream: torch.Generator
+        self, view: View, peeled: Peeled | PeeledPostNorm, stream: Stream
     ) -> Block:
         """Return the block, attention included.
 
@@ -210,7 +211,7 @@ class TransformerBlock(Method):
         )
 
 
-def _fitted_together(view: View, model: Block, stream: torch.Generator) -> Block:
+def _fitted_together(view: View, model: Block, stream: Stream) -> Block:
     """Fit all numbers at once, by least squares: each solve that needs an earlier one costs digits.
 
     In a wide block only the numbers of attention are fitted, or none if even these are
@@ -245,7 +246,7 @@ def _fitted_together(view: View, model: Block, stream: torch.Generator) -> Block
     )
 
 
-def _without_norm(view: View, seed: int, stream: torch.Generator) -> Peeled:
+def _without_norm(view: View, seed: int, stream: Stream) -> Peeled:
     """Return the feed-forward layer and M of a block without norms, as explained at the top.
 
     Units and a linear map are fitted as functions of a single token v. As functions of
@@ -297,7 +298,7 @@ def _without_norm(view: View, seed: int, stream: torch.Generator) -> Peeled:
     raise not_a_block()
 
 
-def _from_scores(peeled: Peeled, stream: torch.Generator) -> Block:
+def _from_scores(peeled: Peeled, stream: Stream) -> Block:
     """Return a block that answers with scores.
 
     Next to a very long last token, a score minus that of the last token alone is what

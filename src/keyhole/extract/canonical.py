@@ -27,6 +27,7 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_number
 from keyhole.core.float64 import EPSILON
+from keyhole.extract.bilinear import max_abs
 from keyhole.oracle.block import Block, Blocks
 from keyhole.oracle.planted import MultiHead
 from keyhole.oracle.sub_layer import rotated
@@ -85,8 +86,8 @@ def difference(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> str:
     if len(partner.unique()) < len(W):
         return "heads of one have no partner in the other"
     for name, first, second in (("W", W, W2[partner]), ("v", v, v2[partner])):
-        largest = float(max(first.abs().max(), second.abs().max()))
-        error = float((first - second).abs().max())
+        largest = max(max_abs(first), max_abs(second))
+        error = max_abs(first - second)
         if error > tolerance * largest:
             return f"{name} differs by {error / largest:.1e} of its largest entry"
     return ""
@@ -96,15 +97,13 @@ def _groups(model: MultiHead, tolerance: float) -> list[tuple[list[int], bool]]:
     """Group heads with equal W, and say of each group whether it is visible."""
     expect_number("tolerance", tolerance, least=0, below=1)  # from 1 on, all is equal
     W, v = _stacked(model)
-    equal = _distances(W, W) <= tolerance * float(W.abs().max())
+    equal = _distances(W, W) <= tolerance * max_abs(W)
     groups: dict[int, list[int]] = {}
     for head in range(len(W)):
         first = next((each for each in groups if equal[each, head]), head)
         groups.setdefault(first, []).append(head)
-    limit = tolerance * v.abs().max()
-    return [
-        (group, bool(v[group].sum(0).abs().max() > limit)) for group in groups.values()
-    ]
+    limit = tolerance * max_abs(v)
+    return [(group, max_abs(v[group].sum(0)) > limit) for group in groups.values()]
 
 
 def _distances(a: Tensor, b: Tensor) -> Tensor:
@@ -270,7 +269,7 @@ def _compared(first: Block, second: Block) -> dict[str, float]:
         **{name: (getattr(first, name), getattr(second, name)) for name in "bcDEew"},
     }
     sizes = {
-        name: max(float(part.abs().max()) for part in pair) or 1.0
+        name: max(max_abs(part) for part in pair) or 1.0
         for name, pair in pairs.items()
         if pair[0].numel()
     }
@@ -280,7 +279,7 @@ def _compared(first: Block, second: Block) -> dict[str, float]:
     for name, size in sizes.items():
         one, other = pairs[name]
         size = max(size, sizes.get(beside.get(name, name), 0.0))
-        errors[name] = float((one - other).abs().max()) / size
+        errors[name] = max_abs(one - other) / size
     if first.norm != "none":
         for name in ("epsilon", "epsilon_behind"):
             one = getattr(first, name)
@@ -319,7 +318,7 @@ def _matched(
         if part.numel():
             other = second[name].flatten(1)
             apart = torch.cdist(part.flatten(1), other, compute_mode=exact)
-            cost = cost + apart / (float(part.abs().max()) or 1.0)
+            cost = cost + apart / (max_abs(part) or 1.0)
     _, partners = linear_sum_assignment(cost.numpy())
     return {name: (part, second[name][partners]) for name, part in first.items()}
 

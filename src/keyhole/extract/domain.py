@@ -71,7 +71,7 @@ class Domain:
         counts = [part.shape[1] for part in questions]
         low = min(float(each.min()) for each in norms)
         high = max(float(each.max()) for each in norms)
-        largest = max((float(part.abs().max()) for part in answers), default=0.0)
+        largest = max((max_abs(part) for part in answers), default=0.0)
         return cls((min(counts), max(counts)), (low, high), largest)
 
     def joined(self, other: Domain) -> Domain:
@@ -215,7 +215,7 @@ class Witness:
         norms = [Domain.of([sequences]).norms[1] for sequences, _ in self.kept]
         gain = max(
             (
-                float(answers.abs().max()) / norm
+                max_abs(answers) / norm
                 for (_, answers), norm in zip(self.kept, norms, strict=True)
                 if norm
             ),
@@ -224,7 +224,7 @@ class Witness:
         with suppress(BudgetExhausted, OracleError, InputError):
             for (sequences, answers), norm in zip(self.kept, norms, strict=True):
                 now = ask(self.inner, sequences)
-                largest = max(float(now.abs().max()), float(answers.abs().max()))
+                largest = max(max_abs(now), max_abs(answers))
                 if largest <= _FAINT * gain * norm:
                     continue  # answers that cancel may be all rounding
                 changed += now.shape != answers.shape or not (

@@ -17,8 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, mismatch
-from keyhole.core.float64 import TINY, normal, ones, random_stream, tensor, zeros
+from keyhole.core import Status
+from keyhole.core.float64 import (
+    TINY,
+    Stream,
+    normal,
+    ones,
+    random_stream,
+    tensor,
+    zeros,
+)
+from keyhole.core.status import mismatch
 from keyhole.extract.bilinear import batch_rows, lengths, max_abs, scalar
 from keyhole.extract.domain import Domain
 from keyhole.extract.extraction import Check, Step
@@ -44,9 +53,7 @@ _CHOICE = 4
 _HALVINGS = 60  # of a line
 
 
-def _draw(
-    size: float, length: int, count: int, dim: int, stream: torch.Generator
-) -> Tensor:
+def _draw(size: float, length: int, count: int, dim: int, stream: Stream) -> Tensor:
     """Return random sequences (count, length, dim) of tokens of norm about `size`·√d."""
     return size * normal(stream, count, length, dim)
 
@@ -104,7 +111,7 @@ class SignExam(Exam):
         labels = (given == 0) | (given == 1)  # earlier answers of the target itself
         if labels.all():
             return torch.equal(given, answers)
-        clear = given.abs() > max(allowed, NEARLY) * given.abs().max()
+        clear = given.abs() > max(allowed, NEARLY) * max_abs(given)
         return bool(((given > 0) == (answers > 0))[clear].all())
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
@@ -149,7 +156,7 @@ def _near_zero(
     model: Oracle,
     lines: list[tuple[Tensor, Tensor]],
     levels: tuple[float, ...],
-    stream: torch.Generator,
+    stream: Stream,
 ) -> Tensor:
     """Return sequences (levels, queries, n, d) where the model answers ± a level, by bisection.
 
@@ -241,7 +248,7 @@ class AmplifiedExam(Exam):
         """Measure errors relative to the largest answer of each set; ordinary ones less τ."""
         errors: list[Tensor] = []
         for number, (sequences, answers) in enumerate(self.sets):
-            scale = answers.abs().max().clamp(min=TINY)
+            scale = max(max_abs(answers), TINY)
             excused = self.tolerance if number % 2 == 0 else 0.0
             residual = differences(model, sequences, answers).reshape(-1) - excused
             errors.append(residual.clamp(min=0) / scale)
@@ -250,7 +257,7 @@ class AmplifiedExam(Exam):
     def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
         """Return whether answers differ by no more than 2τ and a share of the largest."""
         residual = (given - answers).abs() - 2 * self.tolerance
-        return bool((residual <= max(allowed, NEARLY) * answers.abs().max()).all())
+        return bool((residual <= max(allowed, NEARLY) * max_abs(answers)).all())
 
     def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
         """Return status and reason; errors that τ and the proved error of W explain are excused.
@@ -290,7 +297,7 @@ class AmplifiedExam(Exam):
             scores = torch.zeros_like(scores)
         change = spread * torch.tanh(scores / 2)
         allowed = self.tolerance + error_v * largest + change
-        small = NEARLY * answers.abs().max()
+        small = NEARLY * max_abs(answers)
         return bool((differences(model, sequences, answers) <= allowed + small).all())
 
 

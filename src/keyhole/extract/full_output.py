@@ -43,6 +43,9 @@ from keyhole.core import (
 )
 from keyhole.core.float64 import (
     EPSILON,
+    TINY,
+    Stream,
+    arange,
     full,
     identity,
     ones,
@@ -50,7 +53,8 @@ from keyhole.core.float64 import (
     tensor,
     zeros,
 )
-from keyhole.core.numerics import least_squares, thin_svd
+from keyhole.core.numerics import least_squares
+from keyhole.core.status import mismatch, not_applicable, not_identifiable
 from keyhole.extract.arithmetic import EXACT, precision_of
 from keyhole.extract.bilinear import (
     MAX_REPEATED,
@@ -99,7 +103,7 @@ class FullOutput(Method):
             yield replace(step, numbers=numbers)
 
     def _search(
-        self, vectors: VectorOracle, total: Tensor, stream: torch.Generator
+        self, vectors: VectorOracle, total: Tensor, stream: Stream
     ) -> Iterator[Step]:
         """Try one head if the answers can be one head's, and then several."""
         # The number of heads, and so that of the unknowns, is not known yet.
@@ -114,7 +118,7 @@ class FullOutput(Method):
 
 
 def _several_heads(
-    vectors: VectorOracle, total: Tensor, stream: torch.Generator, same: float
+    vectors: VectorOracle, total: Tensor, stream: Stream, same: float
 ) -> Iterator[Step]:
     """Find values, then weights, with another key if two heads look like one at the first."""
     for attempt in range(_ATTEMPTS):
@@ -135,7 +139,7 @@ def _several_heads(
 
 
 def _may_be_one_head(
-    vectors: VectorOracle, V: Tensor, stream: torch.Generator, same: float
+    vectors: VectorOracle, V: Tensor, stream: Stream, same: float
 ) -> bool:
     """Return whether it can be one head; if only the last token answers, test it by a query.
 
@@ -153,7 +157,7 @@ def _may_be_one_head(
 
 
 def _one_head(
-    vectors: VectorOracle, V: Tensor, stream: torch.Generator, same: float
+    vectors: VectorOracle, V: Tensor, stream: Stream, same: float
 ) -> Generator[Step, None, bool]:
     """Read the answers as those of one head with values V; return whether that was right."""
     d = vectors.dim
@@ -204,7 +208,7 @@ def key_basis(V: Tensor) -> tuple[Tensor, int]:
     return keys, rank
 
 
-def _all_heads(vectors: VectorOracle, V: Tensor, stream: torch.Generator) -> Tensor:
+def _all_heads(vectors: VectorOracle, V: Tensor, stream: Stream) -> Tensor:
     """Return W of every head, with as many keys in a sequence as have independent values."""
     d = vectors.dim
     keys = random_orthogonal(d, stream)
@@ -293,12 +297,12 @@ class VectorOracle:
     def layer_of_values(self, V: Tensor) -> Attention:
         return self.layer(zeros(len(V), self.dim, self.dim), V)
 
-    def agrees(self, layer: Attention, stream: torch.Generator, same: float) -> bool:
+    def agrees(self, layer: Attention, stream: Stream, same: float) -> bool:
         """Test the heads by one query with two keys and scores of about 1."""
         keys = random_units(2, self.dim, stream)
         x = random_units(1, self.dim, stream)
         z = (x @ layer.W @ keys.mT)[:, 0]  # (H, 2)
-        square = float(1 / z.abs().max().clamp(min=2.0**-80))
+        square = 1 / max(max_abs(z), 2.0**-80)
         weights = (square * z).exp()
         weights = weights / (1 + weights.sum(1, keepdim=True))
         expected = torch.einsum("hj,jd,hdm->m", weights, keys, layer.V)
@@ -327,7 +331,7 @@ class VectorOracle:
     def references(self, queries: int, padding: int) -> Tensor:
         """Return c, the number of tokens of score 0 that each query sees, itself included."""
         if self.every_token and self.causal:
-            return padding + torch.arange(1, queries + 1, dtype=torch.float64)
+            return padding + arange(1, queries + 1)
         others = queries if self.every_token else 1
         return full(padding + others, queries)
 
@@ -379,7 +383,7 @@ def open_vectors(oracle: Oracle) -> tuple[VectorOracle, Tensor]:
         vectors = replace(vectors, reach=_SHORT_REACH, far=_SHORT_FAR)
     if causal:
         # Row k of these sees 2k + 1 tokens.
-        attended = torch.arange(1, count + 1, 2, dtype=torch.float64)[:, None]
+        attended = arange(1, count + 1, 2)[:, None]
         return vectors, (means * attended).diff(dim=0) / _REACH
     last = means[-1:] * count
     if d > 1:
@@ -424,7 +428,7 @@ def solve_scores(
 # answers, the first query settles the scale, and only pairs that prove saturated, or
 # heads far weaker than the others, are measured again at another.
 
-_RUNGS = 8.0 ** torch.arange(-5, 6, dtype=torch.float64)
+_RUNGS = 8.0 ** arange(-5, 6)
 # scores outside are measured again at another scale
 _LARGE = 8.0
 _SMALL = 0.05
@@ -589,7 +593,7 @@ class _Gates:
 
 
 def separate_values(
-    vectors: VectorOracle, total: Tensor, stream: torch.Generator, pairs: int = 16
+    vectors: VectorOracle, total: Tensor, stream: Stream, pairs: int = 16
 ) -> Tensor:
     """Return `V_h` of all heads, (H, d, m), from `Σ_h V_h` and far-field answers.
 
@@ -619,7 +623,7 @@ def _at_one_key(
     vectors: VectorOracle,
     whole: Tensor,
     key: Tensor,
-    stream: torch.Generator,
+    stream: Stream,
     pairs: int,
 ) -> tuple[Tensor, _Gates]:
     """Run steps 1 and 2, with more and more x until exactly H sign vectors fit."""
@@ -673,7 +677,7 @@ def _orient(signs: Tensor, U: Tensor, total: Tensor, whole: Tensor) -> _Gates:
 
     `whole` is that sum with the value of a constant head, if there is one.
     """
-    size = max(max_abs(U), max_abs(whole))
+    size = max(max_abs(U), max_abs(whole), TINY)
     rows = least_squares(U.mT, total[:, None])[:, 0]
     residual = max_abs(rows @ U - total) / size
     if not max_abs(rows.abs() - 1) + residual < _EXACT_SIGN:

@@ -13,12 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from keyhole.core import (
-    mismatch,
-    not_applicable,
-    not_identifiable,
-)
-from keyhole.core.float64 import EPSILON, ones, zeros
+from keyhole.core.float64 import EPSILON, Stream, ones, zeros
+from keyhole.core.status import mismatch, not_applicable, not_identifiable
 from keyhole.extract.bilinear import ask_scores, lengths, normalized, random_orthogonal
 from keyhole.oracle.protocol import Oracle
 
@@ -37,7 +33,7 @@ def signs(oracle: Oracle, sequences: Tensor) -> Tensor:
 class Ratios:
     """v by bisection of `q_iᵀv / q_kᵀv` in [0, 1], for an orthonormal basis turned towards v."""
 
-    def __init__(self, oracle: Oracle, stream: torch.Generator) -> None:
+    def __init__(self, oracle: Oracle, stream: Stream) -> None:
         self._oracle = oracle
         Q = random_orthogonal(oracle.dim, stream)
         Q = torch.where(self._positive(Q)[:, None], Q, -Q)

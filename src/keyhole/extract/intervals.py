@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.float64 import TINY, full, tensor
+from keyhole.core.float64 import TINY, Stream, full, tensor
+from keyhole.core.status import mismatch, not_identifiable
 from keyhole.extract.bilinear import MAX_REPEATED, in_batches
 from keyhole.extract.gauss_newton import Pairs
 from keyhole.oracle.protocol import Oracle
@@ -86,9 +87,8 @@ class Interval:
         high = self.high.minimum(other.high)
         allowed = _SLACK * torch.maximum(low.abs(), high.abs())
         if (low - high > allowed).any():
-            raise Unsuccessful(
-                Status.MISMATCH,
-                f"two measurements of {what} contradict each other: not one head, or not within ±τ",
+            raise mismatch(
+                f"two measurements of {what} contradict each other: not one head, or not within ±τ"
             )
         return Interval(torch.minimum(low, high), torch.maximum(low, high))
 
@@ -120,7 +120,7 @@ class Forms:
         self._error = float((noise / self.signal.low).max())
         self._logit = best_logit(self._error)
 
-    def measure(self, stream: torch.Generator, W: Interval | None) -> None:
+    def measure(self, stream: Stream, W: Interval | None) -> None:
         """Query every form once, at a scale from scouts or, if there is one, from W's interval."""
         rows = torch.arange(self.interval.low.numel())
         count = len(rows)
@@ -134,10 +134,9 @@ class Forms:
         self._repeat()
         unbounded = int((~self.interval.finite).sum())
         if unbounded:
-            raise Unsuccessful(
-                Status.NOT_IDENTIFIABLE,
+            raise not_identifiable(
                 f"±{self.tolerance:g} leaves {unbounded} of {count} forms of W without "
-                "any bound: allow longer tokens, or state a bound on W",
+                "any bound: allow longer tokens, or state a bound on W"
             )
 
     @property
@@ -169,9 +168,7 @@ class Forms:
             raise Unsuccessful(
                 Status.SATURATED, "the gates are at 0 or 1 at every scale"
             )
-        raise Unsuccessful(
-            Status.NOT_IDENTIFIABLE, f"±{self.tolerance:g} leaves W without any bound"
-        )
+        raise not_identifiable(f"±{self.tolerance:g} leaves W without any bound")
 
     def _foreseen(self, W: Interval) -> Tensor:
         """Return the sizes of forms as W's interval predicts them, at least 1/16 of the largest."""
@@ -214,9 +211,7 @@ class Forms:
         low = alpha - error
         high = alpha + error
         if ((low > 1) | (high < 0)).any():
-            raise Unsuccessful(
-                Status.MISMATCH, "the answers leave the range that a single head allows"
-            )
+            raise mismatch("the answers leave the range that a single head allows")
         gap = g * xi
         new = Interval(low.clamp(0, 1).logit() / gap, high.clamp(0, 1).logit() / gap)
         all_low = self.interval.low.view(-1)

@@ -31,6 +31,7 @@ from keyhole.extract.arithmetic import (
     rounding,
     within_own_error,
 )
+from keyhole.extract.bilinear import max_abs
 from keyhole.extract.domain import (
     CHANGED,
     Domain,
@@ -158,7 +159,7 @@ class Exam:
     @property
     def scales(self) -> list[Tensor]:
         """The largest answer to tokens of norm about 1 and about √d, (2,) for each set."""
-        largest = max(float(answers.abs().max()) for _, answers in self.sets)
+        largest = max(max_abs(answers) for _, answers in self.sets)
         # Answers of one length and norm may all cancel to rounding errors.
         least = max(_TINY_SHARE * largest, TINY)
         return [

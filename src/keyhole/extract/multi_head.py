@@ -49,10 +49,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, mismatch, not_identifiable
+from keyhole.core import Status
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.float64 import (
     EPSILON,
+    Stream,
     full,
     identity,
     normal,
@@ -60,6 +61,7 @@ from keyhole.core.float64 import (
     tensor,
     zeros,
 )
+from keyhole.core.status import mismatch, not_identifiable
 from keyhole.core.text import number
 from keyhole.extract.arithmetic import EXACT, digits, exact_decimals, own_error
 from keyhole.extract.bilinear import ask_scores, lengths, max_abs, normalized
@@ -182,7 +184,7 @@ def _inexact(oracle: Oracle) -> bool:
     return bool((own > 1e-12 * max_abs(answers)).all())
 
 
-def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
+def _sum_of_values(oracle: Oracle, stream: Stream) -> Tensor:
     """Return Σ_h v_h from d answers of length one, with four more to test whether they are linear.
 
     The v_h may add up to zero, so an answer of length two shows what size is more than
@@ -204,7 +206,7 @@ def _sum_of_values(oracle: Oracle, stream: torch.Generator) -> Tensor:
 
 
 def _attempt(
-    oracle: Oracle, v: Tensor, stream: torch.Generator, caution: float
+    oracle: Oracle, v: Tensor, stream: Stream, caution: float
 ) -> Generator[Step, None, Step]:
     """Run one extraction from a fresh x_0; caution keeps the other tokens near it."""
     lines, rays = find_rays(oracle, v, stream)
@@ -326,7 +328,7 @@ class Columns:
         lines: Lines,
         rays: Rays,
         v: Tensor,
-        stream: torch.Generator,
+        stream: Stream,
         caution: float,
     ) -> None:
         count, d = rays.g.shape
@@ -453,7 +455,7 @@ def last_tokens(
     rays: Rays,
     v: Tensor,
     step: float,
-    stream: torch.Generator,
+    stream: Stream,
 ) -> Tokens:
     """Return x_j as far from x_0 as every mask allows, each tested by the answer at δ = 0."""
     count, d = rays.g.shape

@@ -36,7 +36,15 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count
-from keyhole.core.float64 import full, identity, normal, ones, random_stream, zeros
+from keyhole.core.float64 import (
+    arange,
+    full,
+    identity,
+    normal,
+    ones,
+    random_stream,
+    zeros,
+)
 from keyhole.extract.bilinear import ask_scores
 from keyhole.extract.extraction import Step, setting
 from keyhole.extract.judge import Method
@@ -107,7 +115,7 @@ class MultiHeadAsPublished(Method):
         """Return a_h and δᵀW_hx of all heads, (n, H, 2), for n pairs (δ, x) with f([x]) `alone`."""
         if not len(x):
             return zeros(0, self.heads, 2)
-        copies = torch.arange(1, 2 * self.heads + 1, dtype=torch.float64)
+        copies = arange(1, 2 * self.heads + 1)
         key = (x + delta).unsqueeze(1)
         last = x.unsqueeze(1)
         answers = [
@@ -117,7 +125,7 @@ class MultiHeadAsPublished(Method):
         # Σ_h a_h/(k + t_h) = P(k)/Q(k), Q monic: sQ(k) = P(k) is linear in their
         # coefficients.
         s = (torch.stack(answers, 1) - alone[:, None]) / copies
-        powers = copies[:, None] ** torch.arange(self.heads + 1, dtype=torch.float64)
+        powers = copies[:, None] ** arange(0, self.heads + 1)
         lower = powers[:, :-1].expand(len(s), -1, -1)
         system = torch.cat([lower, -s.unsqueeze(2) * lower], 2)
         top = (s * powers[:, -1]).unsqueeze(2)
@@ -140,7 +148,7 @@ def _residues_and_forms(p: Tensor, q: Tensor) -> Tensor:
     companion = torch.diag(ones(len(q) - 1), -1)
     companion[:, -1] = -q
     poles = torch.linalg.eigvals(companion).real
-    powers = poles[:, None] ** torch.arange(len(q), dtype=torch.float64)
+    powers = poles[:, None] ** arange(0, len(q))
     apart = poles[:, None] - poles + identity(len(q))
     return torch.stack([powers @ p / apart.prod(1), -(-poles).log()], 1)
 

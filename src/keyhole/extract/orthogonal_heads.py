@@ -31,8 +31,8 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful, mismatch
 from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.core.files import read_tensors
-from keyhole.core.float64 import identity, normal, random_stream, tensor, zeros
-from keyhole.core.numerics import thin_svd
+from keyhole.core.float64 import Stream, identity, normal, random_stream, tensor, zeros
+from keyhole.core.status import mismatch
 from keyhole.extract.bilinear import (
     MAX_SCALES,
     BilinearForms,
@@ -164,9 +164,7 @@ class OrthogonalHeads(Method):
         """The relative size below which rows of W_h are zero; they inherit errors of Hessians."""
         return min(max(1e-7, 100 * self.noise), 1e-2)
 
-    def _blocks(
-        self, oracle: Oracle, v: Tensor, stream: torch.Generator
-    ) -> list[Tensor]:
+    def _blocks(self, oracle: Oracle, v: Tensor, stream: Stream) -> list[Tensor]:
         """Return a part of each head's subspace (d×k) that holds its v_h."""
         forms = QuadraticForms(oracle, v, self.step, self.levels)
         xs = random_orthogonal(oracle.dim, stream)[: self.points]
@@ -176,7 +174,7 @@ class OrthogonalHeads(Method):
         return [block for block in blocks if lengths(block.mT @ v) > least]
 
 
-def _one_head(oracle: Oracle, v: Tensor, stream: torch.Generator) -> Tensor:
+def _one_head(oracle: Oracle, v: Tensor, stream: Stream) -> Tensor:
     """Apply Theorem 4.1 with v known: d² queries."""
     probes = ProbeBasis.draw(v, stream)
     X = random_orthogonal(len(v), stream)
@@ -233,7 +231,7 @@ class _Growth:
         while len(fresh) and len(self.basis) < len(self._X):
             fresh = self._outside(self._add(fresh))
 
-    def extend(self, directions: Tensor, stream: torch.Generator) -> None:
+    def extend(self, directions: Tensor, stream: Stream) -> None:
         """Add directions that this head may have too, if one query shows that it has any."""
         mix = normalized(normal(stream, len(directions)) @ directions)
         x = normalized(normal(stream, len(self._X)) @ self._X)
@@ -359,7 +357,7 @@ class QuadraticForms:
     step: float
     levels: int
 
-    def hessian(self, x: Tensor, stream: torch.Generator) -> Tensor:
+    def hessian(self, x: Tensor, stream: Stream) -> Tensor:
         """Return ∇²φ_x(0), from d(d+1)/2 forms in a random orthonormal basis."""
         d = len(x)
         Q = random_orthogonal(d, stream)
@@ -413,9 +411,7 @@ class QuadraticForms:
         raise Unsuccessful(Status.SATURATED, "no scale shows how the answers curve")
 
 
-def finest_blocks(
-    hessians: list[Tensor], noise: float, stream: torch.Generator
-) -> list[Tensor]:
+def finest_blocks(hessians: list[Tensor], noise: float, stream: Stream) -> list[Tensor]:
     """Return orthonormal bases (d×k) of the finest subspaces that all symmetric matrices preserve.
 
     `noise` is the error of the matrices, relative to the largest.

@@ -40,9 +40,11 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_count
-from keyhole.core.float64 import EPSILON, TINY, ones, random_stream, zeros
+from keyhole.core.float64 import EPSILON, TINY, Stream, ones, random_stream, zeros
 from keyhole.core.machine import expect_memory
+from keyhole.core.status import not_applicable, not_identifiable
 from keyhole.extract.arithmetic import decimals_of
+from keyhole.extract.bilinear import max_abs
 from keyhole.extract.extraction import Check, Extraction, LastLayer, Step, setting
 from keyhole.extract.judge import JUDGE_STREAM, Exam, Method
 from keyhole.extract.token_answers import (
@@ -104,10 +106,9 @@ class OutputLayer(Method):
 
     def steps(self, oracle: Oracle) -> Iterator[Step]:
         if oracle.dim != DIM:
-            raise Unsuccessful(
-                Status.NOT_APPLICABLE,
+            raise not_applicable(
                 "it takes a language model that is asked by token ids: http://host:port, a "
-                "model's folder, or a function of ids",
+                "model's folder, or a function of ids"
             )
         stream = random_stream(self.seed)
         answers = self._answers(oracle, stream)
@@ -154,7 +155,7 @@ class OutputLayer(Method):
         model = replace(model, W=W.contiguous(), rotated=True)
         return replace(step, model=model, layer=replace(layer, ellipsoid=error))
 
-    def _answers(self, oracle: Oracle, stream: torch.Generator) -> Answers:
+    def _answers(self, oracle: Oracle, stream: Stream) -> Answers:
         """Return the source of answers: whole vectors, or chosen tokens if there is a `top`."""
         prompts = Prompts(self.length, stream)
         vocabulary = stated(oracle, "vocabulary")
@@ -180,7 +181,7 @@ class _Look:
     cliff: Cliff
 
     @classmethod
-    def at(cls, rows: Tensor, answers: Answers, stream: torch.Generator) -> _Look:
+    def at(cls, rows: Tensor, answers: Answers, stream: Stream) -> _Look:
         """Find the cliff in these rows; raise Unsuccessful if more rows cannot show one."""
         normalised = isinstance(answers, ChosenTokens) or is_normalised(rows)
         decimals = decimals_of(rows[:8])
@@ -199,7 +200,7 @@ class _Look:
                     f"{found.rank:,} directions stand out of rounding to {decimals} digits in "
                     f"{count:,} answers of {size:,} tokens, without a cliff behind them"
                 )
-            raise Unsuccessful(Status.NOT_IDENTIFIABLE, why)
+            raise not_identifiable(why)
         return cls(rows, answers, normalised, decimals, found)
 
     @property
@@ -216,9 +217,7 @@ class _Look:
         model = self._model()
         cliff = self.cliff
         if cliff.seen and cliff.rank == int(cliff.constant):
-            raise Unsuccessful(
-                Status.NOT_IDENTIFIABLE, "the answers do not depend on the prompt"
-            )
+            raise not_identifiable("the answers do not depend on the prompt")
         vocabulary = self.answers.vocabulary or len(model.tokens)
         layer = LastLayer(
             rank=cliff.rank,
@@ -414,7 +413,7 @@ def ellipsoid(z: Tensor, width: int, shifted: bool) -> tuple[Tensor, float] | No
         return None
     residual = terms[-_KEPT:] @ solution - 1
     C = (sides / (width * axes).sqrt()) @ sides.mT
-    return C, float(residual.abs().max())
+    return C, max_abs(residual)
 
 
 # The judge of a last layer: the part of fresh answers that no state can explain.

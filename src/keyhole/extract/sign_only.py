@@ -42,7 +42,8 @@ from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful, mismatch
 from keyhole.core.errors import expect_number
-from keyhole.core.float64 import EPSILON, TINY, full, random_stream
+from keyhole.core.float64 import EPSILON, TINY, Stream, full, random_stream
+from keyhole.core.status import mismatch
 from keyhole.extract.bilinear import ProbeBasis
 from keyhole.extract.exams import SignMethod, labels_again
 from keyhole.extract.extraction import Step, setting
@@ -122,9 +123,7 @@ class SignOnly(SignMethod):
 class _Forms:
     """Brackets for the forms `p_iᵀ W x_j`, flattened; W = Pᵀ F X since both are orthonormal."""
 
-    def __init__(
-        self, oracle: Oracle, direction: Ratios, stream: torch.Generator
-    ) -> None:
+    def __init__(self, oracle: Oracle, direction: Ratios, stream: Stream) -> None:
         self._oracle = oracle
         self._direction = direction
         self._stream = stream

@@ -38,9 +38,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from keyhole.core import not_applicable, not_identifiable
 from keyhole.core.errors import InputError, expect_number
-from keyhole.core.float64 import EPSILON, full, identity, random_stream, zeros
+from keyhole.core.float64 import EPSILON, Stream, full, identity, random_stream, zeros
+from keyhole.core.status import not_applicable, not_identifiable
 from keyhole.core.text import percent
 from keyhole.extract.bilinear import lengths, normalized, random_units
 from keyhole.extract.exams import SignMethod, labels_again
@@ -68,7 +68,7 @@ def mean_length(d: int) -> float:
     return math.exp(math.lgamma(d / 2) - math.lgamma((d + 1) / 2)) / math.sqrt(math.pi)
 
 
-def _average(oracle: Oracle, stream: torch.Generator, count: int) -> Tensor:
+def _average(oracle: Oracle, stream: Stream, count: int) -> Tensor:
     """Return the paper's v̂ from `count` signs, with an error of the same size in every entry."""
     d = oracle.dim
     if count > _MAX_SAMPLES:

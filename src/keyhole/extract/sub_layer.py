@@ -50,9 +50,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from keyhole.core import mismatch, not_applicable
-from keyhole.core.float64 import ones, random_stream, zeros
-from keyhole.core.numerics import least_squares, thin_svd
+from keyhole.core.float64 import Stream, arange, ones, random_stream, zeros
+from keyhole.core.numerics import least_squares
+from keyhole.core.status import mismatch, not_applicable
 from keyhole.extract.bilinear import max_abs, random_orthogonal
 from keyhole.extract.extraction import Step, expect_finite_weights
 from keyhole.extract.judge import Method
@@ -116,7 +116,7 @@ class AttentionSubLayer(Method):
 
 def read_attention(
     view: Surroundings,
-    stream: torch.Generator,
+    stream: Stream,
     total: Tensor | None = None,
     reach: float = 1.0,
 ) -> SubLayer:
@@ -181,7 +181,7 @@ def _fitting_length(
     total: Tensor,
     length: float,
     reach: float,
-    stream: torch.Generator,
+    stream: Stream,
 ) -> float:
     """The length of δ at which most gates of `[x + δ ; x]` are not near 0, ½ or 1."""
     length /= math.sqrt(reach)
@@ -204,9 +204,7 @@ def _fitting_length(
     return length
 
 
-def _positions_matter(
-    view: Surroundings, length: float, stream: torch.Generator
-) -> bool:
+def _positions_matter(view: Surroundings, length: float, stream: Stream) -> bool:
     """Return whether an answer changes if a key moves by one position."""
     x, key = length * random_orthogonal(view.dim, stream)[:2]
     if view.last_norm is not None:
@@ -263,7 +261,7 @@ def read_factors(
     groups: list[list[int]],
     length: float,
     reach: float,
-    stream: torch.Generator,
+    stream: Stream,
 ) -> Factors:
     """Read Q, q and K with keys of norm `length`; x is `reach` times longer, or as prescribed."""
     d, k = reader.values.shape[1:]
@@ -325,7 +323,7 @@ def _read_queries(
     K: list[Tensor],
     planes: list[Planes | None],
     lengths: tuple[float, float],
-    stream: torch.Generator,
+    stream: Stream,
 ) -> tuple[Tensor, Tensor]:
     """Q and q from the queries q(x) at d + 1 points x, each by least squares."""
     heads, d, k = reader.values.shape
@@ -337,7 +335,7 @@ def _read_queries(
     size = math.ceil(wanted / count)
     keys = [lengths[0] * random_orthogonal(d, stream)[:size] for _ in range(count)]
     scores = [reader.scores(part, points) for part in keys]
-    places = torch.arange(size, 0, -1.0, dtype=torch.float64)
+    places = arange(size, 0, -1.0)
     Q = zeros(heads, d, k)
     q = zeros(heads, k)
     affine = torch.cat([ones(d + 1, 1), points], 1)
@@ -498,7 +496,7 @@ class Reader:
         of_zeros = 1 - weights.sum(-1, keepdim=True) - of_x
         return _logarithms(weights, of_zeros / (1 + gap))
 
-    def moderate(self, points: Tensor, stream: torch.Generator) -> Tensor:
+    def moderate(self, points: Tensor, stream: Stream) -> Tensor:
         """The points, of which those that saturate a head are replaced if the norm is prescribed.
 
         One query for each, `[0 ; x]`, shows whether a weight exceeds `_ALONE`.

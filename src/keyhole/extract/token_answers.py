@@ -37,8 +37,9 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.float64 import full, zeros
+from keyhole.core.float64 import Stream, full, zeros
 from keyhole.core.machine import expect_memory
+from keyhole.core.status import not_applicable
 from keyhole.oracle.protocol import Oracle, ask
 from keyhole.oracle.token_questions import ABSENT, question
 
@@ -70,7 +71,7 @@ class Prompts:
     """
 
     length: int
-    stream: torch.Generator
+    stream: Stream
 
     def __post_init__(self) -> None:
         self._drawn: set[tuple[int, ...]] = set()
@@ -129,9 +130,8 @@ class WholeVectors:
             least = _MIN_LOG if is_normalised(answer[None]) else ABSENT
             if answer.min() > least:
                 return answer
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE,
-            f"{_MAX_UNUSABLE} answers hold no numbers, or probabilities too small for float32",
+        raise not_applicable(
+            f"{_MAX_UNUSABLE} answers hold no numbers, or probabilities too small for float32"
         )
 
 
@@ -150,9 +150,9 @@ class ChosenTokens:
     top: int
     min_tokens: int
     spare: int
-    stream: InitVar[torch.Generator]
+    stream: InitVar[Stream]
 
-    def __post_init__(self, stream: torch.Generator) -> None:
+    def __post_init__(self, stream: Stream) -> None:
         self._order = iter(torch.randperm(self.vocabulary, generator=stream).tolist())
         self._chosen: list[int] = []  # the reference first
         self._row_prompts: list[Tensor] = []
@@ -197,9 +197,7 @@ class ChosenTokens:
             (row,) = self._read([prompt], [self._chosen])
             if row.min() > _GIVEN:
                 return prompt, row
-        raise Unsuccessful(
-            Status.NOT_APPLICABLE, "the target gives no number for some tokens"
-        )
+        raise not_applicable("the target gives no number for some tokens")
 
     def _complete(self, places: list[int]) -> None:
         """Query what the rows in these places miss; replace rows for which it is not given."""
@@ -233,7 +231,7 @@ class ChosenTokens:
         why = "raised tokens do not come back: the target takes no bias"
         if self.top != 1:
             why += ", or its answers do not show it, as they need not for top = 1"
-        raise Unsuccessful(Status.NOT_APPLICABLE, why)
+        raise not_applicable(why)
 
     def _choose_tokens(self, count: int) -> None:
         """Choose more tokens, among those that the target gives for the first prompt."""

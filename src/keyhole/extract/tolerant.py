@@ -41,13 +41,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import expect_count, expect_number
 from keyhole.core.float64 import EPSILON, identity, random_stream, zeros
+from keyhole.core.status import not_applicable, not_identifiable
 from keyhole.extract.bilinear import (
     ProbeBasis,
     ask_scores,
     lengths,
+    max_abs,
     normalized,
     random_orthogonal,
 )
@@ -169,15 +170,13 @@ class _State:
             refuted = zero & ((self.v.low > 0) | (self.v.high < 0))
             if refuted.any():
                 value = float(self.v.middle[refuted].abs().min())
-                raise Unsuccessful(
-                    Status.NOT_APPLICABLE,
-                    f"the margin {margin:g} does not hold: some |v_i| is {value:.1e}",
+                raise not_applicable(
+                    f"the margin {margin:g} does not hold: some |v_i| is {value:.1e}"
                 )
             self.v = self.v.with_zeros(zero)
         if not ((self.v.low > 0) | (self.v.high < 0)).any():
-            raise Unsuccessful(
-                Status.NOT_IDENTIFIABLE,
-                f"v cannot be distinguished from 0 by answers within ±{self._method.tolerance:g}",
+            raise not_identifiable(
+                f"v cannot be distinguished from 0 by answers within ±{self._method.tolerance:g}"
             )
 
     def forms(self, oracle: Oracle, probes: ProbeBasis, X: Tensor) -> Forms:
@@ -190,9 +189,8 @@ class _State:
         computed = Interval.around(deltas @ v.middle, deltas.abs() @ v.radius)
         signal = computed.meet(self._ask_alone(oracle, deltas, reach), "v")
         if not (signal.low > 0).all():
-            raise Unsuccessful(
-                Status.NOT_IDENTIFIABLE,
-                f"answers within ±{method.tolerance:g} leave vᵀδ without a sign: v is too small",
+            raise not_identifiable(
+                f"answers within ±{method.tolerance:g} leave vᵀδ without a sign: v is too small"
             )
         return Forms(
             oracle,
@@ -275,6 +273,6 @@ class _State:
         scaled = reach * tokens
         answers = ask_scores(oracle, scaled[:, None])
         self._answers.append(SingleTokens(scaled, answers))
-        rounding = (2 * len(tokens) + 8) * self._method.precision * answers.abs().max()
+        rounding = (2 * len(tokens) + 8) * self._method.precision * max_abs(answers)
         error = (self._method.tolerance + rounding) / reach
-        return Interval.around(answers / reach, error.expand(len(tokens)))
+        return Interval.around(answers / reach, torch.full_like(answers, error))

@@ -42,10 +42,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
 from keyhole.core.errors import InputError, expect_number
 from keyhole.core.float64 import EPSILON, full, identity
-from keyhole.extract.bilinear import ask_scores, in_batches
+from keyhole.core.status import mismatch, not_applicable, not_identifiable
+from keyhole.extract.bilinear import ask_scores, in_batches, max_abs
 from keyhole.extract.exams import AmplifiedExam, asked_again
 from keyhole.extract.extraction import Statement, Step
 from keyhole.extract.gauss_newton import Pairs, SingleTokens
@@ -119,9 +119,8 @@ class TolerantAsPublished(Method):
         zero = self._zeros(alone.answers)
         v = alone.answers.masked_fill(zero, 0.0)
         if zero.all():
-            raise Unsuccessful(
-                Status.NOT_IDENTIFIABLE,
-                f"v = 0: no answer is above half the margin {self.margin}",
+            raise not_identifiable(
+                f"v = 0: no answer is above half the margin {self.margin}"
             )
         probes = _Probes(self, v)
         yield self._step(v, probes, [alone])
@@ -134,17 +133,16 @@ class TolerantAsPublished(Method):
 
     def _zeros(self, v: Tensor) -> Tensor:
         """Return which entries are 0; raise Unsuccessful if one is between 0 and the margin."""
-        rounding = 8 * EPSILON * float(v.abs().max())
+        rounding = 8 * EPSILON * max_abs(v)
         size = v.abs()
         between = size[
             (size > self.tolerance + rounding)
             & (size < self.margin - self.tolerance - rounding)
         ]
         if len(between):
-            raise Unsuccessful(
-                Status.NOT_APPLICABLE,
+            raise not_applicable(
                 f"the margin {self.margin:g} does not hold: some |v_i| is "
-                f"{float(between.min()):.1e}",
+                f"{float(between.min()):.1e}"
             )
         return size < self.margin / 2
 
@@ -202,10 +200,9 @@ class _Probes:
         low = torch.sigmoid(-reach)
         high = torch.sigmoid(reach)
         if ((alpha - error > high) | (alpha + error < low)).any():
-            raise Unsuccessful(
-                Status.MISMATCH,
+            raise mismatch(
                 f"the answers leave the range that one head with ‖W‖ ≤ {self._method.bound:g} "
-                f"allows within ±{self._method.tolerance:g}",
+                f"allows within ±{self._method.tolerance:g}"
             )
         forms, least, most = (
             self._method.bound / _DELTA * torch.logit(gate.clamp(low, high))

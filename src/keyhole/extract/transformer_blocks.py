@@ -51,9 +51,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from keyhole.core import Unsuccessful, not_applicable
-from keyhole.core.float64 import identity, normal, random_stream, zeros
+from keyhole.core import Unsuccessful
+from keyhole.core.float64 import Stream, identity, normal, random_stream, uniform, zeros
 from keyhole.core.numerics import least_squares
+from keyhole.core.status import not_applicable
 from keyhole.core.text import number
 from keyhole.extract.attention_layers import find_network, fit_network
 from keyhole.extract.bilinear import max_abs, random_units
@@ -174,7 +175,7 @@ class _Pairs:
         return u, y
 
 
-def _read_heads(view: View, stream: torch.Generator) -> _Heads:
+def _read_heads(view: View, stream: Stream) -> _Heads:
     """Return all heads, from the networks of many δ.
 
     The network of the first δ is searched for. Those of δ near it are fitted from
@@ -306,9 +307,7 @@ class _Shares(Parametric):
         return x
 
 
-def _assigned(
-    view: View, units: Units, heads: _Heads, stream: torch.Generator
-) -> Blocks:
+def _assigned(view: View, units: Units, heads: _Heads, stream: Stream) -> Blocks:
     """Return the fewest blocks of these heads and units that explain answers to single tokens."""
     width = len(units.A)
     count = len(heads.M)
@@ -322,9 +321,7 @@ def _assigned(
     for depth in range(1, _DEEPEST + 1):
         bias = zeros(depth, view.dim)
         for start in range(_STARTS if depth > 1 else 1):
-            sizes = torch.rand(
-                depth, count + width, generator=stream, dtype=torch.float64
-            )
+            sizes = uniform(stream, depth, count + width)
             if start == 0:
                 sizes = torch.ones_like(sizes)
             of_heads, of_units = (sizes / sizes.sum(0))[:-1].split([count, width], 1)
@@ -342,7 +339,7 @@ def _assigned(
     )
 
 
-def _polished(view: View, model: Blocks, stream: torch.Generator) -> Blocks:
+def _polished(view: View, model: Blocks, stream: Stream) -> Blocks:
     """Fit all numbers at once, by least squares: long tokens have lost half of the digits."""
     free = [name for name in model.NUMBERS if getattr(model, name).numel()]
     unknowns = sum(getattr(model, name).numel() for name in free)

@@ -29,9 +29,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful, mismatch
-from keyhole.core.float64 import normal, tensor, zeros
+from keyhole.core import Status, Unsuccessful
+from keyhole.core.float64 import Stream, arange, normal, tensor, zeros
 from keyhole.core.numerics import least_squares
+from keyhole.core.status import mismatch
 from keyhole.extract.bilinear import (
     ask_scores,
     lengths,
@@ -81,14 +82,14 @@ class Probe:
         return (answers - self.v @ self.x) / rho - self.drift
 
 
-def saturation_radius(probe: Probe, stream: torch.Generator) -> float | None:
+def saturation_radius(probe: Probe, stream: Stream) -> float | None:
     """Return the largest radius where a gate on two random rays is open; None if none ever is.
 
     A gate is open while σ(z) is not yet 0 or 1. On a ray tu, φ(tu)/t goes from ½vᵀu to
     its limit; at the radius returned, the gate that closes last has |z| about 14.
     """
     u = random_units(2, len(probe.x), stream)
-    t = 8.0 ** torch.arange(-12, 18, dtype=torch.float64)
+    t = 8.0 ** arange(-12, 18)
     ratio = probe(u.repeat(len(t), 1), t.repeat_interleave(2)).view(-1, 2)  # φ(tu)/t
     scale = max_abs(ratio[t >= 1])
     noise = 1e-13 * (lengths(probe.v) * lengths(probe.x) / t + scale)
@@ -148,7 +149,7 @@ def points(axes: Tensor, theta: Tensor) -> Tensor:
     return torch.cos(theta)[..., None] * a + torch.sin(theta)[..., None] * b
 
 
-def best_circle(probe: Probe, rho: float, stream: torch.Generator) -> Circle | None:
+def best_circle(probe: Probe, rho: float, stream: Stream) -> Circle | None:
     """Return, of a few circles, one with most crossings, then widest gaps and largest jumps."""
     best: Circle | None = None
     best_merit = (0, 0.0)
@@ -165,12 +166,12 @@ def best_circle(probe: Probe, rho: float, stream: torch.Generator) -> Circle | N
     return best
 
 
-def _search(probe: Probe, rho: float, stream: torch.Generator) -> Circle | None:
+def _search(probe: Probe, rho: float, stream: Stream) -> Circle | None:
     """Return all crossings on a random half circle; None if there are none or two are too close."""
     axes = torch.linalg.qr(normal(stream, len(probe.x), 2)).Q.mT
     theta = torch.linspace(0.0, math.pi, _SAMPLES, dtype=torch.float64)
     y = probe(points(axes, theta), rho)
-    inner = torch.arange(1, _PARTS, dtype=torch.float64) / _PARTS
+    inner = arange(1, _PARTS) / _PARTS
     while True:
         clear = _clear(theta, y, _MIN_JUMP * max_abs(y))
         doubtful = (~clear & (theta.diff() > _WIDTH)).nonzero()[:, 0]
@@ -274,13 +275,13 @@ class Lines:
         )
 
 
-def find_hidden_lines(probe: Probe, stream: torch.Generator) -> Lines:
+def find_hidden_lines(probe: Probe, stream: Stream) -> Lines:
     """Return the hyperplanes that a third token shows: it separates heads that cancel otherwise."""
     (away,) = random_units(1, len(probe.x), stream)
     return find_lines(replace(probe, away=away), stream)
 
 
-def find_lines(probe: Probe, stream: torch.Generator) -> Lines:
+def find_lines(probe: Probe, stream: Stream) -> Lines:
     """Return every hyperplane that answers of length two show, or three if the probe has a D."""
     d = len(probe.x)
     radius = saturation_radius(probe, stream)
@@ -376,7 +377,7 @@ class _Crossings:
         slow = torch.ones_like(theta)
         rows = (~is_single.all(1)).nonzero()[:, 0]
         if len(rows):
-            far = 2.0 ** torch.arange(11, dtype=torch.float64)
+            far = 2.0 ** arange(0, 11)
             far = torch.cat([-far.flip(0), far])
             r = ratio(rows, far)
             unsettled = torch.minimum(r.abs(), (r - 1).abs()) > 1e-3
@@ -384,7 +385,7 @@ class _Crossings:
             slow[rows] = (3.5 / reach).clamp(1e-3, 0.999)
         return slow
 
-    def normals(self, theta: Tensor, slope: Tensor, stream: torch.Generator) -> Tensor:
+    def normals(self, theta: Tensor, slope: Tensor, stream: Stream) -> Tensor:
         """Return g of each crossing δ*, from ratios σ(z* + τgᵀu_i) at δ* + τu_i in d directions.
 
         A few directions first determine the step τ; ratios far from ½ are measured

@@ -37,7 +37,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from keyhole.core.float64 import identity, normal, ones, zeros
+from keyhole.core.float64 import Stream, identity, normal, ones, zeros
 from keyhole.core.least_squares import Options, Point, minimize
 from keyhole.extract.bilinear import batch_rows, lengths, matvec, normalized, scalar
 from keyhole.extract.heads.far_field import Lines
@@ -116,7 +116,7 @@ class IsolatedHeads:
         return y[:, 1:] - y[:, :1]
 
 
-def mask_all(lines: Lines, reach: Tensor, stream: torch.Generator) -> Tensor:
+def mask_all(lines: Lines, reach: Tensor, stream: Stream) -> Tensor:
     """Return masks (D, −D) for every head with W x ≠ 0, valid for |g_kᵀδ| ≤ reach_k."""
     slowest = lengths(lines.g) * lines.slow
     mu = float((_SPARE * (MARGIN + reach) / slowest).max())
@@ -131,7 +131,7 @@ def mask_others(
     line: Tensor,
     sign: Tensor,
     reach: Tensor,
-    stream: torch.Generator,
+    stream: Stream,
     values: Tensor | None = None,
 ) -> Masks:
     """Return masks that isolate the rays (line, sign), valid for |g_kᵀδ| ≤ reach[ray, k].
@@ -170,7 +170,7 @@ def _offsets(
     sign: Tensor,
     mu: Tensor,
     heavy: Tensor,
-    stream: torch.Generator,
+    stream: Stream,
 ) -> Masks:
     """Return D1 and D2 of the module's formula, for normals G (R, L, d) with lengths `norm`."""
     rays, count, d = G.shape
@@ -192,7 +192,7 @@ def _offsets(
     return Masks(D, mu / lengths(D).amax(1))
 
 
-def _spread(P: Tensor, stream: torch.Generator, avoid: Tensor | None = None) -> Tensor:
+def _spread(P: Tensor, stream: Stream, avoid: Tensor | None = None) -> Tensor:
     """Return a unit w (R, d) in the span of the rows P (R, k, d) that makes min_k |P_kᵀw| large.
 
     If rows are independent, it solves `P w = signs`, with |w|² = signsᵀ(PPᵀ)⁻¹signs,
@@ -221,7 +221,7 @@ def _spread(P: Tensor, stream: torch.Generator, avoid: Tensor | None = None) -> 
     return normalized(w)
 
 
-def _ascend(P: Tensor, stream: torch.Generator) -> Tensor:
+def _ascend(P: Tensor, stream: Stream) -> Tensor:
     """Maximise min_k |P_kᵀw| over unit w, by ascent on a soft minimum from random starts."""
     rays, k, d = P.shape
     signs = normal(stream, _STARTS, k)
@@ -245,7 +245,7 @@ def _ascend(P: Tensor, stream: torch.Generator) -> Tensor:
 
 
 def leak_probes(
-    lines: Lines, line: Tensor, g: Tensor, V: Tensor, stream: torch.Generator
+    lines: Lines, line: Tensor, g: Tensor, V: Tensor, stream: Stream
 ) -> Tensor:
     """Return probes ω (R, k, d) that change the answer only if another head leaks through a mask.
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from keyhole.core import Status
-from keyhole.core.float64 import identity, normal, ones, tensor, zeros
+from keyhole.core.float64 import Stream, identity, normal, ones, tensor, uniform, zeros
 from keyhole.core.numerics import least_squares
 from keyhole.extract.bilinear import (
     equalised,
@@ -56,7 +56,7 @@ _TESTS = tensor([-2.5, 1.0, 3.0])  # gᵀδ of the answers that test g
 _LOGISTIC = 1e-9  # the relative error to which one logistic must predict other answers
 
 
-def find_rays(oracle: Oracle, v: Tensor, stream: torch.Generator) -> tuple[Lines, Rays]:
+def find_rays(oracle: Oracle, v: Tensor, stream: Stream) -> tuple[Lines, Rays]:
     """Return every head at a random token x_0, and the lines with more exact normals."""
     x = random_units(1, len(v), stream)[0]
     frame = random_orthogonal(len(v), stream)
@@ -83,7 +83,7 @@ class _Token:
     v: Tensor  # Σ_h v_h
     lines: Lines
     frame: Tensor
-    stream: torch.Generator
+    stream: Stream
 
     def balanced(self) -> _Token:
         """Scale x so that |W||x|² is about 1: probes are then about as long as x."""
@@ -184,7 +184,7 @@ class _Token:
 
 
 def _settle(
-    oracle: Oracle, lines: Lines, rays: Rays, stream: torch.Generator
+    oracle: Oracle, lines: Lines, rays: Rays, stream: Stream
 ) -> tuple[Lines, Rays]:
     """Find g and the slopes of every ray; the second pass has the better normals of the first."""
     todo = torch.arange(len(rays))
@@ -203,7 +203,7 @@ def _settle(
 
 
 def _near_field(
-    oracle: Oracle, lines: Lines, rays: Rays, values: Tensor, stream: torch.Generator
+    oracle: Oracle, lines: Lines, rays: Rays, values: Tensor, stream: Stream
 ) -> tuple[Tensor, Tensor]:
     """Return g of rays from d logits, and whether one logistic explains three more answers."""
     rows = Rows.design(rays.frame[None], rays)
@@ -276,9 +276,7 @@ _FITS = 1e-10  # smaller residuals, relative to the answers, are rounding
 _SHARP = 1e-8  # least relative singular value of a fit that determines its unknowns
 
 
-def fit_ray(
-    oracle: Oracle, lines: Lines, rays: Rays, ray: int, stream: torch.Generator
-) -> Rays:
+def fit_ray(oracle: Oracle, lines: Lines, rays: Rays, ray: int, stream: Stream) -> Rays:
     """Return the rays with g, c and V of one of them fitted."""
     own = torch.tensor([ray])
     part = rays.part(own)
@@ -326,7 +324,7 @@ def _with_ray(rays: Rays, ray: int, g: Tensor, c: Tensor, V: Tensor) -> Rays:
     return replace(rays, g=all_g, c=all_c, V=all_V)
 
 
-def _profile(guess: Tensor, stream: torch.Generator) -> tuple[Tensor, Tensor]:
+def _profile(guess: Tensor, stream: Stream) -> tuple[Tensor, Tensor]:
     """Return multiples t of a direction e with gᵀe about 1: both signs, from 1/16 to 24."""
     aside = normal(stream, len(guess))
     e = normalized(guess) + 0.5 * aside / lengths(aside)
@@ -334,12 +332,12 @@ def _profile(guess: Tensor, stream: torch.Generator) -> tuple[Tensor, Tensor]:
     return torch.cat([t, -t]), e / (e @ guess)
 
 
-def _spread_probes(g: Tensor, count: int, stream: torch.Generator) -> Tensor:
+def _spread_probes(g: Tensor, count: int, stream: Stream) -> Tensor:
     """Return δ with gᵀδ of both signs from 0.2 to 16 and a random part orthogonal to g."""
     norm = lengths(g)
     across = normal(stream, count, len(g))
     across = across - (across @ g)[:, None] * g / norm**2
-    size, side = torch.rand(2, count, generator=stream, dtype=torch.float64)
+    size, side = uniform(stream, 2, count)
     z = torch.exp(4.3 * size - 1.5)
     z = torch.where(side < 0.5, -z, z)
     return (across * 2 / len(g) ** 0.5 + z[:, None] * g / norm) / norm
