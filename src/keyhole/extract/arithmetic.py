@@ -53,7 +53,7 @@ def precision_of(oracle: Oracle, answers: Tensor) -> float:
 def digits(answers: Tensor) -> float:
     """Return half the ε of the shortest format that holds all answers; float32 also as decimals."""
     for dtype in _FORMATS:
-        if torch.equal(answers, answers.to(dtype).double()):
+        if torch.equal(answers, answers.to(dtype).to(torch.float64)):
             return torch.finfo(dtype).eps / 2
     some = answers.flatten()[:_READ]
     printed = [str(value) for value in some.float().numpy()]

@@ -28,9 +28,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import (
+    Status,
+    Unsuccessful,
+    mismatch,
+    not_applicable,
+    not_identifiable,
+)
 from keyhole.core.float64 import EPSILON, Stream, identity, normal
-from keyhole.core.status import mismatch, not_applicable, not_identifiable
 from keyhole.oracle.protocol import BudgetExhausted, Oracle, ask
 
 # a query with a larger error, relative to the largest form, is repeated

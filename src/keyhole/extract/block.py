@@ -65,10 +65,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful, not_applicable
 from keyhole.core.float64 import Stream, identity, normal, random_stream, zeros
-from keyhole.core.numerics import LinAlgError, least_squares
-from keyhole.core.status import not_applicable
+from keyhole.core.numerics import LinAlgError, least_squares, thin_svd
 from keyhole.extract.arithmetic import EXACT, exact_decimals, measured_errors
 from keyhole.extract.bilinear import max_abs, random_orthogonal
 from keyhole.extract.blocks import kinks, post_norm, pre_norm

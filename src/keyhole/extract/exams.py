@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from keyhole.core import Status
+from keyhole.core import Status, mismatch
 from keyhole.core.float64 import (
     TINY,
     Stream,
@@ -27,7 +27,6 @@ from keyhole.core.float64 import (
     tensor,
     zeros,
 )
-from keyhole.core.status import mismatch
 from keyhole.extract.bilinear import batch_rows, lengths, max_abs, scalar
 from keyhole.extract.domain import Domain
 from keyhole.extract.extraction import Check, Step

@@ -53,8 +53,7 @@ from keyhole.core.float64 import (
     tensor,
     zeros,
 )
-from keyhole.core.numerics import least_squares
-from keyhole.core.status import mismatch, not_applicable, not_identifiable
+from keyhole.core.numerics import least_squares, thin_svd
 from keyhole.extract.arithmetic import EXACT, precision_of
 from keyhole.extract.bilinear import (
     MAX_REPEATED,

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from keyhole.core import mismatch, not_applicable, not_identifiable
 from keyhole.core.float64 import EPSILON, Stream, ones, zeros
-from keyhole.core.status import mismatch, not_applicable, not_identifiable
 from keyhole.extract.bilinear import ask_scores, lengths, normalized, random_orthogonal
 from keyhole.oracle.protocol import Oracle
 

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful, mismatch, not_identifiable
 from keyhole.core.float64 import TINY, Stream, full, tensor
-from keyhole.core.status import mismatch, not_identifiable
 from keyhole.extract.bilinear import MAX_REPEATED, in_batches
 from keyhole.extract.gauss_newton import Pairs
 from keyhole.oracle.protocol import Oracle

@@ -160,6 +160,6 @@ class _Cross:
         """Measure the entries of Z in rows i and columns j."""
         if not i or not len(j):
             return
-        part = zeros(len(j), len(i))
+        part = torch.empty(len(j), len(i), dtype=torch.float64)
         self._forms.grid(self._deltas[i], self._X[list(j)], part)
         self._Zt[torch.tensor(list(j)).unsqueeze(1), torch.tensor(i)] = part

@@ -49,7 +49,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.core import Status
+from keyhole.core import Status, mismatch, not_identifiable
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.float64 import (
     EPSILON,
@@ -61,7 +61,7 @@ from keyhole.core.float64 import (
     tensor,
     zeros,
 )
-from keyhole.core.status import mismatch, not_identifiable
+from keyhole.core.numerics import thin_svd
 from keyhole.core.text import number
 from keyhole.extract.arithmetic import EXACT, digits, exact_decimals, own_error
 from keyhole.extract.bilinear import ask_scores, lengths, max_abs, normalized
@@ -430,7 +430,7 @@ class Columns:
         if not len(low):
             return
         measured = self._measured[low, :stop]
-        _, sizes, span = torch.linalg.svd(measured, full_matrices=False)
+        _, sizes, span = thin_svd(measured)
         above = sizes > stop**0.5 * self._resolution[low, None]
         self._stop[low] = stop
         self.rank[low] = above.sum(1).clamp(min=1)

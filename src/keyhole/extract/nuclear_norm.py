@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from keyhole.core import mismatch
 from keyhole.core.errors import expect_count, expect_number, optional
 from keyhole.core.float64 import normal, random_stream, zeros
-from keyhole.core.status import mismatch
 from keyhole.extract.bilinear import BilinearForms, max_abs, read_values
 from keyhole.extract.extraction import Extraction, Step, setting
 from keyhole.extract.judge import Method

@@ -30,9 +30,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from keyhole.core import not_applicable, not_identifiable
 from keyhole.core.errors import InputError
 from keyhole.core.float64 import zeros
-from keyhole.core.status import not_applicable, not_identifiable
 from keyhole.extract.bilinear import Derived, ask_through, lengths
 from keyhole.extract.extraction import Step, setting
 from keyhole.extract.judge import Method

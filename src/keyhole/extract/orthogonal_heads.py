@@ -32,7 +32,7 @@ from keyhole.core import Status, Unsuccessful, mismatch
 from keyhole.core.errors import InputError, expect_count, expect_number
 from keyhole.core.files import read_tensors
 from keyhole.core.float64 import Stream, identity, normal, random_stream, tensor, zeros
-from keyhole.core.status import mismatch
+from keyhole.core.numerics import thin_svd
 from keyhole.extract.bilinear import (
     MAX_SCALES,
     BilinearForms,

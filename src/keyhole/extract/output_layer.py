@@ -38,11 +38,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful, not_applicable, not_identifiable
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.float64 import EPSILON, TINY, Stream, ones, random_stream, zeros
 from keyhole.core.machine import expect_memory
-from keyhole.core.status import not_applicable, not_identifiable
 from keyhole.extract.arithmetic import decimals_of
 from keyhole.extract.bilinear import max_abs
 from keyhole.extract.extraction import Check, Extraction, LastLayer, Step, setting

@@ -43,7 +43,6 @@ from torch import Tensor
 from keyhole.core import Status, Unsuccessful, mismatch
 from keyhole.core.errors import expect_number
 from keyhole.core.float64 import EPSILON, TINY, Stream, full, random_stream
-from keyhole.core.status import mismatch
 from keyhole.extract.bilinear import ProbeBasis
 from keyhole.extract.exams import SignMethod, labels_again
 from keyhole.extract.extraction import Step, setting

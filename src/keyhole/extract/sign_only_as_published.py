@@ -38,9 +38,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from keyhole.core import not_applicable, not_identifiable
 from keyhole.core.errors import InputError, expect_number
 from keyhole.core.float64 import EPSILON, Stream, full, identity, random_stream, zeros
-from keyhole.core.status import not_applicable, not_identifiable
 from keyhole.core.text import percent
 from keyhole.extract.bilinear import lengths, normalized, random_units
 from keyhole.extract.exams import SignMethod, labels_again

@@ -50,9 +50,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from keyhole.core import mismatch, not_applicable
 from keyhole.core.float64 import Stream, arange, ones, random_stream, zeros
-from keyhole.core.numerics import least_squares
-from keyhole.core.status import mismatch, not_applicable
+from keyhole.core.numerics import least_squares, thin_svd
 from keyhole.extract.bilinear import max_abs, random_orthogonal
 from keyhole.extract.extraction import Step, expect_finite_weights
 from keyhole.extract.judge import Method

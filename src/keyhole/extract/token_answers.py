@@ -36,10 +36,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful, not_applicable
 from keyhole.core.float64 import Stream, full, zeros
 from keyhole.core.machine import expect_memory
-from keyhole.core.status import not_applicable
 from keyhole.oracle.protocol import Oracle, ask
 from keyhole.oracle.token_questions import ABSENT, question
 

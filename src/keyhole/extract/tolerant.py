@@ -41,9 +41,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from keyhole.core import not_applicable, not_identifiable
 from keyhole.core.errors import expect_count, expect_number
 from keyhole.core.float64 import EPSILON, identity, random_stream, zeros
-from keyhole.core.status import not_applicable, not_identifiable
 from keyhole.extract.bilinear import (
     ProbeBasis,
     ask_scores,

@@ -42,9 +42,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from keyhole.core import mismatch, not_applicable, not_identifiable
 from keyhole.core.errors import InputError, expect_number
 from keyhole.core.float64 import EPSILON, full, identity
-from keyhole.core.status import mismatch, not_applicable, not_identifiable
 from keyhole.extract.bilinear import ask_scores, in_batches, max_abs
 from keyhole.extract.exams import AmplifiedExam, asked_again
 from keyhole.extract.extraction import Statement, Step

@@ -51,10 +51,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from keyhole.core import Unsuccessful
+from keyhole.core import Unsuccessful, not_applicable
 from keyhole.core.float64 import Stream, identity, normal, random_stream, uniform, zeros
 from keyhole.core.numerics import least_squares
-from keyhole.core.status import not_applicable
 from keyhole.core.text import number
 from keyhole.extract.attention_layers import find_network, fit_network
 from keyhole.extract.bilinear import max_abs, random_units

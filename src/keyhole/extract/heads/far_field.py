@@ -29,10 +29,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.core import Status, Unsuccessful
+from keyhole.core import Status, Unsuccessful, mismatch
 from keyhole.core.float64 import Stream, arange, normal, tensor, zeros
 from keyhole.core.numerics import least_squares
-from keyhole.core.status import mismatch
 from keyhole.extract.bilinear import (
     ask_scores,
     lengths,
