@@ -19,3 +19,8 @@ def row_numbers(rows: Tensor) -> Tensor:
 def seeded(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
     """Return a random stream that is the same in every run."""
     return torch.Generator(device).manual_seed(seed)
+
+
+def append_ones(rows: Tensor) -> Tensor:
+    """Return the rows (n, d) with a 1 after each, which gives a linear map an offset."""
+    return torch.cat([rows, torch.ones_like(rows[:, :1])], 1)

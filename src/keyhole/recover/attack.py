@@ -8,7 +8,7 @@ decides whether they are right.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -161,19 +161,18 @@ class Target:
 
     def slopes(
         self,
-        leak: Leak,
+        exposure: Exposure,
         words: Tensor,
-        of: Callable[[Tensor], Tensor],
+        of: Callable[[Mapping[str, Tensor]], Tensor],
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return numbers (b,) `of` the rows for word embeddings (b, n, e), and their gradients.
+        """Return numbers (b,) `of` what is exposed for word embeddings (b, n, e), and gradients.
 
         `mask` (b, n) is 1 on text.
         """
         with torch.enable_grad():
             words = words.detach().requires_grad_()
-            given = capture(self.model, leak.exposure, embeddings=words, mask=mask)
-            numbers = of(leak.rows(given))
+            numbers = of(capture(self.model, exposure, embeddings=words, mask=mask))
             (gradient,) = torch.autograd.grad(numbers.sum(), words)
         return numbers.detach(), gradient
 

@@ -71,28 +71,29 @@ class SingleChanges:
         cls, parents: Texts, replaced: Tensor, inserted: Tensor, max_length: int
     ) -> SingleChanges:
         """Make the changes to tokens (p, n, m) at every place and (p, n + 1, m′) in every gap."""
-        (n, m) = replaced.shape[1:]
+        n, m = replaced.shape[1:]
         gaps = inserted.shape[2]
-        device = replaced.device
-        places, between = (torch.arange(k, device=device) for k in (n, n + 1))
-        inside = places < parents.lengths[:, None]
-        fits = (between <= parents.lengths[:, None]) & (parents.lengths < max_length)[
-            :, None
-        ]
-        new = replaced != parents.ids[:, :n, None]
-        may_replace = (inside[..., None] & new).flatten(1)
-        may_delete = inside & (parents.lengths > 1)[:, None]
+        ids = parents.ids[:, :n]
+        lengths = parents.lengths[:, None]
+        between = row_numbers(inserted[0])
+        places = between[:n]
+        inside = places < lengths
+        may_replace = inside[..., None] & (replaced != ids[..., None])
+        may_insert = (between <= lengths) & (lengths < max_length)
+        may_delete = inside & (lengths > 1)
+        allowed = (
+            may_replace.flatten(1),
+            may_insert.repeat_interleave(gaps, 1),
+            may_delete,
+        )
         kinds = [REPLACED] * (n * m) + [INSERTED] * ((n + 1) * gaps) + [DELETED] * n
+        where = (places.repeat_interleave(m), between.repeat_interleave(gaps), places)
         return cls(
             parents,
-            torch.cat(
-                [replaced.flatten(1), inserted.flatten(1), parents.ids[:, :n]], 1
-            ),
-            torch.cat([may_replace, fits.repeat_interleave(gaps, 1), may_delete], 1),
-            torch.tensor(kinds).to(device),
-            torch.cat(
-                [places.repeat_interleave(m), between.repeat_interleave(gaps), places]
-            ),
+            torch.cat([replaced.flatten(1), inserted.flatten(1), ids], 1),
+            torch.cat(allowed, 1),
+            places.new_tensor(kinds),
+            torch.cat(where),
             max_length,
         )
 
@@ -114,27 +115,21 @@ class SingleChanges:
         n = self.width
         every = row_numbers(rows)
         parents = self.parents[rows]
-        tokens = parents.ids[:, :n].where(parents.mask[:, :n], -1)
-        gaps = torch.full((len(rows), n + 1), -1, device=rows.device)
+        # Gaps, each before its token; -1 where there is none.
+        both = rows.new_full((len(rows), 2 * n + 1), -1)
+        both[:, 1::2] = parents.ids[:, :n].where(parents.mask[:, :n], -1)
         for column in sets.unbind(1):
             change = column.clamp(min=0)
-            kind = self.kinds[change].where(column >= 0, -1)
-            place = self.places[change]
-            token = self.tokens[rows, change]
-            token = token.where(kind != DELETED, -1)
-            in_gap = kind == INSERTED
-            at_place = (kind == REPLACED) | (kind == DELETED)
-            gaps[every[in_gap], place[in_gap]] = token[in_gap]
-            tokens[every[at_place], place[at_place]] = token[at_place]
-        both = torch.full((len(rows), 2 * n + 1), -1, device=rows.device)
-        both[:, 0::2] = gaps
-        both[:, 1::2] = tokens
+            kind = self.kinds[change]
+            token = self.tokens[rows, change].where(kind != DELETED, -1)
+            place = 2 * self.places[change] + (kind != INSERTED)
+            taken = column >= 0
+            both[every[taken], place[taken]] = token[taken]
         order = (both < 0).long().argsort(dim=1, stable=True)
         lengths = (both >= 0).sum(1)
-        texts = Texts(both.gather(1, order).clamp(min=0), lengths).padded(
-            self.max_length
-        )
-        return texts.clean(), (lengths > 0) & (lengths <= self.max_length)
+        texts = Texts(both.gather(1, order).clamp(min=0), lengths)
+        fits = (lengths > 0) & (lengths <= self.max_length)
+        return texts.padded(self.max_length).clean(), fits
 
 
 @dataclass(frozen=True)
@@ -164,8 +159,8 @@ class LikelyTokens:
     def of(cls, counted: Counted, goals: Tensor) -> LikelyTokens:
         odds = counted.token_odds.odds(goals)
         odds[:, counted.special] = _NEVER
-        ranks = odds.clone()
         ends = counted.ngrams.ends[: odds.shape[1]]
+        ranks = odds.clone()
         ranks[:, ends.topk(min(_COMMON, len(ends))).indices] -= _NEVER
         ranks[:, counted.special] = _NEVER
         return cls(counted, odds, ranks)
@@ -211,23 +206,22 @@ class LikelyTokens:
             log_p: Tensor, count: int, barred: Tensor, by_odds: int = 0
         ) -> Tensor:
             """Return the tokens (p, places, count) with the best scores, each once."""
-            picks: list[Tensor] = []
             order = _ORDER * (log_p + heat * gumbel(log_p, generator))
-            far = order + far_odds[:, None]
-            near = order + near_odds[:, None]
-            by_odds_alone = odds[:, None].expand_as(order)
-            for scores, wanted in (
-                (far, count),
-                (near, count),
-                (by_odds_alone, 2 * by_odds),
-            ):
-                left = order.shape[2] - sum(pick.shape[2] for pick in picks) - 1
-                most = max(0, min(wanted // 2, left))
+            ways = [
+                (order + far_odds[:, None], count // 2),
+                (order + near_odds[:, None], count // 2),
+                (odds[:, None].expand_as(order), by_odds),
+            ]
+            picks: list[Tensor] = []
+            left = order.shape[2] - 1
+            for scores, wanted in ways:
+                most = max(0, min(wanted, left))
                 pick = scores.masked_fill(barred, -torch.inf).topk(most, dim=-1).indices
                 barred = barred.scatter(2, pick, True)
                 picks.append(pick)
+                left -= most
             places = torch.cat(picks, -1)
-            return tokens[:, None].expand(-1, places.shape[1], -1).gather(2, places)
+            return wide[:, : places.shape[1]].gather(2, places)
 
         replaced = chosen(
             after[:, :-1] + before[:, 1:], shares.replaced, same, shares.by_odds
@@ -241,9 +235,8 @@ class LikelyTokens:
         ranks = self.ranks[vectors]
         ordinary = ranks.shape[1] - len(self.counted.special)
         likeliest = ranks.topk(min(base, ordinary), dim=1)
-        lacking = missing.where(
-            (ranks < likeliest.values[:, -1:]) & (ranks > _NEVER), -torch.inf
-        )
+        others = (ranks < likeliest.values[:, -1:]) & (ranks > _NEVER)
+        lacking = missing.where(others, -torch.inf)
         more = min(_MISSED, max(0, ordinary - base))
         return torch.cat([likeliest.indices, lacking.topk(more, dim=1).indices], 1)
 
@@ -256,9 +249,8 @@ def exchanged(
     There are fewer if a text has no more.
     """
     n = int(parents.lengths.max())
-    cuts = (_cuts(n) if n <= _ORDINARY else _some_cuts(n, generator)).to(
-        parents.ids.device
-    )
+    cuts = _cuts(n) if n <= _ORDINARY else _some_cuts(n, generator)
+    cuts = cuts.to(parents.ids.device)
     gains = likelier(Texts(parents.ids[:, :n], parents.lengths), cuts, ngrams) / _HEAT
     gains = gains + gumbel(gains, generator)
     gains = gains.where(cuts[3] <= parents.lengths[:, None], -torch.inf)
@@ -271,9 +263,8 @@ def likelier(texts: Texts, cuts: Tensor, ngrams: NGrams) -> Tensor:
     """Return how much each of q exchanges (4, q) changes log p (p, q)."""
     row = ngrams.framed(texts)
     size = row.shape[1]
-    table = ngrams.pairs(
-        row[:, :, None].expand(-1, -1, size), row[:, None].expand(-1, size, -1)
-    ).flatten(1)
+    first = row[:, :, None].expand(-1, -1, size)
+    table = ngrams.pairs(first, first.mT).flatten(1)
 
     def pair(left: Tensor, right: Tensor) -> Tensor:
         """Return log p of the token at `right` after the token before `left`."""
@@ -288,9 +279,7 @@ def likelier(texts: Texts, cuts: Tensor, ngrams: NGrams) -> Tensor:
 def apply(texts: Texts, cuts: Tensor) -> Texts:
     """Return each text (b, n) after its own exchange (4, b)."""
     a, b, c, d = cuts[..., None]
-    places = torch.arange(texts.ids.shape[1], device=texts.ids.device).expand_as(
-        texts.ids
-    )
+    places = row_numbers(texts.ids.T).expand_as(texts.ids)
     middle = a + d - c  # where the part between the pieces begins
     last = middle + c - b
     source = torch.where(places < d, places - last + a, places)
@@ -303,12 +292,8 @@ def apply(texts: Texts, cuts: Tensor) -> Texts:
 def _some_cuts(n: int, generator: torch.Generator) -> Tensor:
     """Draw exchanges in a long text at random, half of them of neighbouring pieces."""
     shape = (4, _MOST_CUTS)
-    device = generator.device
-    drawn = (
-        torch.randint(n + 1, shape, generator=generator, device=device)
-        .sort(dim=0)
-        .values
-    )
+    drawn = torch.randint(n + 1, shape, generator=generator, device=generator.device)
+    drawn = drawn.sort(dim=0).values
     drawn[2, ::2] = drawn[1, ::2]
     return drawn[:, (drawn[0] < drawn[1]) & (drawn[2] < drawn[3])]
 

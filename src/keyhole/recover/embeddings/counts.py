@@ -22,7 +22,7 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError
 from keyhole.core.numerics import with_ridge
-from keyhole.core.tensors import normalized, row_numbers, seeded
+from keyhole.core.tensors import append_ones, normalized, row_numbers, seeded
 from keyhole.data import read_texts
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.encoder import Encoder, Texts
@@ -63,33 +63,37 @@ class Counted:
         corpus.
         """
         device = encoder.device
-        pieces = sorted(
-            {
-                tuple(line[start : start + max_length])
-                for line in lines
-                for start in range(0, len(line), max_length)
-            }
-        )
-        order = torch.randperm(len(pieces), generator=seeded(seed))
-        chosen = [list(pieces[k]) for k in order[: _LINES[device.type]].tolist()]
+        pieces = {
+            tuple(line[start : start + max_length])
+            for line in lines
+            for start in range(0, len(line), max_length)
+        }
+        order = torch.randperm(len(pieces), generator=seeded(seed)).tolist()
+        pieces = sorted(pieces)
+        chosen = [pieces[number] for number in order[: _LINES[device.type]]]
         texts = Texts.of(chosen, max_length, device)
-        enough = len(texts) >= _ENOUGH
-        vectors = encoder.whiten(texts) if enough else encoder.vectors(texts, fast=True)
-        frame = torch.tensor(
-            sorted({*encoder.before, *encoder.after, encoder.pad}), device=device
-        )
-        seen = _altered(encoder, texts, vectors, frame, seed)
+        if len(texts) >= _ENOUGH:
+            vectors = encoder.whiten(texts)
+        else:
+            vectors = encoder.vectors(texts, fast=True)
+        frame = {*encoder.before, *encoder.after, encoder.pad}
+        special = torch.tensor(sorted(frame), device=device)
+        seen = _altered(encoder, texts, vectors, special, seed)
         endings = None
         if encoder.exposure.pooling == "last":
             endings = Endings.of(encoder, texts, seed)
-        token_odds = TokenOdds.of(
-            *seen, endings.of_tokens if endings else alone(encoder)
-        )
+        own = endings.of_tokens if endings else alone(encoder)
         size = len(encoder.table)
-        ngrams = NGrams.of(lines, size, token_kinds(encoder.target.tokenizer, size)).to(
-            device
+        kinds = token_kinds(encoder.target.tokenizer, size).to(device)
+        return cls(
+            encoder,
+            TokenOdds.of(*seen, own),
+            NGrams.of(lines, size, kinds),
+            texts,
+            vectors,
+            special,
+            endings,
         )
-        return cls(encoder, token_odds, ngrams, texts, vectors, frame, endings)
 
     def nearest(
         self, goals: Tensor, count: int, max_length: int
@@ -114,25 +118,20 @@ def _altered(
     """Return texts with their vectors, and the same texts with tokens replaced at random."""
     device = encoder.device
     generator = seeded(seed, device)
-    words = torch.ones(len(encoder.table), dtype=torch.bool, device=device)
-    words[special] = False
-    words = words.nonzero().flatten()
+    tokens = row_numbers(encoder.table)
+    words = tokens[~torch.isin(tokens, special)]
     parts = [texts]
     runs = [vectors]
     times = _ALTERED[device.type]
-    lines = _LINES[device.type] * _smallness(
-        encoder.target
-    )  # that a large encoder has time for
+    # that a large encoder has time for
+    lines = _LINES[device.type] * _smallness(encoder.target)
+    shape = texts.ids.shape
     for _ in range(min(times, math.ceil(times * lines / len(texts)))):
-        share = _REPLACED * torch.rand(
-            len(texts), 1, generator=generator, device=device
-        )
-        chance = torch.rand(texts.ids.shape, generator=generator, device=device)
-        any_ = torch.randint(
-            len(words), texts.ids.shape, generator=generator, device=device
-        )
-        ids = texts.ids.where((chance >= share) | ~texts.mask, words[any_])
-        parts.append(Texts(ids, texts.lengths))
+        share = torch.rand(len(texts), 1, generator=generator, device=device)
+        chance = torch.rand(shape, generator=generator, device=device)
+        drawn = torch.randint(len(words), shape, generator=generator, device=device)
+        kept = (chance >= _REPLACED * share) | ~texts.mask
+        parts.append(Texts(texts.ids.where(kept, words[drawn]), texts.lengths))
         runs.append(encoder.vectors(parts[-1], fast=True))
     return Texts.cat(parts), torch.cat(runs)
 
@@ -174,33 +173,31 @@ class TokenOdds:
     @classmethod
     def of(cls, texts: Texts, vectors: Tensor, own: Tensor) -> TokenOdds:
         """Fit the odds to texts and their vectors, and to the vector `own` (V, d) of each token."""
+        # Every distinct token of every text.
         size = len(own)
-        rows, tokens = _held(texts)
+        owners = row_numbers(texts.ids)[:, None].expand_as(texts.ids)
+        keys = (owners * size + texts.ids)[texts.mask].unique()
+        tokens = keys % size
+        held = torch.bincount(tokens, minlength=size).double()
         vectors = vectors.double()
         middle = vectors.mean(0)
         centred = vectors - middle
-        held = torch.bincount(tokens, minlength=size).double()
         sums = centred.new_zeros(size, centred.shape[1])
-        for some, of_them in zip(
-            rows.split(_AT_ONCE), tokens.split(_AT_ONCE), strict=True
-        ):
-            sums.index_add_(0, of_them, centred[some])
+        for some in keys.split(_AT_ONCE):
+            sums.index_add_(0, some % size, centred[some // size])
         means = sums / held.clamp(min=1)[:, None]
-        expected = _fitted(own.double(), means, held)
+        # Predicted from the tokens' own vectors, by a regression on frequent tokens.
+        inputs = append_ones(own.double())
+        trusted = inputs * (held / (held + _DRAWN))[:, None]
+        square = trusted.T @ inputs
+        square.diagonal().add_(1.0)
+        expected = inputs @ torch.linalg.solve(square, trusted.T @ means)
         offsets = (sums + _DRAWN * expected) / (held + _DRAWN)[:, None]
         covariance = with_ridge(centred.T @ centred / len(centred), _RIDGE)
         weights = torch.linalg.solve(covariance, offsets.T)
         share = ((held + _SEEN) / len(texts)).log()
         offset = share - (offsets.T * weights).sum(0) / 2 - middle @ weights
         return cls(weights.float(), offset.float())
-
-
-def _held(texts: Texts) -> tuple[Tensor, Tensor]:
-    """Return every distinct token of every text, as two columns: row and token."""
-    size = int(texts.ids.max()) + 1
-    rows = row_numbers(texts.ids)[:, None].expand(texts.ids.shape)
-    keys = (rows * size + texts.ids)[texts.mask].unique()
-    return keys // size, keys % size
 
 
 def alone(encoder: Encoder) -> Tensor:
@@ -214,19 +211,25 @@ def alone(encoder: Encoder) -> Tensor:
     """
     tokens = row_numbers(encoder.table)
     most = _ALONE[encoder.device.type] * effort(encoder.target)
-    if len(tokens) <= most:
-        return encoder.vectors(Texts.filled(tokens[:, None]), fast=True)
-    names: list[str] = encoder.target.tokenizer.convert_ids_to_tokens(tokens.tolist())
-    words = [k for k, name in enumerate(names) if name and name.strip("#▁Ġ").isalpha()]
-    run = tokens[words[: round(most)]]
-    own = encoder.vectors(Texts.filled(run[:, None]), fast=True)
-    rows = normalized(encoder.table.double())
-    rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
-    square = rows[run].T @ rows[run]
+    if len(tokens) > most:
+        names = encoder.target.tokenizer.convert_ids_to_tokens(tokens.tolist())
+        words = [k for k, name in enumerate(names) if _bare(name).isalpha()]
+        tokens = tokens[words[: round(most)]]
+    own = encoder.vectors(Texts.filled(tokens[:, None]), fast=True)
+    if len(own) == len(encoder.table):
+        return own
+    rows = append_ones(normalized(encoder.table.double()))
+    square = rows[tokens].T @ rows[tokens]
     square.diagonal().add_(_SIMPLE)
-    predicted = (rows @ torch.linalg.solve(square, rows[run].T @ own.double())).to(own)
-    predicted[run] = own
+    products = rows[tokens].T @ own.double()
+    predicted = (rows @ torch.linalg.solve(square, products)).to(own)
+    predicted[tokens] = own
     return predicted
+
+
+def _bare(name: str | None) -> str:
+    """Return a token's name without the signs that say where it may stand."""
+    return (name or "").strip("#▁Ġ")
 
 
 def effort(target: Target) -> float:
@@ -236,20 +239,8 @@ def effort(target: Target) -> float:
 
 def _smallness(target: Target) -> float:
     """Return 1 for a small encoder, and less for a large one."""
-    size = (
-        sum(each.numel() for each in target.model.parameters())
-        - target.parts.table.numel()
-    )
-    return min(1.0, _SMALL / max(1, size))
-
-
-def _fitted(own: Tensor, means: Tensor, held: Tensor) -> Tensor:
-    """Predict the means from the tokens' own vectors, by a ridge regression on frequent tokens."""
-    inputs = torch.cat([own, own.new_ones(len(own), 1)], 1)
-    trusted = inputs * (held / (held + _DRAWN))[:, None]
-    square = trusted.T @ inputs
-    square.diagonal().add_(1.0)
-    return inputs @ torch.linalg.solve(square, trusted.T @ means)
+    numbers = sum(each.numel() for each in target.model.parameters())
+    return min(1.0, _SMALL / max(1, numbers - target.parts.table.numel()))
 
 
 # Which token follows which in a corpus: interpolated bigrams (Kneser and Ney, 1995).
@@ -297,35 +288,35 @@ class NGrams:
     ) -> NGrams:
         """Count token lists; `kinds` (V,) are the kinds of tokens, by default all the same."""
         size = vocabulary + 1
-        mark = torch.tensor([_KINDS - 1])
         if kinds is None:
             kinds = torch.zeros(size, dtype=torch.long)
         else:
-            kinds = torch.cat([kinds, mark])
-        row = torch.tensor(
-            [vocabulary, *chain.from_iterable((*x, vocabulary) for x in lines)]
-        )
+            kinds = torch.nn.functional.pad(kinds, (0, 1), value=_KINDS - 1)
+        marked = chain.from_iterable((*line, vocabulary) for line in lines)
+        row = kinds.new_tensor([vocabulary, *marked])
         keys, counts = (row[:-1] * size + row[1:]).unique(return_counts=True)
         first = keys // size
         second = keys % size
-        totals = torch.zeros(size, dtype=torch.float64).index_add_(
-            0, first, counts.double()
-        )
+        totals = torch.bincount(first, counts.double(), size)
         followers = torch.bincount(first, minlength=size)
-        ends = torch.bincount(second, minlength=size) + _NGRAMS_SEEN
-        left = torch.where(totals > 0, _DISCOUNT * followers / totals.clamp(min=1), 1.0)
+        left = (_DISCOUNT * followers / totals).where(totals > 0, 1.0)
         seen = (counts - _DISCOUNT) / totals[first]
+        ends = torch.bincount(second, minlength=size) + _NGRAMS_SEEN
         ends = (ends / ends.sum()).float()
-        ratios = _ratios(kinds[first], kinds[second], ends, kinds)
+        # How often a token of each kind follows one of each kind, and stands at all.
+        pairs = torch.bincount(
+            kinds[first] * _KINDS + kinds[second], minlength=_KINDS**2
+        )
+        share = torch.bincount(kinds, ends, _KINDS)
+        there = share > 0
+        after = (pairs.view(_KINDS, _KINDS) + _KIND_SEEN) * there
+        ratios = (after / after.sum(1, keepdim=True) / share).where(there, 0.0)
         return cls(keys, seen.float(), left.float(), ends, kinds, ratios)
 
     def pairs(self, first: Tensor, second: Tensor) -> Tensor:
         """Return log p(b | a), for tokens or marks a and b in two tensors of one shape."""
-        p = (
-            self.left[first]
-            * self.ends[second]
-            * self.ratios[self.kinds[first], self.kinds[second]]
-        )
+        ratios = self.ratios[self.kinds[first], self.kinds[second]]
+        p = self.left[first] * self.ends[second] * ratios
         if len(self.keys):
             wanted = first * len(self.ends) + second
             place = torch.searchsorted(self.keys, wanted).clamp(max=len(self.keys) - 1)
@@ -348,42 +339,23 @@ class NGrams:
         terms = self.pairs(row[:, :-1], row[:, 1:])
         if own is not None:
             terms[:, :-1] = mixed(terms[:, :-1], own)
-        inside = (
-            torch.arange(terms.shape[1], device=row.device) <= texts.lengths[:, None]
-        )
+        inside = Texts(terms, texts.lengths + 1).mask
         return terms.where(inside, 0.0).sum(-1)
-
-    def to(self, device: Any) -> NGrams:
-        parts = (self.keys, self.seen, self.left, self.ends, self.kinds, self.ratios)
-        return NGrams(*(part.to(device) for part in parts))
-
-
-def _ratios(first: Tensor, second: Tensor, ends: Tensor, kinds: Tensor) -> Tensor:
-    """Return p(kind of b | kind of a) / p(kind of b), from the kinds of pairs that were seen."""
-    pairs = torch.bincount(first * _KINDS + second, minlength=_KINDS**2).view(
-        _KINDS, _KINDS
-    )
-    share = torch.zeros(_KINDS).index_add_(0, kinds, ends)
-    there = share > 0
-    after = (pairs + _KIND_SEEN) * there
-    return (after / after.sum(1, keepdim=True) / share).where(there, 0.0)
 
 
 def token_kinds(tokenizer: Any, size: int) -> Tensor:
     """Return each token's kind (V,): does it begin a word, and is it letters, digits or signs?"""
-    names: list[str] = [
-        name or "" for name in tokenizer.convert_ids_to_tokens(range(size))
-    ]
-    spaced = any(
-        name[:1] in "▁Ġ" for name in names if name
-    )  # a word's beginning is marked
-
-    def kind(name: str) -> int:
+    names = [name or "" for name in tokenizer.convert_ids_to_tokens(range(size))]
+    # a word's beginning is marked
+    spaced = any(name.startswith(("▁", "Ġ")) for name in names)
+    kinds: list[int] = []
+    for name in names:
         later = not name.startswith(("▁", "Ġ")) if spaced else name.startswith("##")
-        letters = name.strip("#▁Ġ")
-        return 3 * later + (0 if letters.isalpha() else 1 if letters.isdigit() else 2)
-
-    return torch.tensor([kind(name) for name in names])
+        kind = 3 * later
+        if not _bare(name).isalpha():
+            kind += 1 if _bare(name).isdigit() else 2
+        kinds.append(kind)
+    return torch.tensor(kinds)
 
 
 def mixed(counted: Tensor, own: Tensor) -> Tensor:
@@ -419,17 +391,15 @@ class Endings:
     ) -> Endings:
         """Run every token after random beginnings of lines, of lengths in `before` for each run."""
         device = encoder.device
-        size = len(encoder.table)
+        tokens = row_numbers(encoder.table)
+        size = tokens.shape
         width = lines.ids.shape[1]
         generator = seeded(seed, device)
-        tokens = torch.arange(size, device=device)
         parts: list[Texts] = []
         for least, most in before or _BEFORE[device.type]:
-            rows = torch.randint(
-                len(lines), (size,), generator=generator, device=device
-            )
+            rows = torch.randint(len(lines), size, generator=generator, device=device)
             count = torch.randint(
-                least, most + 1, (size,), generator=generator, device=device
+                least, most + 1, size, generator=generator, device=device
             )
             count = torch.minimum(count, lines.lengths[rows]).clamp(max=width - 1)
             ids = lines.ids[rows].scatter(1, count[:, None], tokens[:, None])
@@ -438,12 +408,13 @@ class Endings:
         if len(parts) == 1 and int(texts.lengths.max()) == 1:
             return cls(texts, alone(encoder)[None])
         vectors = encoder.vectors(texts, fast=True)
-        return cls(texts, vectors.view(len(parts), size, -1))
+        return cls(texts, vectors.unflatten(0, (len(parts), -1)))
 
     @property
     def of_tokens(self) -> Tensor:
         """The mean vector (V, d) of each token's texts, if possible without the token alone."""
-        return self.vectors[1 if len(self.vectors) > 1 else 0 :].mean(0)
+        first = 1 if len(self.vectors) > 1 else 0
+        return self.vectors[first:].mean(0)
 
     def nearest(
         self, goals: Tensor, barred: Tensor, count: int, max_length: int

@@ -49,7 +49,11 @@ class Vectors:
     def __init__(self, target: Target, exposure: Exposure, ids: Sequence[int]) -> None:
         self.target = target
         self.exposure = exposure
-        self.before, self.after = _frame(target, ids)
+        before, after = target.frame()
+        inside = ids[len(before) : len(ids) - len(after)]
+        framed = bool(inside) and [*before, *inside, *after] == list(ids)
+        self.before = before if framed else []
+        self.after = after if framed else []
         whole = replace(exposure, width=None, unit=False)
         self._encoder = Encoder(target, whole, frame=(self.before, self.after))
         self.passes = 0
@@ -63,7 +67,7 @@ class Vectors:
 
     def __call__(self, texts: Sequence[Tokens]) -> Tensor:
         """Return the vectors (b, k) of texts, without gradients."""
-        fresh = list(dict.fromkeys(text for text in texts if text not in self._whole))
+        fresh = [text for text in dict.fromkeys(texts) if text not in self._whole]
         if fresh:
             rows = self._encoder.values(self._table(fresh))
             self._whole.update(zip(fresh, rows, strict=True))
@@ -71,7 +75,7 @@ class Vectors:
         return self._part(torch.stack([self._whole[text] for text in texts]))
 
     def _table(self, texts: Sequence[Tokens]) -> Texts:
-        return Texts.of(texts, max(map(len, texts)), self.target.parts.device)
+        return Texts.of(texts, max(map(len, texts)), self.target.device)
 
     def _part(self, rows: Tensor) -> Tensor:
         """Return the part (b, k) of whole vectors (b, d) that the exposure keeps."""
@@ -92,14 +96,10 @@ class Vectors:
         """Return random directions (probes, k), and the derivative (probes, n, e) along each."""
         if text not in self._probed:
             own = self([text])[0]
-            generator = seeded(0)
-            probes = torch.randn(_PROBES, len(own), generator=generator).to(own)
-            size = max(1, _TOKENS[own.device.type] // (len(text) + 2))
-            parts = [
-                self.derivatives([text] * len(some), some)
-                for some in probes.split(size)
-            ]
-            self._probed[text] = probes, torch.cat(parts).float()
+            probes = torch.randn(_PROBES, len(own), generator=seeded(0)).to(own)
+            parts = probes.split(max(1, _TOKENS[own.device.type] // (len(text) + 2)))
+            slopes = [self.derivatives([text] * len(part), part) for part in parts]
+            self._probed[text] = probes, torch.cat(slopes).float()
         return self._probed[text]
 
 
@@ -124,28 +124,29 @@ def alternatives_to(
     """
     key = text, same_length
     own = vectors([text])[0]
-    plain = torch.equal(
-        wanted.to(own), own
-    )  # so it is for every text that fits without noise
+    # so it is for every text that fits without noise
+    plain = torch.equal(wanted.to(own), own)
     if plain and key in vectors.alternatives:
         return vectors.alternatives[key]
     tokens, near = _nearest(vectors, text, wanted)
-    quiet = near.argsort()[:_PLACES].sort().values.tolist()
-    edits = [*_replaced(text, tokens, quiet), *_swapped(text, quiet)]
+    quiet: list[int] = near.argsort()[:_PLACES].sort().values.tolist()
+    edits: list[Tokens] = []
+    for place in quiet:
+        for token in tokens[place].tolist():
+            edits.append((*text[:place], token, *text[place + 1 :]))
+    pairs = sorted(combinations(quiet, 2), key=lambda pair: pair[1] - pair[0])
+    for a, b in pairs[:_PAIRS]:
+        edits.append((*text[:a], text[b], *text[a + 1 : b], text[a], *text[b + 1 :]))
     if not same_length:
-        edits += [
-            (*text[:place], *text[place + 1 :]) for place in quiet if len(text) > 1
-        ]
-        max_length = (
-            vectors.target.parts.max_length - len(vectors.before) - len(vectors.after)
-        )
-        if len(text) < max_length:
+        if len(text) > 1:
+            edits += [(*text[:place], *text[place + 1 :]) for place in quiet]
+        special = len(vectors.before) + len(vectors.after)
+        if 0 < len(text) < vectors.target.parts.max_length - special:
             edits += _longer(vectors, text, wanted, quiet)
     texts = [edit for edit in dict.fromkeys(edits) if edit != text]
     touched = torch.tensor([_touched(text, edit) for edit in texts])
-    alternatives = Alternatives(
-        texts, vectors(texts), touched.view(len(texts), len(text))
-    )
+    touched = touched.view(len(texts), len(text))
+    alternatives = Alternatives(texts, vectors(texts), touched)
     if plain:
         vectors.alternatives[key] = alternatives
     return alternatives
@@ -153,11 +154,10 @@ def alternatives_to(
 
 def _nearest(vectors: Vectors, text: Tokens, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """Return tokens (n, m) to try at each place, and how near (n,) the nearest one comes."""
-    table = vectors.target.parts.table.float()
+    table = vectors.target.table
     own = vectors([text])[0]
     probes, slopes = vectors.probed(text)
     off = probes @ (wanted.to(own) - own)
-    ids = torch.tensor(text, device=table.device)
     tokens: list[Tensor] = []
     near: list[Tensor] = []
     for place, id_ in enumerate(text):
@@ -167,68 +167,37 @@ def _nearest(vectors: Vectors, text: Tokens, wanted: Tensor) -> tuple[Tensor, Te
         least = far.topk(min(_NEAREST, len(far) - 1), largest=False)
         tokens.append(least.indices)
         near.append(least.values[0])
-    similar = most_similar(table, ids).T
+    similar = most_similar(table, vectors.target.tensor(text)).T
     return torch.cat([torch.stack(tokens), similar], -1), torch.stack(near)
-
-
-def _replaced(text: Tokens, tokens: Tensor, places: list[int]) -> list[Tokens]:
-    chosen = tokens.tolist()
-    return [
-        (*text[:place], token, *text[place + 1 :])
-        for place in places
-        for token in chosen[place]
-    ]
-
-
-def _swapped(text: Tokens, places: list[int]) -> list[Tokens]:
-    pairs = sorted(combinations(places, 2), key=lambda pair: pair[1] - pair[0])
-    return [
-        (*text[:a], text[b], *text[a + 1 : b], text[a], *text[b + 1 :])
-        for a, b in pairs[:_PAIRS]
-    ]
 
 
 def _longer(
     vectors: Vectors, text: Tokens, wanted: Tensor, places: list[int]
 ) -> list[Tokens]:
     """Return texts with one token more: a copy of a neighbour, or what the gradient suggests."""
-    if not text:
-        return []
     gaps = sorted({gap for place in places for gap in (place, place + 1)})
     copies = [(*text[:gap], text[max(gap - 1, 0)], *text[gap:]) for gap in gaps]
-    table = vectors.target.parts.table.float()
+    table = vectors.target.table
     off = vectors(copies) - wanted.to(table.device)
     size = max(1, _TOKENS[table.device.type] // (len(text) + 3))
     edits = list(copies)
     for start in range(0, len(gaps), size):
         some = slice(start, start + size)
         slopes = vectors.derivatives(copies[some], off[some])
-        at = torch.tensor(gaps[some], device=table.device)
+        at = vectors.target.tensor(gaps[some])
         change = slopes[row_numbers(at), at].float() @ table.T
         change[:, vectors.target.pads()] = torch.inf
-        wished = change.topk(
-            min(_WISHED, change.shape[1]), largest=False
-        ).indices.tolist()
-        for gap, tokens in zip(gaps[some], wished, strict=True):
+        wished = change.topk(min(_WISHED, change.shape[1]), largest=False).indices
+        for gap, tokens in zip(gaps[some], wished.tolist(), strict=True):
             edits += [(*text[:gap], token, *text[gap:]) for token in tokens]
     return edits
 
 
 def _touched(text: Tokens, edit: Tokens) -> list[bool]:
     """Return which tokens of the text an edit changes; an inserted one touches its neighbours."""
+    pairs = list(zip(text, edit, strict=False))
     if len(text) == len(edit):
-        return [a != b for a, b in zip(text, edit, strict=True)]
-    pairs = enumerate(zip(text, edit, strict=False))
-    place = next((p for p, (a, b) in pairs if a != b), min(len(text), len(edit)))
-    if len(edit) < len(text):
-        return [p == place for p in range(len(text))]
-    return [p in (place - 1, place) for p in range(len(text))]
-
-
-def _frame(target: Target, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the tokenizer's special tokens, if they stand around these ids."""
-    before, after = target.frame()
-    inside = ids[len(before) : len(ids) - len(after)]
-    if inside and [*before, *inside, *after] == list(ids):
-        return (before, after)
-    return ([], [])
+        return [a != b for a, b in pairs]
+    place = next((p for p, (a, b) in enumerate(pairs) if a != b), len(pairs))
+    first = place if len(edit) < len(text) else place - 1
+    return [first <= each <= place for each in range(len(text))]

@@ -9,7 +9,7 @@ A causal model also gives the probability of each token of a text after those be
 at almost no extra cost, because it is run on every text anyway (`read`). Its last
 states lie in a narrow cone. They vary most in what they predict, which many texts
 share, while directions of little variance tell texts apart. So vectors may be whitened
-(`Whitening`), and then a cosine weighs all directions alike.
+(`whitening`), and then a cosine weighs all directions alike.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from keyhole.core.tensors import normalized, row_numbers
 from keyhole.models.capture import Exposure, capture, pool
@@ -51,10 +52,8 @@ class Texts:
     @property
     def mask(self) -> Tensor:
         """A mask (b, n), true on tokens."""
-        return (
-            torch.arange(self.ids.shape[-1], device=self.ids.device)
-            < self.lengths[..., None]
-        )
+        places = torch.arange(self.ids.shape[-1], device=self.ids.device)
+        return places < self.lengths[..., None]
 
     def clean(self) -> Texts:
         """Return the texts with zeros after their ends, so that equal texts are equal rows."""
@@ -63,7 +62,7 @@ class Texts:
     def padded(self, width: int) -> Texts:
         """Return the texts in a table of `width` columns, cut off where they are longer."""
         ids = self.ids[:, :width]
-        ids = torch.nn.functional.pad(ids, (0, width - ids.shape[1]))
+        ids = pad(ids, (0, width - ids.shape[1]))
         return Texts(ids, self.lengths.clamp(max=width))
 
     def tokens(self, row: int) -> list[int]:
@@ -73,11 +72,12 @@ class Texts:
     def of(
         cls, lists: Sequence[Sequence[int]], max_length: int, device: Any = None
     ) -> Texts:
-        ids = torch.zeros(len(lists), max_length, dtype=torch.long)
-        for row, tokens in enumerate(lists):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-        lengths = torch.tensor([len(tokens) for tokens in lists])
-        return cls(ids.to(device), lengths.to(device))
+        ids = [[*tokens, *[0] * (max_length - len(tokens))] for tokens in lists]
+        lengths = [len(tokens) for tokens in lists]
+        table = torch.tensor(ids, dtype=torch.long, device=device)
+        return cls(
+            table.view(len(lists), max_length), torch.tensor(lengths, device=device)
+        )
 
     @classmethod
     def filled(cls, ids: Tensor) -> Texts:
@@ -113,7 +113,7 @@ class Encoder:
         self.before, self.after = target.frame() if frame is None else frame
         self.pad = target.pads()[0]
         self.passes = 0
-        self._whitening: Whitening | None = None
+        self._whitening: tuple[Tensor, Tensor] | None = None
         self._half = torch.float16 if self.device.type == "cuda" else half
 
     @cached_property
@@ -129,23 +129,22 @@ class Encoder:
     def framed(self, texts: Texts) -> tuple[Tensor, Tensor]:
         """Return the ids and the mask to run the model on, with special tokens in their places."""
         first = len(self.before)
-        last = len(self.after)
         n = int(texts.lengths.max()) if len(texts) else 0
-        ids = torch.full((len(texts), n + first + last), self.pad, device=self.device)
-        ids[:, :first] = torch.tensor(self.before, device=self.device, dtype=torch.long)
-        ids[:, first : first + n] = texts.ids[:, :n].where(texts.mask[:, :n], self.pad)
-        rows = row_numbers(texts.ids)
-        for place, token in enumerate(self.after):
-            ids[rows, first + texts.lengths + place] = token
-        places = torch.arange(ids.shape[1], device=self.device)
-        mask = places < (texts.lengths + first + last)[:, None]
+        ids = texts.ids[:, :n].where(texts.mask[:, :n], self.pad)
+        ids = pad(ids, (first, len(self.after)), value=self.pad)
+        ids[:, :first] = ids.new_tensor(self.before)
+        ends = first + texts.lengths
+        for token in self.after:
+            ids[row_numbers(ids), ends] = token
+            ends = ends + 1
+        mask = Texts(ids, ends).mask
         return ids, mask.long()
 
     def whiten(self, texts: Texts) -> Tensor:
         """Whiten all vectors from now on by how these texts vary; return the vectors of these."""
         self._whitening = None
         vectors = self.vectors(texts, fast=True)
-        self._whitening = Whitening.of(vectors)
+        self._whitening = whitening(vectors)
         return self.directions(vectors)
 
     def directions(self, values: Tensor) -> Tensor:
@@ -153,7 +152,8 @@ class Encoder:
         unit = normalized(values.float())
         if self._whitening is None:
             return unit
-        return normalized(self._whitening(unit))
+        mean, map_ = self._whitening
+        return normalized((unit - mean) @ map_)
 
     def vectors(self, texts: Texts, fast: bool = False) -> Tensor:
         """Return the vectors (b, d) of texts in float32, whitened if set, with length one."""
@@ -163,36 +163,28 @@ class Encoder:
     def values(self, texts: Texts, fast: bool = False) -> Tensor:
         """Return what the model exposes of texts (b, d), unchanged."""
         model = self._fast if fast else self.target.model
+        batches = self._batches(texts)
+        given: list[Tensor] = []
+        for rows in batches:
+            ids, mask = self.framed(texts[rows])
+            given.append(capture(model, self.exposure, ids=ids, mask=mask)["values"])
+        return torch.cat(given)[torch.cat(batches).argsort()]
 
-        def run(_: Texts, ids: Tensor, mask: Tensor) -> tuple[Tensor]:
-            return (capture(model, self.exposure, ids=ids, mask=mask)["values"],)
-
-        return self._in_batches(texts, run)[0]
-
-    def _in_batches(
-        self, texts: Texts, run: Callable[[Texts, Tensor, Tensor], tuple[Tensor, ...]]
-    ) -> list[Tensor]:
-        """Run texts in batches of similar length, and return the results in their own order."""
+    def _batches(self, texts: Texts) -> list[Tensor]:
+        """Return the rows of texts to run in one pass each, all of similar length."""
         self.passes += len(texts)
         length = texts.ids.shape[1] + 2
         most = _TOKENS[self.device.type]
         if self.device.type != "cpu":  # that many may not fit
             most = min(most, self.target.parts.at_once(length, modest=False))
-        order = texts.lengths.argsort()
-        batches = (texts[rows] for rows in order.split(max(1, most // length)))
-        results = [run(batch, *self.framed(batch)) for batch in batches]
-        return [
-            torch.cat(parts)[order.argsort()] for parts in zip(*results, strict=True)
-        ]
+        return list(texts.lengths.argsort().split(max(1, most // length)))
 
     @cached_property
     def predicts(self) -> bool:
         """Whether this is a causal model with its head, which predicts the next token."""
-        if self.target.parts.causal:
-            head = self.target.model.get_output_embeddings()
-        else:
-            head = None
-        return isinstance(head, nn.Linear)
+        if not self.target.parts.causal:
+            return False
+        return isinstance(self.target.model.get_output_embeddings(), nn.Linear)
 
     @torch.no_grad()
     def read(self, texts: Texts) -> tuple[Tensor, Tensor]:
@@ -201,15 +193,16 @@ class Encoder:
         The model must have a head (`predicts`). A token with no token before it has log
         p NaN.
         """
-
-        def run(batch: Texts, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        batches = self._batches(texts)
+        vectors: list[Tensor] = []
+        log_p: list[Tensor] = []
+        for rows in batches:
+            ids, mask = self.framed(texts[rows])
             states = self._states(ids, mask)
-            return self.directions(pool(self.exposure, states, mask)), self._log_p(
-                states, batch
-            )
-
-        vectors, log_p = self._in_batches(texts, run)
-        return vectors, log_p
+            vectors.append(self.directions(pool(self.exposure, states, mask)))
+            log_p.append(self._log_p(states, texts[rows]))
+        order = torch.cat(batches).argsort()
+        return torch.cat(vectors)[order], torch.cat(log_p)[order]
 
     @torch.no_grad()
     def next_log_p(self, texts: Texts) -> Tensor:
@@ -235,13 +228,11 @@ class Encoder:
     def _before(self, states: Tensor, count: int) -> Tensor:
         """Return the states (b, count, d) before each of the first places of texts, or NaN."""
         first = len(self.before)
-        nothing = states.new_full(
-            (len(states), max(0, 1 - first), states.shape[2]), torch.nan
-        )
-        rows = torch.cat([nothing, states[:, max(0, first - 1) :]], 1)[:, :count]
-        return nn.functional.pad(
-            rows, (0, 0, 0, count - rows.shape[1]), value=torch.nan
-        )
+        rows = states[:, max(0, first - 1) :]
+        nothing = max(0, 1 - first)
+        rows = rows[:, : count - nothing]
+        after = count - nothing - rows.shape[1]
+        return pad(rows, (0, 0, nothing, after), value=torch.nan)
 
     def _log_p(self, states: Tensor, texts: Texts) -> Tensor:
         """Return log p (b, n) of each token of texts, from the states before it."""
@@ -249,10 +240,9 @@ class Encoder:
         inside = texts.mask
         tokens = texts.ids[inside][:, None].split(_ANSWERS[self.device.type])
         pairs = zip(self._answers(states[inside]), tokens, strict=True)
+        own = [answers.gather(1, some)[:, 0] for answers, some in pairs]
         log_p = torch.full(texts.ids.shape, torch.nan, device=self.device)
-        log_p[inside] = torch.cat(
-            [answers.gather(1, some)[:, 0] for answers, some in pairs]
-        )
+        log_p[inside] = torch.cat(own)
         return log_p
 
     def gradient(
@@ -261,50 +251,33 @@ class Encoder:
         """Return numbers (b,) `of` what the model exposes, and the gradients (b, n, e) of each."""
         self.passes += len(texts)
         ids, mask = self.framed(texts)
+        words = self.target.parts.tokens(ids)
+        numbers, slopes = self.target.slopes(
+            self.exposure, words, lambda given: of(given["values"]), mask
+        )
         n = texts.ids.shape[1]
         first = len(self.before)
-        with torch.enable_grad():
-            embeddings = self.target.parts.tokens(ids).detach().requires_grad_()
-            given = capture(
-                self.target.model, self.exposure, embeddings=embeddings, mask=mask
-            )
-            numbers = of(given["values"])
-            (slopes,) = torch.autograd.grad(numbers.sum(), embeddings)
         slopes = slopes[:, first : first + n]
-        return numbers.detach(), nn.functional.pad(
-            slopes, (0, 0, 0, n - slopes.shape[1])
-        )
+        return numbers, pad(slopes, (0, 0, 0, n - slopes.shape[1]))
 
 
 def matrix_half() -> torch.dtype | None:
     """Return the half precision that this CPU has matrix units for: 3 times as fast as float32."""
-    if hasattr(torch.cpu, "get_capabilities"):
-        known = torch.cpu.get_capabilities()
-    else:
-        known = {}
-    return torch.bfloat16 if known.get("amx_bf16") else None
+    if not hasattr(torch.cpu, "get_capabilities"):
+        return None
+    return torch.bfloat16 if torch.cpu.get_capabilities().get("amx_bf16") else None
 
 
-@dataclass(frozen=True, eq=False)
-class Whitening:
-    """An affine map to equal variance in all directions, with a mean (d,) and a map (d, d).
+def whitening(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an affine map of vectors (b, d) to equal variance in all directions.
 
     With mean μ and covariance C = U diag(λ) Uᵀ over some texts, v becomes (v − μ) U
-    diag(λ + ε)^-½. ε is a share of the largest λ, so that rounding does not count as
-    much as the text.
+    diag(λ + ε)^-½; μ and the matrix are returned. ε is a share of the largest λ, so that
+    rounding does not count as much as the text. If b < d, all other directions count
+    alike.
     """
-
-    mean: Tensor
-    map: Tensor
-
-    @classmethod
-    def of(cls, vectors: Tensor) -> Whitening:
-        """Fit to vectors (b, d); if b < d, all other directions count alike."""
-        mean = vectors.double().mean(0)
-        off = vectors.double() - mean
-        spread, axes = torch.linalg.eigh(off.T @ off / len(off))
-        scale = (spread.clamp(min=0) + _ROUNDING * spread[-1].clamp(min=1e-30)).rsqrt()
-        return cls(mean.to(vectors), (axes * scale).to(vectors))
-
-    def __call__(self, vectors: Tensor) -> Tensor:
-        return (vectors - self.mean) @ self.map
+    mean = vectors.double().mean(0)
+    off = vectors.double() - mean
+    spread, axes = torch.linalg.eigh(off.T @ off / len(off))
+    scale = (spread.clamp(min=0) + _ROUNDING * spread[-1].clamp(min=1e-30)).rsqrt()
+    return mean.to(vectors), (axes * scale).to(vectors)

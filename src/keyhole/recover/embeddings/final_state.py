@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.tensors import normalized
+from keyhole.core.tensors import append_ones, normalized
 from keyhole.models.capture import Exposure
 from keyhole.models.next_token import unembedding
 from keyhole.recover.leaks import Leak, Logits, Pooled
@@ -38,7 +38,7 @@ def final_states(model: nn.Module, leak: Logits) -> Tensor:
         answers = answers - bias.detach().double().cpu()[leaked]
     width = W.shape[1]
     if leak.log_probabilities:
-        W = torch.cat([W, W.new_ones(len(W), 1)], 1)
+        W = append_ones(W)
     if len(W) < W.shape[1]:
         reason = f"{len(W)} logits leaked, and {W.shape[1]} are needed for the state behind them"
         raise Unsuccessful(Status.NOT_IDENTIFIABLE, reason)

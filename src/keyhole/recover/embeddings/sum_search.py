@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,8 +85,7 @@ _OVERLAP = 0.1  # ρ of sums.py before it is measured
 _LEFT_OUT = 0.6  # the largest share of a text that is left out to start again
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """The best text for a vector, its cosine, and the passes that the search took."""
 
     tokens: list[int]
@@ -125,13 +125,11 @@ class SumSearch:
         """
         with sdpa_kernel(_KERNELS), torch.no_grad():
             state = self._search(encoder, goals, counted, max_length, progress, may_be)
-            state.measure_exactly()
+            # The cosine of every vector's best text, exactly.
+            best = state.exact(state.best_texts, row_numbers(goals)).tolist()
+        passes = state.passes.tolist()
         return [
-            Reading(
-                state.best_texts.tokens(row),
-                float(state.best[row]),
-                int(state.passes[row]),
-            )
+            Reading(state.best_texts.tokens(row), best[row], passes[row])
             for row in range(len(goals))
         ]
 
@@ -154,6 +152,7 @@ class SumSearch:
         lines, vector = counted.nearest(goals, self.nearest * count, max_length)
         turn = row_numbers(vector) % count  # populations take turns
         state.take(lines, vector * count + turn)
+        size = _BATCH_SIZE[encoder.device.type]
         for number in range(self.rounds):
             rows = self._unfinished(state, row_numbers(state.vector))
             progress(len(goals) - len(rows) // count, note=f"read, {number} rounds")
@@ -161,18 +160,14 @@ class SumSearch:
                 break
             growth = (_LAST_CHANGES / _FIRST_CHANGES) ** min(1.0, number / _GROWING)
             change_count = round(_FIRST_CHANGES * growth)
-            for some in rows.split(_BATCH_SIZE[rows.device.type]):
+            for some in rows.split(size):
                 parents = state.parents(some)
                 shares = self.shares.within(int(parents.texts.lengths.max()))
                 self._change(state, likely, some, parents, change_count, shares)
-            for among in (
-                1,
-                4,
-            ):  # exchange pieces of the best text, then of one of the best four
+            # Exchange pieces of the best text, then of one of the best four.
+            for among in (1, 4):
                 rows = self._unfinished(state, rows)
-                for some in (
-                    rows.split(_BATCH_SIZE[rows.device.type]) if len(rows) else ()
-                ):
+                for some in rows.split(size) if len(rows) else ():
                     leading = state.leading(some, among)
                     texts, born = exchanged(
                         leading, counted.ngrams, self.orders, generator
@@ -180,11 +175,10 @@ class SumSearch:
                     state.take(texts, some[born])
             state.renew(rows)
             stood = state.stood()
-            for row in (
-                ((stood == _SETTLED) & ~state.ended).nonzero().flatten().tolist()
-            ):
-                if may_be and may_be(row, state.best_texts.tokens(row)):
-                    state.ended[row] = True
+            standing = ((stood == _SETTLED) & ~state.ended).nonzero().flatten()
+            for row in standing.tolist():
+                text = state.best_texts.tokens(row)
+                state.ended[row] = may_be is not None and may_be(row, text)
             for long, tokens in _WIDER.items():
                 self._widen(state, likely, (stood == long).nonzero().flatten(), tokens)
         return state
@@ -202,16 +196,13 @@ class SumSearch:
             orders = min(_ORDERS_PER_TOKEN * tokens, most - int(state.passes[vector]))
             texts, _ = exchanged(parents.texts, state.ngrams, orders, state.generator)
             state.take(texts, rows.expand(len(texts)))
-            left = (most - int(state.passes[vector])) // int(
-                parents.texts.lengths
-            )  # for a place
+            # for a place
+            left = (most - int(state.passes[vector])) // int(parents.texts.lengths)
             count = min(tokens, len(state.encoder.table))
             if tokens > count:  # the last time: as many as the passes allow
                 count = min(count, left - left // _PER_GAP)
-            if (
-                len(self._unfinished(state, rows))
-                and 0 < count + count // _PER_GAP <= left
-            ):
+            fits = 0 < count + count // _PER_GAP <= left
+            if fits and len(self._unfinished(state, rows)):
                 shares = Shares(count, 0, max(_CHANGES_PER_TOKEN, count // _PER_GAP))
                 change_count = _CHANGES_PER_TOKEN * count
                 self._change(state, likely, rows, parents, change_count, shares)
@@ -251,14 +242,12 @@ class SumSearch:
             shares,
             own,
         )
-        prior = state.trust[rows] * off.square().sum(
-            -1
-        )  # the weight of log p against ‖off‖²
+        # the weight of log p against ‖off‖²
+        prior = state.trust[rows] * off.square().sum(-1)
         every = row_numbers(changes.kinds).where(changes.allowed, -1)
         moves, log_p, ran = self._run(state, changes, rows, every[..., None])
-        moves -= parents.vectors[
-            :, None
-        ]  # in place: this is the largest tensor of the search
+        # in place: this is the largest tensor of the search
+        moves -= parents.vectors[:, None]
         moves.masked_fill_(~ran[..., None], 0.0)
         likelier = (log_p - parents.likelihoods[:, None]).where(ran, 0.0)
         effects = Effects.of(changes, moves, likelier, prior)
@@ -281,18 +270,20 @@ class SumSearch:
         self, state: Populations, changes: SingleChanges, rows: Tensor, sets: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run sets of changes (p, w, k): return vectors (p, w, d), log p, and which were run."""
-        p, w = sets.shape[:2]
-        parent = torch.arange(p, device=rows.device).repeat_interleave(w)
+        shape = sets.shape[:2]
+        parent = row_numbers(sets).repeat_interleave(shape[1])
         texts, fits = changes.applied(parent, sets.flatten(0, 1))
         fits &= (sets >= 0).any(-1).flatten()
-        vectors = state.goals.new_zeros(p * w, state.goals.shape[1])
-        log_p = state.goals.new_zeros(p * w)
+        vectors = state.goals.new_zeros(len(parent), state.goals.shape[1])
+        log_p = vectors.new_zeros(len(parent))
         vectors[fits], log_p[fits] = state.take(texts[fits], rows[parent[fits]])
-        return vectors.view(p, w, -1), log_p.view(p, w), fits.view(p, w)
+        vectors, log_p, fits = (
+            part.unflatten(0, shape) for part in (vectors, log_p, fits)
+        )
+        return vectors, log_p, fits
 
 
-@dataclass(frozen=True, eq=False)
-class Parents:
+class Parents(NamedTuple):
     """Texts to change: vectors (r, d), log p (r,), and how often each had its turn before (r,)."""
 
     texts: Texts
@@ -325,41 +316,38 @@ class Populations:
         self.kept = kept
         self.max_length = max_length
         self.generator = generator
-        device = goals.device
-        (v, d) = goals.shape
-        rows = len(goals) * len(trust)
+        v, d = goals.shape
+        rows = v * len(trust)
         self.count = len(trust)  # populations of each vector
-        self.vector = torch.arange(v, device=device).repeat_interleave(
-            self.count
-        )  # (r,)
+        self.vector = row_numbers(goals).repeat_interleave(self.count)  # (r,)
         self.trust = trust.repeat(v) * 2 / d
-        self.overlap = torch.full_like(
-            self.trust, _OVERLAP
-        )  # (r,) as last measured (sums.py)
-        ids = torch.zeros(rows, kept, max_length, dtype=torch.long, device=device)
+        # (r,) as last measured (sums.py)
+        self.overlap = torch.full_like(self.trust, _OVERLAP)
+        ids = self.vector.new_zeros(rows, kept, max_length)
         self.texts = Texts(ids, torch.ones_like(ids[..., 0]))
-        self.cosines = torch.full((rows, kept), _NONE, device=device)
+        self.cosines = goals.new_full((rows, kept), _NONE)
         self.likelihoods = torch.zeros_like(self.cosines)  # log p
-        self.vectors = torch.zeros(rows, kept, d, device=device)
+        self.vectors = goals.new_zeros(rows, kept, d)
         # The best text of each vector, and its cosine, which is exact from `_CLOSE` on.
-        self.best = torch.full((v,), _NONE, device=device)
+        self.best = goals.new_full((v,), _NONE)
         self.best_texts = Texts(ids.new_zeros(v, max_length), ids.new_ones(v))
         self.passes = ids.new_zeros(v)
-        self.ended = torch.zeros_like(
-            self.best, dtype=torch.bool
-        )  # since the best text may be it
+        # since the best text may be it
+        self.ended = torch.zeros_like(self.best, dtype=torch.bool)
         # How many rounds the best text of each vector has stood, and its cosine in the
         # last round.
-        self._stood, self._last = torch.zeros_like(self.passes), self.best.clone()
-        self._changed = ids.new_zeros(
-            rows, 0
-        )  # (r, rounds) token sums of texts changed so far
+        self._stood = torch.zeros_like(self.passes)
+        self._last = self.best.clone()
+        # (r, rounds) token sums of texts changed so far
+        self._changed = ids.new_zeros(rows, 0)
         # The best score of each population, and how many rounds ago it was reached.
-        self._peaks = torch.full((rows,), _LOWEST, device=device)
+        self._peaks = goals.new_full((rows,), _LOWEST)
         self._still = torch.zeros_like(self.vector)
         # Random numbers of tokens and places: equal sums of them mean equal texts.
         size = (len(encoder.table) + max_length,)
-        numbers = torch.randint(1, 2**40, size, generator=generator, device=device)
+        numbers = torch.randint(
+            1, 2**40, size, generator=generator, device=goals.device
+        )
         self._token_numbers = numbers[:-max_length]
         self._place_numbers = numbers[-max_length:]
 
@@ -370,7 +358,14 @@ class Populations:
         """
         if not len(texts):
             return self.goals[:0], self.likelihoods[:0, 0]
-        vectors, likelihoods = self._encoded(texts)
+        # log p is the n-grams', averaged with a language model's own.
+        own = None
+        if self.encoder.predicts:
+            vectors, own = self.encoder.read(texts)
+        else:
+            vectors = self.encoder.vectors(texts, fast=True)
+        vectors = vectors.float()
+        likelihoods = self.ngrams.log_p(texts, own)
         self.passes += self.vector[rows].bincount(minlength=len(self.goals))
         cosines = (vectors * self.goals[self.vector[rows]]).sum(-1)
         score = _score(cosines, likelihoods, self.trust[rows])
@@ -381,11 +376,12 @@ class Populations:
         new = cosines[inside].where(places >= 0, _NONE)
         new = torch.cat([self.cosines[touched], new], 1)
         likely = torch.cat([self.likelihoods[touched], likelihoods[inside]], 1)
-        new = new.where(~self._repeated(both, new), _NONE)
-        ranks = _score(new, likely, self.trust[touched][:, None]).where(
-            new > _NONE, _LOWEST
-        )
-        order = ranks.topk(self.kept, dim=1).indices
+        # Of equal texts the first counts.
+        sums = (both.ids * self._place_numbers).sum(-1) * 64 + both.lengths
+        same = (sums[:, :, None] == sums[:, None]) & (new[:, None] > _NONE)
+        new = new.where(~same.tril(-1).any(-1), _NONE)
+        ranks = _score(new, likely, self.trust[touched][:, None])
+        order = ranks.where(new > _NONE, _LOWEST).topk(self.kept, dim=1).indices
         run = torch.cat([self.vectors[touched], vectors[inside]], 1)
         self.vectors[touched] = picked(run, order)
         self.texts.ids[touched] = picked(both.ids, order)
@@ -394,15 +390,6 @@ class Populations:
         self.likelihoods[touched] = likely.gather(1, order)
         self._update_best(texts, rows, cosines)
         return vectors, likelihoods
-
-    def _encoded(self, texts: Texts) -> tuple[Tensor, Tensor]:
-        """Return texts' vectors, and log p: the n-grams', averaged with a language model's own."""
-        if not self.encoder.predicts:
-            return self.encoder.vectors(texts, fast=True).float(), self.ngrams.log_p(
-                texts
-            )
-        vectors, own = self.encoder.read(texts)
-        return vectors.float(), self.ngrams.log_p(texts, own)
 
     def _update_best(self, texts: Texts, rows: Tensor, cosines: Tensor) -> None:
         """Replace the best text of each vector by the nearest new one, if that is nearer.
@@ -415,60 +402,52 @@ class Populations:
         near = cosines[places] > self.best[vectors] - _NOISE
         vectors = vectors[near]
         places = places[near]
-        if not len(vectors):
-            return
         found = cosines[places]
         close = (found > _CLOSE).nonzero().flatten()
         if len(close):
-            found[close] = self._exact(texts[places[close]], vectors[close])
+            found[close] = self.exact(texts[places[close]], vectors[close])
         better = found > self.best[vectors]
         vectors = vectors[better]
-        places = places[better]
+        best = texts[places[better]]
         self.best[vectors] = found[better]
-        self.best_texts.ids[vectors] = texts.ids[places]
-        self.best_texts.lengths[vectors] = texts.lengths[places]
+        self.best_texts.ids[vectors] = best.ids
+        self.best_texts.lengths[vectors] = best.lengths
 
-    def _exact(self, texts: Texts, vectors: Tensor) -> Tensor:
+    def exact(self, texts: Texts, vectors: Tensor) -> Tensor:
         """Return the exact cosines (b,) of texts with the vectors of these numbers."""
         return (self.encoder.vectors(texts) * self.goals[vectors]).sum(-1)
-
-    def measure_exactly(self) -> None:
-        """Compute the cosine of every vector's best text exactly."""
-        self.best = self._exact(self.best_texts, torch.arange(len(self.goals)))
 
     @property
     def nearest(self) -> Tensor:
         """For each vector, the population (v,) that has the nearest text to it."""
-        best = self.cosines.max(1).values.view(-1, self.count).argmax(1)
-        return best + self.count * row_numbers(self.goals)
+        best = self.cosines.amax(1).view(-1, self.count).argmax(1)
+        return best + self.count * row_numbers(best)
 
     def parents(self, rows: Tensor, by_turn: bool = True) -> Parents:
         """Return the text to change of each population: by turn, or the one that is nearest."""
-        if not by_turn:
-            return self._parents(
-                rows, self.cosines[rows].argmax(1), torch.zeros_like(rows)
-            )
         texts = self.texts[rows]
-        sums = (
-            self._token_numbers[texts.ids].where(texts.mask, 0).sum(-1)
-        )  # in any order
-        turns = (sums[:, :, None] == self._changed[rows][:, None]).sum(-1)
-        place = (self._scores(rows) - _TURN_LOSS * turns).argmax(1)
-        turn = self._changed.new_zeros(len(self._changed), 1)
-        turn[rows, 0] = sums.gather(1, place[:, None])[:, 0]
-        self._changed = torch.cat([self._changed, turn], 1)
-        return self._parents(rows, place, turns.gather(1, place[:, None])[:, 0])
-
-    def _parents(self, rows: Tensor, place: Tensor, turns: Tensor) -> Parents:
-        held = self.vectors[rows, place], self.likelihoods[rows, place]
-        return Parents(self.texts[rows, place], *held, turns)
+        place = self.cosines[rows].argmax(1)
+        turns = torch.zeros_like(rows)
+        if by_turn:
+            # in any order
+            sums = self._token_numbers[texts.ids].where(texts.mask, 0).sum(-1)
+            before = (sums[:, :, None] == self._changed[rows][:, None]).sum(-1)
+            place = (self._scores(rows) - _TURN_LOSS * before).argmax(1)
+            each = row_numbers(rows)
+            turns = before[each, place]
+            turn = self._changed.new_zeros(len(self._changed), 1)
+            turn[rows, 0] = sums[each, place]
+            self._changed = torch.cat([self._changed, turn], 1)
+        likelihoods = self.likelihoods[rows, place]
+        return Parents(
+            self.texts[rows, place], self.vectors[rows, place], likelihoods, turns
+        )
 
     def leading(self, rows: Tensor, among: int) -> Texts:
         """Return a random one of the best `among` texts of each population."""
         ranks = self._scores(rows).topk(min(among, self.kept), dim=1)
-        chosen = (
-            self._chance(len(rows), 1) * (ranks.values > _LOWEST).sum(1, keepdim=True)
-        ).long()
+        there = (ranks.values > _LOWEST).sum(1, keepdim=True)
+        chosen = (self._chance(len(rows), 1) * there).long()
         return self.texts[rows, ranks.indices.gather(1, chosen)[:, 0]]
 
     def renew(self, rows: Tensor) -> None:
@@ -501,8 +480,8 @@ class Populations:
 
     def stood(self) -> Tensor:
         """Count the rounds (v,) that each vector's best text has stood; call it once a round."""
-        same = self.best == self._last
-        self._stood, self._last = (self._stood + 1).where(same, 0), self.best.clone()
+        self._stood = (self._stood + 1).where(self.best == self._last, 0)
+        self._last = self.best.clone()
         return self._stood
 
     def _scores(self, rows: Tensor) -> Tensor:
@@ -512,13 +491,6 @@ class Populations:
 
     def _chance(self, *shape: int) -> Tensor:
         return torch.rand(shape, generator=self.generator, device=self.goals.device)
-
-    def _repeated(self, texts: Texts, cosines: Tensor) -> Tensor:
-        """Return which of the texts (r, c, n) equal an earlier one of their row."""
-        sums = (texts.ids * self._place_numbers).sum(-1) * 64 + texts.lengths
-        steps = torch.arange(sums.shape[1], device=sums.device)
-        same = (sums[:, :, None] == sums[:, None]) & (cosines[:, None] > _NONE)
-        return (same & (steps[:, None] > steps)).any(-1)
 
 
 def _score(cosines: Tensor, likelihoods: Tensor, trust: Tensor) -> Tensor:

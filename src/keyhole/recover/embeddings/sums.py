@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.core.tensors import seeded
+from keyhole.core.tensors import row_numbers, seeded
 from keyhole.recover.embeddings.changes import SingleChanges
 
 # times the width of the beam: so many sets are compared, as some are the same
@@ -45,12 +45,9 @@ class Sets:
     @classmethod
     def none(cls, off: Tensor) -> Sets:
         """Return the empty set for each of p texts with residuals `off` (p, d)."""
-        p = len(off)
-        device = off.device
-        changes = torch.zeros(p, 1, 0, dtype=torch.long, device=device)
-        return cls(
-            changes, off[:, None], torch.ones(p, 1, dtype=torch.bool, device=device)
-        )
+        shape = (len(off), 1)
+        changes = off.new_zeros(*shape, 0, dtype=torch.long)
+        return cls(changes, off[:, None], off.new_ones(shape, dtype=torch.bool))
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,10 +76,8 @@ class Effects:
         """Return ρ (p,) from what sets (p, w, k) did (p, w, d), if `ran`: Σ S·S = Σ g⁻¹·S·did."""
         total = torch.zeros_like(did)
         for change in sets.unbind(2):
-            total += (
-                picked(self.moves, change.clamp(min=0))
-                * ((change >= 0) & ran)[..., None]
-            )
+            counts = ((change >= 0) & ran)[..., None]
+            total += picked(self.moves, change.clamp(min=0)) * counts
         along = (total * did).sum(-1)
         more = (sets >= 0).sum(-1) - 1
         apart = total.square().sum(-1) - along
@@ -101,14 +96,15 @@ class Effects:
         Sets of one change are left out, as those were run already. By default, ρ (p,)
         is 0.
         """
-        overlap = torch.zeros_like(self.cost[:, 0]) if overlap is None else overlap
+        if overlap is None:
+            overlap = torch.zeros_like(self.cost[:, 0])
         changes = sets.changes
         off = sets.off
         alive = sets.alive
         begun = changes.shape[2]
-        names = torch.randint(1, 2**40, (self.moves.shape[1],), generator=seeded(0)).to(
-            off.device
-        )
+        # Equal sums of random numbers mean equal sets.
+        numbers = self.moves.shape[1:2]
+        names = torch.randint(1, 2**40, numbers, generator=seeded(0)).to(off.device)
         keys = names[changes.clamp(min=0)].where(changes >= 0, 0).sum(-1)
         taken = self.slots[changes.clamp(min=0)].where(changes >= 0, self.slot_count)
         used = off.new_zeros((*off.shape[:2], self.slot_count + 1), dtype=torch.bool)
@@ -124,25 +120,19 @@ class Effects:
         for _ in range(depth):
             g = (1 / (1 + size * overlap[:, None]))[..., None]
             rest = off - g * total
-            new = ((rest * rest).sum(-1) + costs)[..., None] - 2 * g * (
-                rest @ self.moves.mT
-            )
+            new = (rest.square().sum(-1) + costs)[..., None]
+            new = new - 2 * g * (rest @ self.moves.mT)
             new += g * g * squares[:, None] + extra[:, None]
             new = new.masked_fill(used[..., self.slots] | ~alive[..., None], _INFINITE)
-            best = new.flatten(1).topk(
-                min(_MORE * width, new[0].numel()), dim=1, largest=False
-            )
+            most = min(_MORE * width, new[0].numel())
+            best = new.flatten(1).topk(most, dim=1, largest=False)
             row = best.indices // new.shape[2]
             change = best.indices % new.shape[2]
             key = keys.gather(1, row) + names[change]
-            steps = torch.arange(key.shape[1], device=off.device)
+            steps = row_numbers(key[0])
             again = (key[:, :, None] == key[:, None]) & (steps[:, None] > steps)
             again = again.any(-1) | (best.values > _INFINITE / 2)
-            order = (
-                (again * len(steps) + steps)
-                .topk(min(width, len(steps)), 1, False)
-                .indices
-            )
+            order = again.long().argsort(dim=1, stable=True)[:, :width]
             row, change, value, keys, alive = (
                 part.gather(1, order)
                 for part in (row, change, best.values, key, ~again)
@@ -160,9 +150,8 @@ class Effects:
         found = torch.cat(results, 1)
         scores = torch.cat(values, 1)
         order = scores.topk(min(count, scores.shape[1]), dim=1, largest=False)
-        return picked(found, order.indices).where(
-            order.values[..., None] < _INFINITE / 2, -1
-        )
+        kept = order.values[..., None] < _INFINITE / 2
+        return picked(found, order.indices).where(kept, -1)
 
 
 def picked(table: Tensor, rows: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ length, and each leaves its batch when it fits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -387,15 +387,16 @@ class EncoderBatch:
     def pull(self, row: int, ids: Tensor) -> Tensor:
         """Return how steeply (n,) a row's loss changes with the embedding at each position."""
         n = len(ids)
-        words = self.table.vectors[ids][None]
+        leak = self.leaks[row]
         some = slice(row, row + 1)
 
-        def loss(given: Tensor) -> Tensor:
-            off = (given - self.leaked[some, :n]) * self.seen[some, :n, None]
+        def loss(given: Mapping[str, Tensor]) -> Tensor:
+            off = (leak.rows(given) - self.leaked[some, :n]) * self.seen[some, :n, None]
             return off.square().sum((1, 2))
 
+        words = self.table.vectors[ids][None]
         mask = self.mask[some, :n].long()
-        return self.target.slopes(self.leaks[row], words, loss, mask)[1][0].norm(dim=-1)
+        return self.target.slopes(leak.exposure, words, loss, mask)[1][0].norm(dim=-1)
 
     def take(self, row: int, tried: Tried) -> list[int]:
         """Run and record the text that trials gave a row; return [row] if it fits, or []."""
@@ -449,16 +450,17 @@ class EncoderBatch:
         moves = self.open[..., None]
         scales = self.scales
         root = self.back.root
+        leak = self.leaks[0]
 
-        def loss(given: Tensor) -> Tensor:
-            off = (given - self.leaked) * self.seen[..., None]
+        def loss(given: Mapping[str, Tensor]) -> Tensor:
+            off = (leak.rows(given) - self.leaked) * self.seen[..., None]
             return off.square().sum((1, 2)) / scales
 
         def at(z: Tensor) -> tuple[Tensor, Tensor]:
             self.passes += 1
             words = start + torch.where(moves, z.view_as(start) @ root, 0.0)
             losses, slopes = self.target.slopes(
-                self.leaks[0], words, loss, self.mask.long()
+                leak.exposure, words, loss, self.mask.long()
             )
             return losses, (torch.where(moves, slopes, 0.0) @ root.T).flatten(1)
 

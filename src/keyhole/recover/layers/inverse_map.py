@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.numerics import with_ridge
-from keyhole.core.tensors import normalized, seeded
+from keyhole.core.tensors import append_ones, normalized, seeded
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.counts import SHIPPED, corpus_texts
@@ -131,7 +131,7 @@ def _fit(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
             inside = slice(before, length - after)
         h = states[:, inside].flatten(0, 1)
         e = table[ids[:, inside].flatten()]
-        rows = torch.cat([h, torch.ones_like(h[:, :1]), e], -1)
+        rows = torch.cat([append_ones(h), e], -1)
         products += (rows.T @ rows).double()
         samples += len(e)
         passes += len(ids)

@@ -42,7 +42,7 @@ A. Then tokens are tried that the gradient of E asks for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -406,10 +406,11 @@ def _by_gradient(compared: Compared) -> Tensor:
     mask = None if leak.mask is None else leak.mask.to(text)[None]
     words = target.table[text][None]
 
-    def misfit(given: Tensor) -> Tensor:
-        return compared.misfits(given[0]).sum(-1, keepdim=True)
+    def misfit(given: Mapping[str, Tensor]) -> Tensor:
+        return compared.misfits(leak.rows(given)).sum(-1)
 
-    change = target.slopes(leak, words, misfit, mask)[1][0] @ target.table.T
+    slopes = target.slopes(leak.exposure, words, misfit, mask)[1]
+    change = slopes[0] @ target.table.T
     change[:, target.pads()] = torch.inf
     change = change.scatter(1, text[:, None], torch.inf)
     return change.topk(min(_BY_GRADIENT, change.shape[1]), largest=False).indices.T
