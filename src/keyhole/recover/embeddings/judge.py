@@ -40,6 +40,7 @@ from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.core.errors import InputError
+from keyhole.core.tensors import row_numbers
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import (
     NONE,
@@ -49,7 +50,7 @@ from keyhole.recover.embeddings.edits import (
 )
 from keyhole.recover.layers.precision import FLOAT32, rounding_of
 from keyhole.recover.leaks import Pooled
-from keyhole.recover.recovery import LOG_ODDS, Mark, Verdict, verifying_margin
+from keyhole.recover.recovery import LOG_ODDS, Verdict, marks_of, verifying_margin
 
 _NOISE = 0.15  # of the spread: a larger distance is not explained by noise
 
@@ -71,31 +72,32 @@ def judge_vector(
     plausible = fits or residual <= _NOISE
     alternatives = NONE  # a text that is far from the vector is rejected without them
     if plausible:
-        alternatives = alternatives_to(
-            vectors, text, stored.nearest(own), leak.tokens is not None
-        )
+        wanted = stored.nearest(own)
+        alternatives = alternatives_to(vectors, text, wanted, leak.tokens is not None)
     margin = _margins(stored, own, alternatives, fits)
     verifying = verifying_margin(target.vocabulary)
     needed = _bits_needed(target, len(text))
     resolved = stored.resolves(own, alternatives.vectors)
-    verified = (
-        fits and resolved and stored.bits >= needed and bool((margin > verifying).all())
-    )
+    sure = fits and resolved and stored.bits >= needed
+    verified = sure and bool((margin > verifying).all())
     # Special tokens are as certain as the text.
-    if verified:
-        whole = Mark.VERIFIED
-    elif plausible:
-        whole = Mark.LIKELY
-    else:
-        whole = Mark.UNKNOWN
-    inside = [whole] * len(text)
-    if plausible and text and not verified:
+    likely = torch.ones(len(text), dtype=torch.bool)
+    if plausible and text:
         each = margin[:, None].where(alternatives.touched, torch.inf).amin(0)
-        inside = [
-            Mark.LIKELY if m > 2 * LOG_ODDS else Mark.UNKNOWN for m in each.tolist()
-        ]
-    marks = (*[whole] * len(vectors.before), *inside, *[whole] * len(vectors.after))
-    status = _status(inside, verified, fits, residual)
+        likely = each > 2 * LOG_ODDS
+    framed = (
+        *[plausible] * len(vectors.before),
+        *(likely & plausible).tolist(),
+        *[plausible] * len(vectors.after),
+    )
+    marks = marks_of([verified] * len(framed), framed)
+    status = Status.MISMATCH if residual > 1 else Status.UNSOLVED
+    if verified:
+        status = Status.RECOVERED
+    elif plausible and text and bool(likely.any()):
+        status = Status.INEXACT
+    elif fits:
+        status = Status.NOT_IDENTIFIABLE
     reason = (
         f"{stored.agreement(own)}, {'' if fits else 'not '}within its precision "
         f"({stored.name})"
@@ -103,13 +105,12 @@ def judge_vector(
     if fits and not verified:
         reason += _doubt(target, stored, alternatives, margin, needed)
     error = float((stored.widths.nan_to_num(posinf=0).square() / 12).mean())
-    precision = math.sqrt(error + stored.error**2) / stored.spread
     return Verdict(
         status,
         reason,
         verified,
         residual,
-        precision,
+        math.sqrt(error + stored.error**2) / stored.spread,
         marks,
         vectors.passes - spent,
         stored.similarity(own),
@@ -138,22 +139,10 @@ def _margins(
     """Return how much worse (r,) each alternative fits, as twice the log of the odds against it."""
     if not len(alternatives.texts):
         return torch.zeros(0)
-    if fits:
-        return (stored.misfit(alternatives.vectors) - stored.misfit(own[None])).cpu()
-    own_distance = stored.distances(own[None])
-    return (
-        len(own) * (stored.distances(alternatives.vectors) / own_distance - 1)
-    ).cpu()
-
-
-def _status(marks: list[Mark], verified: bool, fits: bool, residual: float) -> Status:
-    if verified:
-        return Status.RECOVERED
-    if Mark.LIKELY in marks:
-        return Status.INEXACT
-    if fits:
-        return Status.NOT_IDENTIFIABLE
-    return Status.MISMATCH if residual > 1 else Status.UNSOLVED
+    measure = stored.misfit if fits else stored.distances
+    before = measure(own[None])
+    after = measure(alternatives.vectors)
+    return (after - before if fits else len(own) * (after / before - 1)).cpu()
 
 
 def _doubt(
@@ -238,26 +227,24 @@ class Stored:
         least = FLOAT32 * float(own.double().square().mean().sqrt())
         noise = leak.noise if leak.noise and leak.noise > least else None
         error = math.hypot(least, noise or 0.0)
+        unbounded = torch.full_like(values, torch.inf)
         if leak.codebook is not None:
             book = leak.codebook.to(values)
-            widths = torch.full_like(values[: len(book)], torch.inf)
-            return cls("codes", values, widths, error, noise, book)
+            return cls("codes", values, unbounded[: len(book)], error, noise, book)
         if leak.steps is not None:
             ends = None if leak.ends is None else leak.ends.to(values)
             return cls("steps", values, leak.steps.to(values), error, noise, ends=ends)
         if leak.precision == "binary" or two_valued(values):
             middle = 0.0 if bool((values < 0).any()) else float(values.max()) / 2
             signs = torch.where(values > middle, 1.0, -1.0).to(values)
-            return cls(
-                "binary", signs, torch.full_like(values, torch.inf), error, noise
-            )
+            return cls("binary", signs, unbounded, error, noise)
         name, steps = rounding_of(values[None].float(), leak.precision)
+        steps = steps[0].double()
         # too few numbers to show a grid
         if name == "float32" and leak.precision in _LEVELS:
             name = leak.precision
-            steps = values.abs().max().expand(1, len(values))
-            steps = steps / _LEVELS[leak.precision]
-        return cls(name, values, steps[0].double(), error, noise)
+            steps = (values.abs().max() / _LEVELS[name]).expand_as(values)
+        return cls(name, values, steps, error, noise)
 
     @cached_property
     def codes(self) -> Tensor:
@@ -282,25 +269,18 @@ class Stored:
     @cached_property
     def spread(self) -> float:
         """The standard deviation of the values: the unit of relative figures."""
-        return float(
-            (self.values - self.values.mean()).square().mean().sqrt().clamp(min=1e-30)
-        )
+        variance = (self.values - self.values.mean()).square().mean()
+        return float(variance.sqrt().clamp(min=1e-30))
 
     def misfit(self, vectors: Tensor) -> Tensor:
         """Return E (b,) of vectors (b, k)."""
         vectors = vectors.double()
         if self.codebook is not None:
-            each = max(1, _AT_ONCE // self.codebook.numel())
-            return torch.cat(
-                [
-                    _surprise(self._margins(part)).sum((-2, -1))
-                    for part in vectors.split(each)
-                ]
-            )
-        off = vectors - self.values
-        blurred = off.square() / (
-            self.error**2 + self.widths.where(self._short, 0).square() / 12
-        )
+            parts = vectors.split(max(1, _AT_ONCE // self.codebook.numel()))
+            each = [_surprise(self._margins(part)).sum((-2, -1)) for part in parts]
+            return torch.cat(each)
+        variance = self.error**2 + self.widths.where(self._short, 0).square() / 12
+        blurred = (vectors - self.values).square() / variance
         sharp = _surprise(self._margins(vectors)).sum(-1)
         return torch.where(self._short, blurred, sharp).sum(-1)
 
@@ -309,13 +289,11 @@ class Stored:
         wrong = torch.special.ndtr(-self._margins(vector.double()[None])[0].abs())
         mean = 2 * (torch.special.entr(wrong) + torch.special.entr(1 - wrong))
         square = 4 * (_squared_log(wrong) + _squared_log(1 - wrong))
-        variance = square - mean.square()
         sharp = ~self._short[:, None]
+        variance = float((square - mean.square()).where(sharp, 0.0).sum().clamp(min=0))
         short = int(self._short.sum())
-        mean = mean.where(sharp, 0.0)
-        variance = variance.where(sharp, 0.0)
-        spread = math.sqrt(float(variance.sum().clamp(min=0)) + 2 * short)
-        return float(mean.sum()) + short + _DEVIATIONS * spread + _SURPRISE
+        chance = float(mean.where(sharp, 0.0).sum()) + short
+        return chance + _DEVIATIONS * math.sqrt(variance + 2 * short) + _SURPRISE
 
     def fits(self, vector: Tensor) -> bool:
         """Return whether this vector (k,) may be what is stored."""
@@ -330,9 +308,8 @@ class Stored:
         """
         if not self.noise or not len(others):
             return True
-        apart = (
-            float((others.double() - vector.double()).norm(dim=-1).min()) / self.error
-        )
+        distances = (others.double() - vector.double()).norm(dim=-1)
+        apart = float(distances.min()) / self.error
         accepted = _DEVIATIONS * math.sqrt(2 * len(vector)) + _SURPRISE
         return apart**2 - 2 * _DEVIATIONS * apart > accepted
 
@@ -343,16 +320,13 @@ class Stored:
         is the stored vector: another text may explain part of what looks like noise.
         """
         vector = vector.double()
-        margins = self._margins(vector[None])[0]
+        inside = (self._margins(vector[None])[0] >= 0).all(-1)
         # the centroid stands for the nearest point of its cell
         if self.codebook is not None:
-            blocks = self.values.unflatten(0, (len(margins), -1))
-            inside = (margins >= 0).all(-1, keepdim=True)
-            return torch.where(
-                inside, vector.unflatten(0, (len(margins), -1)), blocks
-            ).flatten()
+            size = self.codebook.shape[-1]
+            return vector.where(inside.repeat_interleave(size), self.values)
         if self.name == "binary":
-            return vector.where(margins[:, 0] >= 0, 0.0)
+            return vector.where(inside, 0.0)
         low, high = self._borders
         if self.noise:
             return torch.where(self._short, self.values, vector.clamp(low, high))
@@ -370,12 +344,11 @@ class Stored:
     def agreement(self, vector: Tensor) -> str:
         """Return the cosine in words, and how many codes or signs agree where there are any."""
         words = f"cosine {self.similarity(vector):.6f}"
+        what = {"codes": "codes", "binary": "signs"}.get(self.name)
+        if what is None:
+            return words
         inside = (self._margins(vector.double()[None])[0] >= 0).all(-1)
-        if self.codebook is not None:
-            return f"{words}, {int(inside.sum())} of {len(inside)} codes agree"
-        if self.name == "binary":
-            return f"{words}, {int(inside.sum())} of {len(inside)} signs agree"
-        return words
+        return f"{words}, {int(inside.sum())} of {len(inside)} {what} agree"
 
     @cached_property
     def _short(self) -> Tensor:
@@ -399,16 +372,13 @@ class Stored:
         """Return vectors' distances to all borders (b, cells, borders), in units of s."""
         if self.codebook is not None:
             blocks = vectors.unflatten(-1, (len(self.codebook), -1))
-            own = self.codebook.gather(
-                1, self.codes[:, None, None].expand(-1, 1, self.codebook.shape[-1])
-            )
+            own = self.codebook[row_numbers(self.codes), self.codes][:, None]
             # ‖f − c′‖² − ‖f − c‖² without the large terms that cancel
             normals = own - self.codebook
             middles = (own + self.codebook) / 2
             lengths = normals.norm(dim=-1)
-            inside = torch.einsum("bmk,mck->bmc", blocks, normals) - (
-                middles * normals
-            ).sum(-1)
+            inside = torch.einsum("bmk,mck->bmc", blocks, normals)
+            inside = inside - (middles * normals).sum(-1)
             return (inside / lengths / self.error).where(lengths > 0, torch.inf)
         if self.name == "binary":
             return (self.values * vectors)[..., None] / self.error
@@ -421,7 +391,7 @@ def two_valued(values: Tensor) -> bool:
     low = values.min()
     high = values.max()
     both = ((values == low) | (values == high)).all()
-    return len(values) >= 8 and bool(both) and bool(low <= 0) and bool(high > 0)
+    return len(values) >= 8 and bool(both & (low <= 0) & (high > 0))
 
 
 def _surprise(margins: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError
 from keyhole.core.files import exists, parse, read_text
-from keyhole.core.tensors import seeded
+from keyhole.core.tensors import row_numbers, seeded
 from keyhole.models.anatomy import anatomy
 from keyhole.models.capture import POOLINGS, Exposure
 from keyhole.recover.embeddings.judge import two_valued
@@ -87,13 +87,14 @@ class Pooling:
 
 def ways(model: Any, width: int | None = None) -> list[Exposure]:
     """Return every way to pool this model's states into one vector, or its first numbers."""
-    has_pooler = getattr(anatomy(model).base, "pooler", None) is not None
     whole = [
         Exposure("pooled", 0, name, normalised, width)
         for name in POOLINGS
-        for normalised in ((False,) if name == "pooler" else (True, False))
-        if name != "pooler" or has_pooler
+        if name != "pooler"
+        for normalised in (True, False)
     ]
+    if getattr(anatomy(model).base, "pooler", None) is not None:
+        whole.append(Exposure("pooled", 0, "pooler", False, width))
     if width is None:
         return whole
     # Normalising at the end gives the same whether or not it was done before.
@@ -108,13 +109,13 @@ def encoder_max_length(folder: str | Path) -> int:
     256 tokens.
     """
     path = Path(folder) / "sentence_bert_config.json"
-    max_length = _settings(path, "the settings of an encoder").get("max_seq_length")
+    settings = _settings(path, "the settings of an encoder")
+    max_length = settings.get("max_seq_length", MAX_LENGTH)
     if max_length is None:
         return MAX_LENGTH
     if type(max_length) is not int or max_length < 1:
-        raise InputError(
-            f"max_seq_length must be a number in {path}, not {max_length!r:.40}"
-        )
+        reason = f"max_seq_length must be a number in {path}, not {max_length!r:.40}"
+        raise InputError(reason)
     return min(max_length, MAX_LENGTH)
 
 
@@ -126,10 +127,11 @@ def embeddings(
     max_length: int = MAX_LENGTH,
 ) -> Tensor:
     """Return the vectors (texts, d) of texts, cut off at `max_length` tokens, in float64."""
-    leaks = [
-        leak_of(model, tokenizer, text, way, max_length=max_length) for text in texts
+    rows = [
+        leak_of(model, tokenizer, text, way, max_length=max_length).tensors["values"]
+        for text in texts
     ]
-    return torch.stack([leak.tensors["values"] for leak in leaks]).double()
+    return torch.stack(rows).double()
 
 
 _Made = tuple[Exposure, str]  # a way of pooling, and a prefix
@@ -147,13 +149,12 @@ def from_texts(
 ) -> Pooling:
     """Return the pooling and prefix that turn each text into its vector, or come nearest."""
     given = vectors.double()
-    errors = dict[_Made, float]()
+    errors: dict[_Made, float] = {}
     for prefix, way in product(prefixes, ways(model, width)):
         begun = [prefix + text for text in texts]
         made = _as_kept(embeddings(model, tokenizer, begun, way, max_length), given)
-        errors[way, prefix] = float(
-            ((made - given).norm(dim=1) / made.norm(dim=1)).median()
-        )
+        apart = (made - given).norm(dim=1) / made.norm(dim=1)
+        errors[way, prefix] = float(apart.median())
         if errors[way, prefix] <= _SURELY:
             break  # no other way does that
     return _nearest(errors, "the store's own texts", agrees)
@@ -163,9 +164,7 @@ def _as_kept(made: Tensor, given: Tensor) -> Tensor:
     """Return the signs of vectors if the given ones are signs, else the vectors."""
     if not all(two_valued(row) for row in given[:_WITNESSES]):
         return made
-    low = given.min().double()
-    high = given.max().double()
-    return torch.where(made > 0, high, low)
+    return torch.where(made > 0, given.max().double(), given.min().double())
 
 
 def from_known(
@@ -179,22 +178,17 @@ def from_known(
     prefixes: Sequence[str] = ("",),
 ) -> Pooling:
     """Do the same for texts that are among the vectors, in unknown places."""
-    made = {
-        (way, prefix): embeddings(
-            model, tokenizer, [prefix + text for text in texts], way, max_length
-        )
-        for prefix, way in product(prefixes, ways(model, width))
-    }
-    least = {
-        way: torch.full((len(texts),), torch.inf, dtype=torch.float64) for way in made
-    }
+    made: dict[_Made, Tensor] = {}
+    for prefix, way in product(prefixes, ways(model, width)):
+        begun = [prefix + text for text in texts]
+        made[way, prefix] = embeddings(model, tokenizer, begun, way, max_length)
+    unknown = torch.full((len(texts),), torch.inf, dtype=torch.float64)
+    least = dict.fromkeys(made, unknown)
     for _, vectors in batches:
         for way, each in made.items():
             wanted = _as_kept(each, vectors)
-            apart = torch.cdist(wanted, vectors.double()) / wanted.norm(
-                dim=1, keepdim=True
-            )
-            least[way] = torch.minimum(least[way], apart.amin(1))
+            apart = torch.cdist(wanted, vectors.double()).amin(1) / wanted.norm(dim=1)
+            least[way] = torch.minimum(least[way], apart)
     errors = {way: float(each.median()) for way, each in least.items()}
     return _nearest(errors, "the known texts", agrees)
 
@@ -206,11 +200,8 @@ def from_settings(
     path = Path(folder) / "1_Pooling" / "config.json"
     chosen = _settings(path, "the settings of a pooling")
     names = [name for key, name in _SETTINGS.items() if chosen.get(key) is True]
-    names = names or [
-        name
-        for name in POOLINGS
-        if chosen.get("pooling_mode") in (name, f"{name}token")
-    ]
+    named = chosen.get("pooling_mode")
+    names = names or [name for name in POOLINGS if named in (name, f"{name}token")]
     if len(names) != 1:
         return None  # no file, several ways side by side, or an unknown one
     normalised, unit = _normalised(vectors, width)
@@ -237,30 +228,28 @@ def from_statistics(
     width: int | None = None,
 ) -> Pooling:
     """Guess the pooling from vectors of unknown texts, and any texts of the same language."""
-    (normalised, unit) = _normalised(vectors, width)
-    mean = vectors.double().mean(0)
+    normalised, unit = _normalised(vectors, width)
     cosines = {
-        way: float(
-            torch.cosine_similarity(
-                embeddings(model, tokenizer, texts, way).mean(0), mean, 0
-            )
-        )
+        way: _cosine_of_means(embeddings(model, tokenizer, texts, way), vectors)
         for way in ways(model, width)
         if way.unit == unit
         and (way.normalised == normalised or way.pooling == "pooler")
     }
     order = sorted(cosines, key=lambda way: -cosines[way])
     ranking = ", ".join(f"{way.pooling} {cosines[way]:.2f}" for way in order)
+    length = "other lengths than 1"
     if unit or (normalised and width is None):
         length = "length 1"
-    else:
-        length = "other lengths than 1"
-    best = order[0]
     reason = (
-        f"guessed {_words(best)}: the vectors have {length}, and their "
+        f"guessed {_words(order[0])}: the vectors have {length}, and their "
         f"mean's cosine with the encoder's own is {ranking}; {_SURE}"
     )
-    return Pooling(best, None, reason)
+    return Pooling(order[0], None, reason)
+
+
+def _cosine_of_means(own: Tensor, vectors: Tensor) -> float:
+    means = (each.double().mean(0) for each in (own, vectors))
+    return float(torch.cosine_similarity(*means, dim=0))
 
 
 def _normalised(vectors: Tensor, width: int | None) -> tuple[bool, bool]:
@@ -288,15 +277,13 @@ def likely_prefix(
     wanted = _OF_NOMIC if "nomic" in str(model.config.model_type) else _prompts(model)
     if not wanted:
         return ""
-    mean = vectors.double().mean(0)
-    cosines = dict[str, float]()
+    apart: dict[str, float] = {}
     for prefix in ("", *wanted):
-        own = embeddings(model, tokenizer, [prefix + text for text in texts], way).mean(
-            0
-        )
-        cosines[prefix] = float(torch.cosine_similarity(own, mean, 0))
-    best = max(cosines, key=lambda prefix: cosines[prefix])
-    return best if 1 - cosines[best] < _NEARER * (1 - cosines[""]) else ""
+        begun = [prefix + text for text in texts]
+        own = embeddings(model, tokenizer, begun, way)
+        apart[prefix] = 1 - _cosine_of_means(own, vectors)
+    best = min(apart, key=apart.__getitem__)
+    return best if apart[best] < _NEARER * apart[""] else ""
 
 
 def _prompts(model: Any) -> list[str]:
@@ -309,7 +296,7 @@ def _prompts(model: Any) -> list[str]:
 
 
 def _nearest(errors: Mapping[_Made, float], witness: str, agrees: float) -> Pooling:
-    best, prefix = min(errors, key=lambda way: errors[way])
+    best, prefix = min(errors, key=errors.__getitem__)
     error = errors[best, prefix]
     words = _words(best, prefix)
     reason = (
@@ -320,19 +307,19 @@ def _nearest(errors: Mapping[_Made, float], witness: str, agrees: float) -> Pool
             f"no pooling of this encoder gives the vectors of {witness} (the nearest, {words}, is "
             f"{error:.1e} of their length off)"
         )
-    return Pooling(best, error, reason, agrees=agrees, prefix=prefix)
+    return Pooling(best, error, reason, agrees, prefix)
 
 
 def _words(way: Exposure, prefix: str = "") -> str:
-    words = (
-        f"{way.pooling} pooling, {'normalised' if way.normalised else 'not normalised'}"
-    )
+    words = f"{way.pooling} pooling, {'' if way.normalised else 'not '}normalised"
     if way.pooling == "pooler":
         words = "the pooler's output"
     if way.width is not None:
-        again = ", normalised again" if way.unit else ""
-        words += f", truncated to the first {way.width} numbers{again}"
-    return words + f', of texts that begin with "{prefix.strip()}"' if prefix else words
+        words += f", truncated to the first {way.width} numbers"
+        words += ", normalised again" if way.unit else ""
+    if prefix:
+        words += f', of texts that begin with "{prefix.strip()}"'
+    return words
 
 
 # Are two sets of vectors, of other texts, made of the same numbers of one encoder?
@@ -359,15 +346,13 @@ def same_numbers(own: Tensor, given: Tensor, seed: int = 0) -> bool:
     )
     count = len(ours)
     first, second = torch.triu_indices(count, count, 1)
-    theirs = _centred(theirs[first, second])
+    theirs = theirs[first, second] - theirs[first, second].mean()
+
+    def agreement(order: Tensor) -> float:
+        pairs = ours[order[first], order[second]]
+        return float((pairs - pairs.mean()) @ theirs)
+
+    actual = agreement(row_numbers(ours))
     stream = seeded(seed)
-    agreement = float(_centred(ours[first, second]) @ theirs)
-    for _ in range(_ORDERS):
-        order = torch.randperm(count, generator=stream)
-        if float(_centred(ours[order[first], order[second]]) @ theirs) >= agreement:
-            return False
-    return True
-
-
-def _centred(values: Tensor) -> Tensor:
-    return values - values.mean()
+    orders = (torch.randperm(count, generator=stream) for _ in range(_ORDERS))
+    return all(agreement(order) < actual for order in orders)

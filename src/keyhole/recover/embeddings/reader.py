@@ -14,7 +14,7 @@ well as whole lines.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +25,7 @@ from keyhole.core.errors import expect_count
 from keyhole.core.journal import digest
 from keyhole.core.progress import silent
 from keyhole.models.capture import Exposure
-from keyhole.recover.attack import Proposal, Target
+from keyhole.recover.attack import Proposal, Proposals, Target
 from keyhole.recover.embeddings.counts import SHIPPED, Counted, corpus_texts, effort
 from keyhole.recover.embeddings.encoder import Encoder, Texts, matrix_half
 from keyhole.recover.embeddings.final_state import vectors_of
@@ -56,16 +56,12 @@ class CountedReader:
     def __post_init__(self) -> None:
         expect_count("max_length", self.max_length)
 
-    def __call__(
-        self, target: Target, leaks: Sequence[Leak]
-    ) -> Iterator[tuple[int, Proposal]]:
+    def __call__(self, target: Target, leaks: Sequence[Leak]) -> Proposals:
         vectors, exposure = vectors_of(target.model, leaks)
+        pooled = isinstance(leaks[0], Pooled)
         counted = self.counted
         if counted is None:
-            if isinstance(leaks[0], Pooled):
-                prefix = self._prefix(target, exposure, vectors)
-            else:
-                prefix = ""
+            prefix = self._prefix(target, exposure, vectors) if pooled else ""
             counted = self._count(target, exposure, prefix)
         encoder = counted.encoder
         max_length = self._max_length(encoder)
@@ -73,30 +69,28 @@ class CountedReader:
         counting = 0 if self.counted else encoder.passes // len(leaks)
         size = _BATCH_SIZE[encoder.device.type]
         for start in range(0, len(leaks), size):
-            batch = range(start, min(start + size, len(leaks)))
-            goals = encoder.directions(vectors[list(batch)].to(encoder.device))
-            lengths = [
-                leaks[number].length or max_length + specials for number in batch
-            ]
+            batch = leaks[start : start + size]
+            goals = encoder.directions(vectors[start : start + size].to(encoder.device))
+            longest = max(leak.length or max_length + specials for leak in batch)
+            progress = silent
+            if len(batch) > 1:
+                progress = target.track("search for texts", len(batch))
             readings = self.search(
                 encoder,
                 goals,
                 counted,
-                max(1, min(max_length, max(lengths) - specials)),
-                silent
-                if len(batch) == 1
-                else target.track("search for texts", len(batch)),
-                _plausibility(target, encoder, [leaks[number] for number in batch]),
+                max(1, min(max_length, longest - specials)),
+                progress,
+                _plausibility(target, encoder, batch) if pooled else None,
             )
-            for number, reading in zip(batch, readings, strict=True):
+            for number, reading in enumerate(readings):
                 tokens = reading.tokens
-                if leaks[number].length is None:
+                if batch[number].length is None:
                     tokens = _shortest(encoder, tokens)
                 ids = [*encoder.before, *tokens, *encoder.after]
-                yield (
-                    number,
-                    Proposal(ids, reading.passes, reading.passes, counting, self.note),
-                )
+                passes = reading.passes
+                proposal = Proposal(ids, passes, passes, counting, self.note)
+                yield start + number, proposal
 
     @property
     def note(self) -> str:
@@ -129,21 +123,21 @@ class CountedReader:
 
     def _count(self, target: Target, exposure: Exposure, prefix: str) -> Counted:
         """Count the corpus, with a prefix that the search leaves as it is."""
+
+        def tokenized(texts: list[str]) -> list[list[int]]:
+            return target.tokenizer(texts, add_special_tokens=False, truncation=False)[
+                "input_ids"
+            ]
+
         before, after = target.frame()
-        if prefix:
-            words = target.tokenizer(prefix, add_special_tokens=False)["input_ids"]
-        else:
-            words = []
+        words = tokenized([prefix])[0] if prefix else []
         encoder = Encoder(target, exposure, matrix_half(), ([*before, *words], after))
         progress = target.track("counting the corpus", 1)
-        tokenized = target.tokenizer(
-            corpus_texts(self.corpus), add_special_tokens=False, truncation=False
-        )
-        lines = [ids for ids in tokenized["input_ids"] if ids]
+        lines = [ids for ids in tokenized(corpus_texts(self.corpus)) if ids]
         max_length = self._max_length(encoder)
         if self.corpus == SHIPPED:  # any other corpus is counted whole
             lines = lines[: max(_ENOUGH, round(len(lines) * effort(target)))]
-        if encoder.exposure.pooling == "last":
+        if exposure.pooling == "last":
             lines += beginnings(lines, max_length)
         counted = Counted.of(encoder, lines, max_length)
         progress(1)
@@ -160,12 +154,8 @@ def beginnings(lines: Sequence[list[int]], max_length: int) -> list[list[int]]:
     return [line[: stream.randint(1, min(len(line), max_length))] for line in lines]
 
 
-def _plausibility(
-    target: Target, encoder: Encoder, leaks: Sequence[Leak]
-) -> MayBe | None:
-    """Return a test whether a text may be the one behind a pooled embedding, or None."""
-    if not isinstance(leaks[0], Pooled):
-        return None
+def _plausibility(target: Target, encoder: Encoder, leaks: Sequence[Leak]) -> MayBe:
+    """Return a test whether a text may be the one behind a pooled embedding."""
 
     def may_be_text(number: int, tokens: list[int]) -> bool:
         ids = [*encoder.before, *tokens, *encoder.after]
