@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,20 +25,20 @@ from scipy.special import log_ndtr, ndtr
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 
 from keyhole.core import Status
 from keyhole.core.errors import InputError, expect_among, expect_count, expect_number
 from keyhole.core.files import parse, read_tensors, write_tensors
 from keyhole.core.tensors import seeded
 from keyhole.data import NO_LABEL, Example
-from keyhole.defence import add_noise
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import head_of, identity
 from keyhole.recover.attack import Target
 from keyhole.recover.layers.judge import duplicated
 from keyhole.recover.layers.precision import rounding_of
 from keyhole.recover.leaks import FORMAT
-from keyhole.recover.recovery import Mark, Verdict, verifying_margin
+from keyhole.recover.recovery import Mark, Verdict, marks_of, verifying_margin
 from keyhole.recover.simulate import token_ids
 
 KIND = "gradient"
@@ -54,6 +55,7 @@ _IGNORED = -100  # a token whose prediction is not part of the loss
 # the standard deviation of B's numbers in adapters that have been trained
 _TRAINED = 0.01
 ADAPTER = ("lora_A.weight", "lora_B.weight")  # how the names of an adapter end
+LINEAR = ("Linear", "Conv1D")  # classes of linear maps: GPT-2 has its own
 # prefix of the names of adapters in a file, which their gradients have too
 _PUBLIC = "adapter:"
 CHANCE = 6.0  # standard deviations from the mean that noise stays within
@@ -137,19 +139,19 @@ def epsilon_of(noise: float) -> float:
     if spent(0.0, noise) <= DELTA:
         return 0.0
     most = 0.5 / noise**2 + 9 / noise
-    return _root(lambda epsilon: spent(epsilon, noise) - DELTA, 0.0, most)
+    return _root(lambda epsilon: spent(epsilon, noise), 0.0, most)
 
 
 def noise_for(epsilon: float) -> float:
     """Return the noise that gives this ε in one release, at δ = 1e-5."""
-
-    return math.exp(
-        _root(lambda log: spent(epsilon, math.exp(log)) - DELTA, -27.0, 27.0)
-    )
+    return math.exp(_root(lambda log: spent(epsilon, math.exp(log)), -27.0, 27.0))
 
 
-def _root(of: Callable[[float], float], low: float, high: float) -> float:
-    return cast("float", brentq(of, low, high))
+def _root(delta: Callable[[float], float], low: float, high: float) -> float:
+    def off(x: float) -> float:
+        return delta(x) - DELTA
+
+    return cast("float", brentq(off, low, high))
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,14 +178,12 @@ class Update:
         expect_count("the number of texts", self.texts)
         expect_among("precision", self.precision, PRECISIONS)
         if not self.values:
-            raise InputError(
-                "an update must hold the gradient of at least one parameter"
-            )
+            reason = "an update must hold the gradient of at least one parameter"
+            raise InputError(reason)
         for name, tensor in self.values.items():
-            if not tensor.is_floating_point() or not tensor.isfinite().all():
-                raise InputError(
-                    f"the gradient of {name} must be finite floating-point numbers"
-                )
+            if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+                reason = f"the gradient of {name} must be finite floating-point numbers"
+                raise InputError(reason)
 
     @property
     def what(self) -> str:
@@ -195,14 +195,10 @@ class Update:
 
     def save(self, path: str | Path) -> None:
         """Write the update as .safetensors, atomically."""
-        about = {
-            "task": self.task,
-            "texts": self.texts,
-            "protocol": asdict(self.protocol),
-            "precision": self.precision,
-            "model": self.model,
-        }
-        metadata = {"keyhole": FORMAT, "leak": KIND, "about": json.dumps(about)}
+        names = ("task", "texts", "precision", "model")
+        about = {name: getattr(self, name) for name in names}
+        about = json.dumps({**about, "protocol": asdict(self.protocol)})
+        metadata = {"keyhole": FORMAT, "leak": KIND, "about": about}
         public = {_PUBLIC + name: tensor for name, tensor in self.adapters.items()}
         write_tensors(path, {**self.values, **public}, metadata)
 
@@ -221,11 +217,11 @@ def load_update(path: str | Path) -> Update:
     metadata, tensors = read_tensors(path, "a file of gradients")
     if metadata.get("keyhole") != FORMAT or metadata.get("leak") != KIND:
         raise InputError(f"not a file of gradients written by Keyhole: {path}")
+    public = [name for name in tensors if name.startswith(_PUBLIC)]
+    adapters = {name.removeprefix(_PUBLIC): tensors.pop(name) for name in public}
     try:
         about: dict[str, Any] = parse(metadata["about"])
         protocol = Protocol(**about.pop("protocol"))
-        public = {name for name in tensors if name.startswith(_PUBLIC)}
-        adapters = {name.removeprefix(_PUBLIC): tensors.pop(name) for name in public}
         return Update(tensors, protocol=protocol, adapters=adapters, **about)
     except InputError as error:
         raise InputError(f"{error} in {path}") from error
@@ -254,16 +250,18 @@ class Batch:
         """Return the batch with another token at a place of one text, or another class of it."""
         texts = [list(text) for text in self.texts]
         labels = list(self.labels)
-        changed = labels if place is None else texts[number]
-        changed[number if place is None else place] = new
+        if place is None:
+            labels[number] = new
+        else:
+            texts[number][place] = new
         return Batch(tuple(map(tuple, texts)), tuple(labels))
 
     def padded(self, pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return ids and mask (b, n), with padding after the texts."""
-        length = max(map(len, self.texts))
-        ids = [[*text, *[pad] * (length - len(text))] for text in self.texts]
-        mask = [[1] * len(text) + [0] * (length - len(text)) for text in self.texts]
-        return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+        texts = [torch.tensor(text, device=device) for text in self.texts]
+        ids = pad_sequence(texts, batch_first=True, padding_value=pad)
+        marks = [torch.ones_like(text) for text in texts]
+        return ids, pad_sequence(marks, batch_first=True)
 
 
 def batch_of(
@@ -275,27 +273,22 @@ def batch_of(
     ]
     if task_for(model) == "causal":
         if min(map(len, texts), default=2) < 2:
-            raise InputError(
-                "texts must have two tokens or more: the second is predicted"
-            )
+            reason = "texts must have two tokens or more: the second is predicted"
+            raise InputError(reason)
         return Batch(tuple(texts))
     classes = int(model.config.num_labels)
     if classes < 2:
-        raise InputError(
-            f"a classifier needs two classes or more, and this one has {classes}"
-        )
-    labels: list[int] = []
-    for example, text in zip(examples, texts, strict=True):
-        label = example.label
-        if label == NO_LABEL:
+        reason = f"a classifier needs two classes or more, and this one has {classes}"
+        raise InputError(reason)
+    labels = [example.label for example in examples]
+    for number, text in enumerate(texts):
+        if labels[number] == NO_LABEL:
+            ids = torch.tensor([text], device=anatomy(model).device)
             with torch.no_grad():
-                answers = model(
-                    input_ids=torch.tensor([text], device=anatomy(model).device)
-                ).logits
-            label = int(answers[0].argmax())
-        if not 0 <= label < classes:
-            raise InputError(f"classes must be from 0 to {classes - 1}: got {label}")
-        labels.append(label)
+                labels[number] = int(model(input_ids=ids).logits[0].argmax())
+        if not 0 <= labels[number] < classes:
+            got = labels[number]
+            raise InputError(f"classes must be from 0 to {classes - 1}: got {got}")
     return Batch(tuple(texts), tuple(labels))
 
 
@@ -331,20 +324,25 @@ def update_of(
         expect_among("--hide", what, HIDDEN)
     values = clean_update(model, batch, protocol, adapters)
     strength = protocol.noise_in(len(batch.texts))
-    if strength:
-        stream = seeded(seed)
-        for name, tensor in values.items():
-            values[name] = add_noise(tensor, strength, stream)
+    stream = seeded(seed)
+    for name, tensor in values.items():
+        if strength:
+            noise = torch.randn(tensor.shape, generator=stream).to(tensor)
+            tensor = tensor + strength * noise
+        values[name] = tensor.to(PRECISIONS[precision]).cpu()
     if hide:
         for name, module in model.named_modules():
             if isinstance(module, nn.Embedding):
                 values.pop(f"{name}.weight", None)
-    rounded = {
-        name: tensor.to(PRECISIONS[precision]).cpu() for name, tensor in values.items()
-    }
-    whose = identity(model, head=True)
-    task = task_for(model)
-    return Update(rounded, task, len(batch.texts), protocol, precision, whose, adapters)
+    return Update(
+        values,
+        task_for(model),
+        len(batch.texts),
+        protocol,
+        precision,
+        identity(model, head=True),
+        adapters,
+    )
 
 
 def adapters_of(model: Any, protocol: Protocol, seed: int = 0) -> dict[str, Tensor]:
@@ -352,18 +350,16 @@ def adapters_of(model: Any, protocol: Protocol, seed: int = 0) -> dict[str, Tens
     if protocol.lora is None:
         return {}
     stream = seeded(seed)
+    scale = _TRAINED if protocol.trained else 0.0
     given: dict[str, Tensor] = {}
     inside = {module for block in anatomy(model).blocks for module in block.modules()}
     for name, module in model.named_modules():
-        if module in inside and type(module).__name__ in ("Linear", "Conv1D"):
+        if module in inside and type(module).__name__ in LINEAR:
             outputs, inputs = inputs_last(module.weight, module).shape
             drawn = torch.rand(protocol.lora, inputs, generator=stream)
+            moved = torch.randn(outputs, protocol.lora, generator=stream)
             given[f"{name}.{ADAPTER[0]}"] = (2 * drawn - 1) / inputs**0.5
-            moved = _TRAINED * torch.randn(outputs, protocol.lora, generator=stream)
-            if protocol.trained:
-                given[f"{name}.{ADAPTER[1]}"] = moved
-            else:
-                given[f"{name}.{ADAPTER[1]}"] = torch.zeros_like(moved)
+            given[f"{name}.{ADAPTER[1]}"] = scale * moved
     return given
 
 
@@ -377,21 +373,22 @@ def adapted(
     """
     if not adapters:
         return dict(gradients)
-    frozen = {id(each) for each in anatomy(model).base.parameters()}
-    weights = dict(model.named_parameters())
-    found = {
-        name: each
-        for name, each in gradients.items()
-        if id(weights[name]) not in frozen
-    }
-    for name in {each.rsplit("lora_", 1)[0] for each in adapters}:
-        if f"{name}weight" not in gradients:
+    base = anatomy(model).base
+    frozen = {id(weight) for weight in base.parameters()}
+    found: dict[str, Tensor] = {}
+    for name, weight in model.named_parameters():
+        if name not in gradients:
             continue
-        whole = inputs_last(gradients[f"{name}weight"], model.get_submodule(name[:-1]))
-        a, b = (adapters[name + each].to(whole) for each in ADAPTER)
-        found[name + ADAPTER[1]] = whole @ a.mT
-        if b.any():
-            found[name + ADAPTER[0]] = b.mT @ whole
+        start = name.removesuffix("weight")
+        whole = gradients[name]
+        if id(weight) not in frozen:
+            found[name] = whole
+        elif start + ADAPTER[0] in adapters:
+            whole = inputs_last(whole, model.get_submodule(start[:-1]))
+            a, b = (adapters[start + each].to(whole) for each in ADAPTER)
+            found[start + ADAPTER[1]] = whole @ a.mT
+            if bool(b.any()):
+                found[start + ADAPTER[0]] = b.mT @ whole
     return found
 
 
@@ -405,18 +402,14 @@ def clean_update(
 ) -> dict[str, Tensor]:
     """Return an update before noise: the gradient, or the difference of weights after steps."""
     start = {name: weight.detach() for name, weight in model.named_parameters()}
-    weights = start
-    gradients = dict[str, Tensor]()
+    weights = dict(start)
+    gradients: dict[str, Tensor] = {}
     for _ in range(protocol.steps):
         gradients = _clipped(model, weights, batch, protocol.clip, adapters)
         if protocol.steps == 1:
             return gradients
-        weights = {
-            name: weight - protocol.rate * gradients[name]
-            if name in gradients
-            else weight
-            for name, weight in weights.items()
-        }
+        for name, each in gradients.items():
+            weights[name] = weights[name] - protocol.rate * each
     return {name: weights[name] - start[name] for name in gradients}
 
 
@@ -435,17 +428,14 @@ def _clipped(
         own = adapted(model, gradient(model, weights, batch[number]), adapters)
         share = clipped_share(own, clip) / len(batch.texts)
         for name, tensor in own.items():
-            if name in total:
-                total[name] = total[name] + share * tensor
-            else:
-                total[name] = share * tensor
+            total[name] = total.get(name, 0.0) + share * tensor
     return total
 
 
 def clipped_share(gradients: Mapping[str, Tensor], clip: float) -> float:
     """Return the factor that makes a text's gradient no longer than `clip`."""
-    length = float(torch.stack([tensor.norm() for tensor in gradients.values()]).norm())
-    return min(1.0, clip / max(length, 1e-30))
+    lengths = torch.stack([tensor.norm() for tensor in gradients.values()])
+    return min(1.0, clip / max(float(lengths.norm()), 1e-30))
 
 
 def gradient(
@@ -457,27 +447,25 @@ def gradient(
     names the parameters to use.
     """
     pad = int(getattr(model.config, "pad_token_id", None) or 0)
-    names = weights if only is None else only
-    leaves = {name: weights[name].detach().requires_grad_() for name in names}
-    ids, mask = batch.padded(pad, next(iter(leaves.values())).device)
+    names = list(weights if only is None else only)
+    leaves = [weights[name].detach().requires_grad_() for name in names]
+    ids, mask = batch.padded(pad, leaves[0].device)
     given = {"input_ids": ids, "attention_mask": mask}
-    logits = functional_call(model, {**weights, **leaves}, kwargs=given).logits
+    used = {**weights, **dict(zip(names, leaves, strict=True))}
+    logits = functional_call(model, used, kwargs=given).logits
     if task_for(model) == "classification":
-        loss = cross_entropy(logits, torch.tensor(batch.labels, device=ids.device))
+        loss = cross_entropy(logits, ids.new_tensor(batch.labels))
     else:
         following = ids.masked_fill(mask == 0, _IGNORED)[:, 1:]
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), following.flatten())
     # The gradient of a parameter that the loss does not depend on is None, despite
     # torch's types.
-    tensors = cast(
+    slopes = cast(
         "tuple[Tensor | None, ...]",
-        torch.autograd.grad(loss, list(leaves.values()), allow_unused=True),
+        torch.autograd.grad(loss, leaves, allow_unused=True),
     )
-    return {
-        name: each
-        for name, each in zip(leaves, tensors, strict=True)
-        if each is not None
-    }
+    pairs = zip(names, slopes, strict=True)
+    return {name: each for name, each in pairs if each is not None}
 
 
 # The judge: the client's update is made again from a recovered batch, and compared.
@@ -521,28 +509,27 @@ def judge(
     """
     errors = Errors.of(update, target.model)
     found = compared(target, update, batch, errors)
-    residual = found.residual
-    precision = found.precision
     fits = len(batch.texts) == update.texts and found.misfit <= found.most
     proofs = _Proofs(target, update, batch, errors, found, tokens) if fits else None
     verdicts: list[Verdict] = []
     for number, ids in enumerate(batch.texts):
-        if proofs:
-            verified, passes = proofs.holds(number, precision > _FINE)
-        else:
-            verified = False
-            passes = 0
+        verified = False
+        passes = 0
+        if proofs is not None:
+            verified, passes = proofs.holds(number, found.precision > _FINE)
         likely = bool(in_span) and in_span[number]
-        if verified:
-            mark = Mark.VERIFIED
-        elif likely:
-            mark = Mark.LIKELY
-        else:
-            mark = Mark.UNKNOWN
-        status, reason = _OUTCOMES[mark]
-        marks = (mark,) * len(ids)
+        marks = marks_of([verified] * len(ids), [likely] * len(ids))
+        status, reason = _OUTCOMES[marks[0]]
         verdicts.append(
-            Verdict(status, reason, verified, residual, precision, marks, passes)
+            Verdict(
+                status,
+                reason,
+                verified,
+                found.residual,
+                found.precision,
+                marks,
+                passes,
+            )
         )
     return verdicts
 
@@ -565,27 +552,22 @@ class Compared:
 def compared(target: Target, update: Update, batch: Batch, errors: Errors) -> Compared:
     """Compare the update of a batch with the leaked one."""
     given = clean_update(target.model, batch, update.protocol, update.adapters)
-    count = 0
-    misfit = 0.0
-    far = 0.0
-    size = 0.0
-    error = 0.0
-    for name in update.values:
-        leaked = update.values[name].to(target.parts.device).double()
+    sums = torch.zeros(5, dtype=torch.float64)
+    for name, tensor in update.values.items():
+        leaked = tensor.to(target.device).double()
         own = given[name].double() if name in given else torch.zeros_like(leaked)
         variance = errors.variance(name)
         off = (leaked - own).square()
         live = (leaked != 0) | (own != 0)
-        count += int(live.sum())
-        misfit += float((off / variance).sum())
-        far = far + float(off.sum())
-        size = size + float(leaked.square().sum())
-        error += float((variance * live).sum())
-    residual, precision = (math.sqrt(each / max(size, 1e-300)) for each in (far, error))
+        parts = (live, off / variance, off, leaked.square(), variance * live)
+        sums += torch.stack([part.sum().double() for part in parts]).cpu()
+    count, misfit, far, size, error = sums.tolist()
     # Stated noise is known exactly: then the sum is χ², with a standard deviation of
     # √(2·count).
-    exactly = update.protocol.multiplier and update.precision == "float32"
-    most = count + CHANCE * math.sqrt(2 * count) if exactly else _LIMIT * count
+    most = _LIMIT * count
+    if update.protocol.multiplier and update.precision == "float32":
+        most = count + CHANCE * math.sqrt(2 * count)
+    residual, precision = (math.sqrt(each / max(size, 1e-300)) for each in (far, error))
     return Compared(given, misfit, most, residual, precision)
 
 
@@ -599,10 +581,9 @@ class Errors:
 
     @classmethod
     def of(cls, update: Update, model: Any) -> Errors:
-        total = sum(
-            float(each.float().square().sum()) for each in update.values.values()
-        )
-        numbers = sum(int((each != 0).sum()) for each in update.values.values())
+        tensors = update.values.values()
+        total = sum(float(each.float().square().sum()) for each in tensors)
+        numbers = sum(int((each != 0).sum()) for each in tensors)
         return cls(update, model, _FLOAT32 * math.sqrt(total / max(1, numbers)))
 
     def variance(self, name: str) -> Tensor:
@@ -612,9 +593,8 @@ class Errors:
     def coarse(self, name: str) -> Tensor:
         """Return the variance beyond float32: of rounding, noise, and the last bits of weights."""
         protocol = self.update.protocol
-        leaked = (
-            self.update.values[name].to(next(self.model.parameters()).device).double()
-        )
+        device = next(self.model.parameters()).device
+        leaked = self.update.values[name].to(device).double()
         variance = torch.full_like(leaked, protocol.noise_in(self.update.texts) ** 2)
         if self.update.precision != "float32":
             variance += rounding_of(leaked, self.update.precision)[1].square() / 12
@@ -644,30 +624,19 @@ class _Proofs:
         self.tokens = tokens
         self._errors = errors
         self._misfit = found.misfit
-        given = found.given
-        model = target.model
-        parts = target.parts
-        self._weights = {name: each.detach() for name, each in model.named_parameters()}
-        inside = {
-            id(each) for block in parts.blocks[:_BLOCKS] for each in block.parameters()
-        }
-        self._inside = [
-            name for name, each in model.named_parameters() if id(each) in inside
-        ]
+        named = dict(target.model.named_parameters())
+        self._weights = {name: each.detach() for name, each in named.items()}
+        blocks = target.parts.blocks[:_BLOCKS]
+        inside = {id(each) for block in blocks for each in block.parameters()}
+        self._inside = [name for name, each in named.items() if id(each) in inside]
         starts = {name.removesuffix("weight") for name in self._inside}
-        self._names = [
-            name
-            for name in update.values
-            if name.removesuffix("weight")
-            .removesuffix("lora_A.")
-            .removesuffix("lora_B.")
-            in starts
-        ]
-        self._variance = {name: errors.variance(name) for name in self._names}
-        self._off = {
-            name: update.values[name].to(parts.device).double() - given[name].double()
-            for name in self._names
-        }
+        self._off: dict[str, Tensor] = {}
+        self._variance: dict[str, Tensor] = {}
+        for name, leaked in update.values.items():
+            if re.sub(r"(lora_[AB]\.)?weight$", "", name) in starts:
+                own = found.given[name].double()
+                self._off[name] = leaked.to(target.device).double() - own
+                self._variance[name] = errors.variance(name)
 
     def holds(self, number: int, coarse: bool) -> tuple[bool, int]:
         """Return whether the update excludes every other text, and the passes that this took."""
@@ -686,8 +655,13 @@ class _Proofs:
                     continue
                 if not alike[place]:
                     return False, passes
+                # The same over all parameters, with the other text in its place.
                 passes += 1
-                if self._worse_as_a_whole(other, number) < verifying:
+                texts = list(self.batch.texts)
+                texts[number] = other.texts[0]
+                whole = replace(self.batch, texts=tuple(texts))
+                again = compared(self.target, self.update, whole, self._errors)
+                if again.misfit - self._misfit < verifying:
                     return False, passes
         return True, passes
 
@@ -695,61 +669,41 @@ class _Proofs:
         """Yield the text with other tokens at a place: similar ones, or the next one, exchanged."""
         alone = self.batch[number]
         text = alone.texts[0]
+        table = self.target.parts.table
+        far = (table - table[text[place]]).square().sum(-1)
+        far[text[place]] = torch.inf
+        others = {int(far.argmin())}
         if self.tokens:
             few = self.tokens[min(place, len(self.tokens) - 1)][:_ALTERNATIVES]
-        else:
-            few = []
-        for id_ in {self._nearest(text[place]), *map(int, few)} - {text[place]}:
+            others.update(few.tolist())
+        for id_ in others - {text[place]}:
             yield alone.changed(0, place, id_)
         if place + 1 < len(text) and text[place] != text[place + 1]:
-            yield alone.changed(0, place, text[place + 1]).changed(
-                0, place + 1, text[place]
-            )
+            following = alone.changed(0, place, text[place + 1])
+            yield following.changed(0, place + 1, text[place])
 
     def _part(self, text: Batch, number: int) -> dict[str, Tensor]:
         """Return the part of one text in the update, in place of text `number`."""
         protocol = self.update.protocol
         # clipping needs all gradients
-        if protocol.clip is None:
-            only = self._inside
-        else:
-            only = None
+        only = self._inside if protocol.clip is None else None
         own = gradient(self.target.model, self._weights, text, only)
         own = adapted(self.target.model, own, self.update.adapters)
-        share = -protocol.rate * protocol.steps if protocol.steps > 1 else 1.0
+        lengths = [len(each) - 1 for each in self.batch.texts]
+        share = 1 / len(lengths)
         if protocol.clip is not None:
             share *= clipped_share(own, protocol.clip)
-        if self.update.task == "causal" and protocol.clip is None:
-            predicted = [len(each) - 1 for each in self.batch.texts]
-            share *= predicted[number] / sum(predicted)
-        else:
-            share /= len(self.batch.texts)
-        return {name: share * own[name].double() for name in self._names}
+        elif self.update.task == "causal":
+            share = lengths[number] / sum(lengths)
+        if protocol.steps > 1:
+            share *= -protocol.rate * protocol.steps
+        return {name: share * own[name].double() for name in self._off}
 
     def _worse(self, own: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
         """Return how much worse the update fits, in squared errors, with `other` for `own`."""
         worse = 0.0
-        for name in self._names:
+        for name, off in self._off.items():
             change = own[name] - other[name]
-            terms = (change.square() + 2 * change * self._off[name]) / self._variance[
-                name
-            ]
-            worse += float(terms.sum())
+            squares = change.square() + 2 * change * off
+            worse += float((squares / self._variance[name]).sum())
         return worse
-
-    def _worse_as_a_whole(self, text: Batch, number: int) -> float:
-        """Return the same over all parameters, with another text in place of text `number`."""
-        texts = list(self.batch.texts)
-        texts[number] = text.texts[0]
-        other = replace(self.batch, texts=tuple(texts))
-        return (
-            compared(self.target, self.update, other, self._errors).misfit
-            - self._misfit
-        )
-
-    def _nearest(self, token: int) -> int:
-        """Return the other token whose embedding is nearest."""
-        table = self.target.parts.table
-        far = (table - table[token]).square().sum(-1)
-        far[token] = torch.inf
-        return int(far.argmin())
