@@ -44,7 +44,7 @@ def final_states(model: nn.Module, leak: Logits) -> Tensor:
         raise Unsuccessful(Status.NOT_IDENTIFIABLE, reason)
     Q, R = torch.linalg.qr(W)
     pivots = R.diagonal().abs()
-    if bool(pivots.min() <= _DEPENDENT * pivots.max()):
+    if pivots.min() <= _DEPENDENT * pivots.max():
         reason = (
             "other states give the same logits: the unembedding has dependent columns"
         )

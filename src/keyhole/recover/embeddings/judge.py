@@ -94,7 +94,7 @@ def judge_vector(
     status = Status.MISMATCH if residual > 1 else Status.UNSOLVED
     if verified:
         status = Status.RECOVERED
-    elif plausible and text and bool(likely.any()):
+    elif plausible and text and likely.any():
         status = Status.INEXACT
     elif fits:
         status = Status.NOT_IDENTIFIABLE
@@ -235,7 +235,7 @@ class Stored:
             ends = None if leak.ends is None else leak.ends.to(values)
             return cls("steps", values, leak.steps.to(values), error, noise, ends=ends)
         if leak.precision == "binary" or two_valued(values):
-            middle = 0.0 if bool((values < 0).any()) else float(values.max()) / 2
+            middle = 0.0 if (values < 0).any() else float(values.max()) / 2
             signs = torch.where(values > middle, 1.0, -1.0).to(values)
             return cls("binary", signs, unbounded, error, noise)
         name, steps = rounding_of(values[None].float(), leak.precision)

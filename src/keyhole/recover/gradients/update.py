@@ -181,7 +181,7 @@ class Update:
             reason = "an update must hold the gradient of at least one parameter"
             raise InputError(reason)
         for name, tensor in self.values.items():
-            if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+            if not tensor.is_floating_point() or not tensor.isfinite().all():
                 reason = f"the gradient of {name} must be finite floating-point numbers"
                 raise InputError(reason)
 
@@ -387,7 +387,7 @@ def adapted(
             whole = inputs_last(whole, model.get_submodule(start[:-1]))
             a, b = (adapters[start + each].to(whole) for each in ADAPTER)
             found[start + ADAPTER[1]] = whole @ a.mT
-            if bool(b.any()):
+            if b.any():
                 found[start + ADAPTER[0]] = b.mT @ whole
     return found
 

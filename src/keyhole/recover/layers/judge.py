@@ -136,7 +136,7 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
         padding = leak.mask.to(target.device) == 0
         leaked = leaked.masked_fill(padding[:, None], torch.nan)
     numbers = leaked[leaked.isfinite()]
-    if bool((numbers == numbers[:1]).all()):
+    if (numbers == numbers[:1]).all():
         reason = "every number of the leak is the same, so it distinguishes no tokens"
         return Verdict.without_fit(Status.NOT_IDENTIFIABLE, reason, len(ids))
     given = target.rows(leak, text[None], leak.mask)[0]
@@ -194,7 +194,7 @@ def _is_fine(fit: Fit, own: bool, compared: Compared) -> bool:
     one whose numbers differ much from each other but little between positions.
     """
     seen = ~compared.leaked.isnan().any(-1)
-    if fit.level > _FINE or not own or not bool(seen.any()):
+    if fit.level > _FINE or not own or not seen.any():
         return fit.level <= _FINE
     rows = compared.leaked[seen]
     sigma = fit.sigma.expand_as(compared.leaked)[seen]
@@ -222,7 +222,7 @@ def _margin(
     # own. If rows have too few bits, many tokens fit by chance, and no map finds them.
     vague = fit.level <= _FINE and not fine
     blind = (leak.kind == "attention" or vague) and target.parts.causal and fit.whole
-    if coarse or blind or bool(duplicated(target)[text].any()):
+    if coarse or blind or duplicated(target)[text].any():
         others = alternatives(compared, noisy=vague or fit.level > _NOISY)
         if blind:
             others = torch.cat([others, _fitting_as_well(compared, fit, others[0])])
@@ -233,7 +233,7 @@ def _margin(
         unsettled, more = _unsettled_places(compared, fit.sigma)
         margin = margin.masked_fill(unsettled, 0.0)
         forwards += more
-        if bool(unsettled.any()):
+        if unsettled.any():
             doubt = f"; the order of {int(unsettled.sum())} tokens is unknown"
     verified = fit.whole and bool((margin > compared.verifying).all())
     if isinstance(leak, Logits) and verified:
@@ -357,7 +357,7 @@ def alternatives(compared: Compared, noisy: bool) -> Tensor:
         unexplained = rows.own(compared.leaked - compared.given).nan_to_num()
         count = _BY_ROW_NOISY if noisy else _BY_ROW
         tokens.append(rows.nearest(table, text, unexplained, count))
-    if rows is None or bool(compared.hidden.any()):
+    if rows is None or compared.hidden.any():
         tokens.append(_by_gradient(compared))
     return torch.cat(tokens)
 
