@@ -405,7 +405,7 @@ class Endings:
             ids = lines.ids[rows].scatter(1, count[:, None], tokens[:, None])
             parts.append(Texts(ids, count + 1).clean())
         texts = Texts.cat(parts)
-        if len(parts) == 1 and int(texts.lengths.max()) == 1:
+        if len(parts) == 1 and texts.lengths.max() == 1:
             return cls(texts, alone(encoder)[None])
         vectors = encoder.vectors(texts, fast=True)
         return cls(texts, vectors.unflatten(0, (len(parts), -1)))

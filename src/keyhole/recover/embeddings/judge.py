@@ -252,7 +252,7 @@ class Stored:
         book = cast("Tensor", self.codebook)
         apart = (self.values.unflatten(0, (len(book), -1))[:, None] - book).norm(dim=-1)
         least, codes = apart.min(-1)
-        if float(least.max()) > _CENTROID * float(self.values.norm()):
+        if least.max() > _CENTROID * float(self.values.norm()):
             raise InputError("this vector is not made of the codebook's centroids")
         return codes
 

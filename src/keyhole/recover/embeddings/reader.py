@@ -170,4 +170,4 @@ def _shortest(encoder: Encoder, tokens: list[int]) -> list[int]:
         return tokens
     texts = Texts.of([tokens, tokens[:1]], len(tokens), encoder.device)
     repeated, alone = encoder.vectors(texts)
-    return tokens[:1] if float(1 - repeated @ alone) < _SAME else tokens
+    return tokens[:1] if 1 - repeated @ alone < _SAME else tokens

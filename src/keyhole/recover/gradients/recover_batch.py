@@ -208,7 +208,7 @@ class _Leaked:
         # For noise alone, |row|² is σ²χ², with mean σ²d and variance 2σ⁴d.
         least = noise**2 * (size + CHANCE * math.sqrt(2 * size))
         used = given.double().square().sum(-1) > least
-        return used if 0 < int(used.sum()) < len(used) else None
+        return used if 0 < used.sum() < len(used) else None
 
 
 def recover_batch(model: Any, tokenizer: Any, update: Update) -> BatchRecovery:

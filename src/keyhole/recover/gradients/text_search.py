@@ -254,7 +254,7 @@ class EncoderTexts:
                 tried, 0
             )  # 1 at a share of 1
             number, place = divmod(int(clear.argmax()), clear.shape[1])
-            if float(clear[number, place]) <= 0:
+            if clear[number, place] <= 0:
                 return
             tried[number, place] = True
             yield number, place
@@ -352,7 +352,7 @@ class EncoderTexts:
                 if not len(numbers):
                     continue
                 misfits = self.contexts.changed(text, at, numbers)
-                if float(misfits.min()) < misfit:
+                if misfits.min() < misfit:
                     text = text.clone()
                     misfit = float(misfits.min())
                     text[at] = numbers[misfits.argmin()]

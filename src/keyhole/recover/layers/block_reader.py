@@ -199,7 +199,7 @@ class Reader:
                 left = [
                     token for token in near[fits[row]].tolist() if token not in inside
                 ]
-                if float(fit.keys_free[row].max()) == 0 and len(left) == 1:
+                if fit.keys_free[row].max() == 0 and len(left) == 1:
                     tokens[place] = left[0]
         return tokens
 
@@ -249,7 +249,7 @@ class Reader:
                     break
                 given = self.rows(near, torch.full_like(near, place))
                 lost = lost_with(spans, inside, given)
-                if float(lost.min()) < 0:
+                if lost.min() < 0:
                     ids[place] = int(near[lost.argmin()])
         return ids
 
@@ -429,7 +429,7 @@ class BlockOrders:
         used: set[int] = set()
         changed = order.tokens.clone()
         for each in rises.argsort().tolist():
-            if float(rises[each]) < 0 and used.isdisjoint(where[each]):
+            if rises[each] < 0 and used.isdisjoint(where[each]):
                 changed[where[each]] = others[each][where[each]]
                 used |= set(where[each])
         if not used:
@@ -548,7 +548,7 @@ def _exchanges(
                 rise = float(order.others[a, at[b]] + order.others[b, at[a]])
             predicted.append((rise, [a, b], tokens[[b, a]]))
     for place in range(fixed, len(tokens)):
-        if int((tokens == tokens[place]).sum()) > 1:
+        if (tokens == tokens[place]).sum() > 1:
             for column in (near != tokens[place]).nonzero().flatten():
                 rise = float(order.others[place, column])
                 predicted.append((rise, [place], near[column, None]))

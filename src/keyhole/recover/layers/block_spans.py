@@ -281,7 +281,7 @@ def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
 def whole_blocks(places: Tensor, block: int) -> list[int]:
     """Return the blocks whose places are all among `places`."""
     numbers = places // block
-    return [n for n in numbers.unique().tolist() if int((numbers == n).sum()) == block]
+    return [n for n in numbers.unique().tolist() if (numbers == n).sum() == block]
 
 
 def by_squares(
@@ -452,7 +452,7 @@ class Blocks:
         sure = torch.tensor([found.hides for _, found in self.pairs])[:, None, None]
         score = ((1 + keys.to(free)) * free * misfits.clamp(max=CAP)).sum(0)
         hides = (misfits > HIDDEN) & ~sure & (free > 0)
-        if int(keys.sum()) > 1:
+        if keys.sum() > 1:
             worst = torch.where(keys, misfits, 0.0).argmax(0, keepdim=True)
             is_worst = torch.zeros_like(hides).scatter(0, worst, value=True)
             free = free.masked_fill(hides & (is_worst | ~keys), 0.0)

@@ -218,7 +218,7 @@ class SubLayerOutput:
         for number, proposal in self.states(target, leaks):
             comparison = Comparison.of(target, leaks[number])
             losses = comparison.losses(target.tensor([proposal.ids]))
-            if float(losses[0]) <= comparison.tolerance:
+            if losses[0] <= comparison.tolerance:
                 yield number, proposal
             else:
                 left.append(number)

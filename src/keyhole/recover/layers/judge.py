@@ -167,7 +167,7 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
             margin = torch.zeros_like(margin)
     shown = ~hidden | (fit.whole and fine)
     certain = (margin > compared.verifying) & shown & fit.whole
-    if not fine and float((~certain).float().mean()) > _OPEN:
+    if not fine and (~certain).float().mean() > _OPEN:
         certain = torch.zeros_like(certain)
     likely = shown & (margin > 2 * LOG_ODDS) & (fit.residual <= NOISE)
     marks = marks_of(certain.tolist(), likely.tolist())
@@ -287,7 +287,7 @@ def _duplicates(table: Tensor) -> Tensor:
     alike[order[1:][near]] = True
     alike[order[:-1][near]] = True
     small = lengths <= _SMALL * lengths.median()
-    return alike | small if int(small.sum()) > 1 else alike
+    return alike | small if small.sum() > 1 else alike
 
 
 def _misfits(fit: Fit, leaked: Tensor, given: Tensor) -> Misfits:
@@ -573,7 +573,7 @@ def _other_text(compared: Compared, leak: Logits) -> tuple[Tokens | None, int]:
     for _, alike in groupby(sorted(others, key=len), key=len):
         texts = list(alike)
         worse, place = (misfit(texts) - own).min(0)
-        if float(worse) <= least:
+        if worse <= least:
             least = float(worse)
             best = texts[int(place)]
     return best, vectors.passes + len(others) + 1

@@ -607,7 +607,7 @@ def _maps_of_pairs(
             sums = (outside * weights[:, None, None]).sum(0)
             theta = torch.linalg.eigh(sums)[1][:, 0]
             sizes = theta.unflatten(0, (2, -1)).square().sum(0)
-            if float(sizes.sum() ** 2 / sizes.square().sum()) > _EVEN * len(sizes):
+            if sizes.sum() ** 2 / sizes.square().sum() > _EVEN * len(sizes):
                 for each in (theta, theta / sizes.sqrt().repeat(2)):
                     # the second is the same if M has no scales
                     unit = each / each.norm() * len(sizes) ** 0.5
@@ -671,7 +671,7 @@ def _placed(
     rows = reader.table.rows(side, tokens, at)
     numbers = torch.full_like(tokens, number)
     for found in _maps_of_pairs(side, rows, numbers, tokens, len(tokens)):
-        if int((found.misfits(side, rows, number) < _NEARLY).sum()) < size // 2:
+        if (found.misfits(side, rows, number) < _NEARLY).sum() < size // 2:
             continue
         shifts = range(-size, size + 1)
         shifted = [_shifted(reader, side, found, held, shift) for shift in shifts]
@@ -695,6 +695,6 @@ def _shifted(
                 break
             at = torch.full_like(tokens, place + shift)
             misfits = found.misfits(side, reader.table.rows(side, tokens, at), number)
-            if float(misfits.min()) < _NEARLY:
+            if misfits.min() < _NEARLY:
                 known[place] = int(tokens[misfits.argmin()])
     return known

@@ -201,7 +201,7 @@ def _grouped(part: Tensor) -> Tensor:
     found = torch.zeros_like(numbers)
     for groups in _groupings(part):
         sample = groups[:: -(-len(groups) // _SAMPLED)]
-        if not float((_steps(numbers[sample]) > 0).float().mean()) > best:
+        if not (_steps(numbers[sample]) > 0).float().mean() > best:
             continue
         own = numbers[groups]
         steps = _steps(own)
@@ -250,7 +250,7 @@ def _scaled_floats(rows: Tensor) -> tuple[str, Tensor]:
     sizes = rows.double().nan_to_num().abs()
     top = sizes.amax(-1, keepdim=True).clamp(min=1e-300)
     normal = sizes >= _NORMAL * top
-    if int(normal.sum(-1).min()) < _ENOUGH:
+    if normal.sum(-1).min() < _ENOUGH:
         return "", sizes
     different = (sizes.sort(-1).values.diff(dim=-1) > 1e-6 * top).sum(-1).min()
     # Subnormal numbers, and those rounded to 0, have the step of the smallest number.

@@ -230,7 +230,7 @@ def try_sums(
         losses = torch.cat([losses, missing(several).square().sum(-1)])
     spent = 1 + len(texts)
     best = int(losses.argmin())
-    if float(losses[best]) >= before:
+    if losses[best] >= before:
         return Tried(ids, before, spent)
     return Tried(texts[best], float(losses[best]), spent)
 
