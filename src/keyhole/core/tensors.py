@@ -24,3 +24,17 @@ def seeded(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
 def append_ones(rows: Tensor) -> Tensor:
     """Return the rows (n, d) with a 1 after each, which gives a linear map an offset."""
     return torch.cat([rows, torch.ones_like(rows[:, :1])], 1)
+
+
+def indices_of(mask: Tensor) -> Tensor:
+    """Return the indices (k,) at which a mask (n,) is true."""
+    return mask.nonzero().flatten()
+
+
+def squared_norms(rows: Tensor) -> Tensor:
+    """Return the squared lengths of rows (…, d)."""
+    return rows.square().sum(-1)
+
+
+def root_mean_square(numbers: Tensor) -> Tensor:
+    return numbers.square().mean().sqrt()

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.core.errors import InputError
-from keyhole.core.tensors import row_numbers
+from keyhole.core.tensors import root_mean_square, row_numbers
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import (
     NONE,
@@ -224,7 +224,7 @@ class Stored:
     def of(cls, leak: Pooled, own: Tensor) -> Stored:
         """Return the stored form of a leak; the size of `own` (k,) gives float32's error."""
         values = leak.values.to(own.device, torch.float64)
-        least = FLOAT32 * float(own.double().square().mean().sqrt())
+        least = FLOAT32 * float(root_mean_square(own.double()))
         noise = leak.noise if leak.noise and leak.noise > least else None
         error = math.hypot(least, noise or 0.0)
         unbounded = torch.full_like(values, torch.inf)

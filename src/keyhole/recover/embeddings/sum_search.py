@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from keyhole.core.progress import Progress, silent
-from keyhole.core.tensors import row_numbers, seeded
+from keyhole.core.tensors import indices_of, row_numbers, seeded, squared_norms
 from keyhole.recover.embeddings.changes import (
     LikelyTokens,
     Shares,
@@ -175,12 +175,12 @@ class SumSearch:
                     state.take(texts, some[born])
             state.renew(rows)
             stood = state.stood()
-            standing = ((stood == _SETTLED) & ~state.ended).nonzero().flatten()
+            standing = indices_of((stood == _SETTLED) & ~state.ended)
             for row in standing.tolist():
                 text = state.best_texts.tokens(row)
                 state.ended[row] = may_be is not None and may_be(row, text)
             for long, tokens in _WIDER.items():
-                self._widen(state, likely, (stood == long).nonzero().flatten(), tokens)
+                self._widen(state, likely, indices_of(stood == long), tokens)
         return state
 
     def _widen(
@@ -243,7 +243,7 @@ class SumSearch:
             own,
         )
         # the weight of log p against ‖off‖²
-        prior = state.trust[rows] * off.square().sum(-1)
+        prior = state.trust[rows] * squared_norms(off)
         every = row_numbers(changes.kinds).where(changes.allowed, -1)
         moves, log_p, ran = self._run(state, changes, rows, every[..., None])
         # in place: this is the largest tensor of the search
@@ -403,7 +403,7 @@ class Populations:
         vectors = vectors[near]
         places = places[near]
         found = cosines[places]
-        close = (found > _CLOSE).nonzero().flatten()
+        close = indices_of(found > _CLOSE)
         if len(close):
             found[close] = self.exact(texts[places[close]], vectors[close])
         better = found > self.best[vectors]

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from keyhole.core.tensors import row_numbers, seeded
+from keyhole.core.tensors import row_numbers, seeded, squared_norms
 from keyhole.recover.embeddings.changes import SingleChanges
 
 # times the width of the beam: so many sets are compared, as some are the same
@@ -80,7 +80,7 @@ class Effects:
             total += picked(self.moves, change.clamp(min=0)) * counts
         along = (total * did).sum(-1)
         more = (sets >= 0).sum(-1) - 1
-        apart = total.square().sum(-1) - along
+        apart = squared_norms(total) - along
         return apart.sum(1) / (more * along).sum(1).clamp(min=1e-9)
 
     def grown(
@@ -109,7 +109,7 @@ class Effects:
         taken = self.slots[changes.clamp(min=0)].where(changes >= 0, self.slot_count)
         used = off.new_zeros((*off.shape[:2], self.slot_count + 1), dtype=torch.bool)
         used = used.scatter(2, taken, True)[..., :-1]
-        squares = self.moves.square().sum(-1)
+        squares = squared_norms(self.moves)
         extra = self.cost - squares
         size = (changes >= 0).sum(-1)
         # Σ Δ, Σ extra
@@ -120,7 +120,7 @@ class Effects:
         for _ in range(depth):
             g = (1 / (1 + size * overlap[:, None]))[..., None]
             rest = off - g * total
-            new = (rest.square().sum(-1) + costs)[..., None]
+            new = (squared_norms(rest) + costs)[..., None]
             new = new - 2 * g * (rest @ self.moves.mT)
             new += g * g * squares[:, None] + extra[:, None]
             new = new.masked_fill(used[..., self.slots] | ~alive[..., None], _INFINITE)

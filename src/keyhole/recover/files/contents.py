@@ -29,6 +29,7 @@ from torch import Tensor
 from keyhole.core import not_applicable
 from keyhole.core.errors import InputError
 from keyhole.core.files import is_folder
+from keyhole.core.tensors import indices_of
 from keyhole.models import demo
 from keyhole.models.anatomy import Anatomy
 from keyhole.models.branches import Branches
@@ -320,7 +321,7 @@ def _texts(
         inside = slice(None)
         kept = None
         if mask is not None:
-            text = mask[number].nonzero().flatten()
+            text = indices_of(mask[number])
             if not len(text):
                 raise InputError(f"the mask of text {number} is only padding")
             inside = slice(0 if counted else int(text[0]), int(text[-1]) + 1)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from keyhole.core import Status, Unsuccessful, environment, not_applicable
 from keyhole.core.errors import InputError, expect_seed
 from keyhole.core.progress import Track, untracked
+from keyhole.core.tensors import squared_norms
 from keyhole.data import Example
 from keyhole.models.anatomy import anatomy
 from keyhole.models.demo import open_model
@@ -207,7 +208,7 @@ class _Leaked:
         size = given.shape[1]
         # For noise alone, |row|² is σ²χ², with mean σ²d and variance 2σ⁴d.
         least = noise**2 * (size + CHANCE * math.sqrt(2 * size))
-        used = given.double().square().sum(-1) > least
+        used = squared_norms(given.double()) > least
         return used if 0 < used.sum() < len(used) else None
 
 

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 
 from keyhole.core import not_applicable
 from keyhole.core.float64 import normal
-from keyhole.core.tensors import row_numbers, seeded
+from keyhole.core.tensors import row_numbers, seeded, squared_norms
 from keyhole.models.anatomy import Anatomy, gain_and_bias
 from keyhole.models.capture import Exposure, capture
 
@@ -227,8 +227,8 @@ def first_inputs(parts: Anatomy, positions: int) -> FirstInputs:
         made,
         None if parts.positions is None else put,
         offset,
-        words.square().sum(-1) / size,
-        places.square().sum(-1) / size,
+        squared_norms(words) / size,
+        squared_norms(places) / size,
         words @ places.mT / size,
         float(epsilon),
     )

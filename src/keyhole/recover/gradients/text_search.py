@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import not_applicable
-from keyhole.core.tensors import normalized, row_numbers
+from keyhole.core.tensors import normalized, row_numbers, squared_norms
 from keyhole.models.anatomy import Anatomy, Projection
 from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure, capture
@@ -414,7 +414,7 @@ class Contexts:
         queries, keys, values = self._of(text)
         scores = torch.einsum("ihk,jhk->hij", queries, keys)
         rows = torch.einsum("hij,jhr->ir", scores.softmax(-1), values)
-        return rows.square().sum(-1).mean()
+        return squared_norms(rows).mean()
 
     def _of(self, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         places = row_numbers(text)
@@ -486,7 +486,7 @@ class Contexts:
         for head in range(values.shape[1]):
             new = rows[head][:, None] + own[head][..., None] * new_values[:, head]
             given += new / (total[head] + own[head])[..., None]
-        far = (given.square().sum(-1) * others[:, None]).sum(0)
+        far = (squared_norms(given) * others[:, None]).sum(0)
         return (far + self._own_rows(tokens, place, keys, values, others)) / len(text)
 
     def _own_rows(
@@ -502,7 +502,7 @@ class Contexts:
         rows = rows + torch.einsum(
             "ht,thr->tr", weights[..., -1], self.values[tokens, place]
         )
-        return rows.square().sum(-1)
+        return squared_norms(rows)
 
 
 def contexts_of(

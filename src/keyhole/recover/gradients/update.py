@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 from keyhole.core import Status
 from keyhole.core.errors import InputError, expect_among, expect_count, expect_number
 from keyhole.core.files import parse, read_tensors, write_tensors
-from keyhole.core.tensors import seeded
+from keyhole.core.tensors import seeded, squared_norms
 from keyhole.data import NO_LABEL, Example
 from keyhole.models.anatomy import anatomy
 from keyhole.models.loading import head_of, identity
@@ -670,7 +670,7 @@ class _Proofs:
         alone = self.batch[number]
         text = alone.texts[0]
         table = self.target.parts.table
-        far = (table - table[text[place]]).square().sum(-1)
+        far = squared_norms(table - table[text[place]])
         far[text[place]] = torch.inf
         others = {int(far.argmin())}
         if self.tokens:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.float64 import full, identity, zeros
-from keyhole.core.tensors import row_numbers
+from keyhole.core.tensors import indices_of, row_numbers
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Target
 from keyhole.recover.layers.block_spans import (
@@ -190,7 +190,7 @@ class Reader:
             scores, at = fit.score.topk(2, largest=False)
             sure = fits.gather(1, at)[:, 0] & (scores[:, 1] - scores[:, 0] > margin)
             sure &= fit.keys_free.gather(1, at)[:, 0] > 0
-            for row in sure.nonzero().flatten().tolist():
+            for row in indices_of(sure).tolist():
                 tokens[places[row]] = int(near[at[row, 0]])
             # The token of a place whose keys all heads hide is known if only one of the
             # block is left.
@@ -549,7 +549,7 @@ def _exchanges(
             predicted.append((rise, [a, b], tokens[[b, a]]))
     for place in range(fixed, len(tokens)):
         if (tokens == tokens[place]).sum() > 1:
-            for column in (near != tokens[place]).nonzero().flatten():
+            for column in indices_of(near != tokens[place]):
                 rise = float(order.others[place, column])
                 predicted.append((rise, [place], near[column, None]))
     predicted.sort(key=lambda each: each[0])

@@ -34,7 +34,13 @@ import torch
 from torch import Tensor
 
 from keyhole.core.numerics import thin_svd
-from keyhole.core.tensors import normalized, row_numbers, seeded
+from keyhole.core.tensors import (
+    normalized,
+    root_mean_square,
+    row_numbers,
+    seeded,
+    squared_norms,
+)
 from keyhole.recover.layers.precision import precision_of
 from keyhole.recover.leaks import MixedCache
 
@@ -105,7 +111,7 @@ class Side:
     @cached_property
     def sigma(self) -> list[float]:
         """The root mean square of σ in each block."""
-        return [float(each.square().mean().sqrt()) for each in self.rows]
+        return [float(root_mean_square(each)) for each in self.rows]
 
     def spreads(self, number: int, rows: Tensor) -> Tensor:
         """Return the deviation (b, d) of a block's numbers, with the rounding of tokens' rows."""
@@ -200,8 +206,7 @@ class Map:
             matrix = turn @ matrix
             outer = outer @ vectors / _VECTORS**0.5
         lengths, error = (
-            (rows @ (matrix @ root).to(rows)).square().sum(-1)
-            for root in (outer, inner)
+            squared_norms(rows @ (matrix @ root).to(rows)) for root in (outer, inner)
         )
         # S may stretch rows, but not much: a token of large ‖c‖ is in no block.
         error = error.clamp(max=(_STRETCH * side.sigma[number]) ** 2)
@@ -529,7 +534,7 @@ class Spans:
 
         def explained(rows: Tensor) -> Tensor:
             apart = normalized(rows - rows @ base @ base.mT)
-            return (apart @ left.mT).square().sum(-1)
+            return squared_norms(apart @ left.mT)
 
         own = explained(self.rows[place][None])
         return own - explained(others.double() @ self.matrix)

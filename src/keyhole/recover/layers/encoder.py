@@ -39,7 +39,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from keyhole.core.errors import expect_count
 from keyhole.core.lbfgs import LBFGS
-from keyhole.core.tensors import row_numbers
+from keyhole.core.tensors import indices_of, row_numbers, squared_norms
 from keyhole.recover.attack import Proposal, Proposals, Target
 from keyhole.recover.layers.inverse_map import InverseMap, TokenTable, inverse_map
 from keyhole.recover.layers.precision import compare, precision_of, rounding_error
@@ -307,7 +307,7 @@ class EncoderBatch:
             return
         frame = self.ids.new_tensor([*before, *after])
         for row, mask in enumerate(self.mask):
-            places = mask.nonzero().flatten()
+            places = indices_of(mask)
             if len(places) >= len(frame):
                 last = len(places) - len(after)
                 fixed = torch.cat([places[: len(before)], places[last:]])
@@ -320,12 +320,12 @@ class EncoderBatch:
             return list(range(len(self)))
         fixed = self.seen & ~self.free
         misfit = (fixed & (self.sizes > self.typical)).any(-1)
-        return (~misfit).nonzero().flatten().tolist()
+        return indices_of(~misfit).tolist()
 
     @property
     def sizes(self) -> Tensor:
         """The squared residual (b, n) of each row."""
-        return self.missing.square().sum(-1)
+        return squared_norms(self.missing)
 
     @property
     def typical(self) -> Tensor:
@@ -484,7 +484,7 @@ class EncoderBatch:
         """Return the texts that leave less than a share of their leak's variance unexplained."""
         numbers = self.seen.sum(-1) * self.leaked.shape[-1]
         explained = self.best < share * self.scales * numbers
-        return explained.nonzero().flatten().tolist()
+        return indices_of(explained).tolist()
 
 
 def change_worst(texts: EncoderBatch) -> list[int]:
@@ -494,7 +494,7 @@ def change_worst(texts: EncoderBatch) -> list[int]:
     estimate moved by its residual points at the right token. Three sets of positions
     are tried: those above 80%, 40% and 20% of the largest squared residual.
     """
-    rows = (texts.stale == 0).nonzero().flatten()
+    rows = indices_of(texts.stale == 0)
     if not len(rows):
         return []
     ids = texts.ids[rows]
@@ -539,7 +539,7 @@ def try_worst(texts: EncoderBatch) -> list[int]:
             count, batch_size = (2 * _TRIED, 1) if alone else (_TRIED, _IN_A_PASS)
             proposed = _proposed(texts, row, places, count)
             tried = try_rows(
-                lambda ids, row=row: texts.unexplained(row, ids).square().sum(-1),
+                lambda ids, row=row: squared_norms(texts.unexplained(row, ids)),
                 ids,
                 places,
                 proposed,

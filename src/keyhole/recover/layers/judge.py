@@ -51,7 +51,13 @@ from torch import Tensor
 
 from keyhole.core import Status
 from keyhole.core.numerics import with_ridge
-from keyhole.core.tensors import row_numbers, seeded
+from keyhole.core.tensors import (
+    indices_of,
+    root_mean_square,
+    row_numbers,
+    seeded,
+    squared_norms,
+)
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.edits import Tokens, Vectors, alternatives_to
@@ -298,11 +304,11 @@ def _misfits(fit: Fit, leaked: Tensor, given: Tensor) -> Misfits:
     """
     sigma = fit.sigma
     if not fit.whole:
-        left = (given - leaked)[~leaked.isnan().any(-1)].square().mean().sqrt()
+        left = root_mean_square((given - leaked)[~leaked.isnan().any(-1)])
         sigma = sigma.clamp(min=float(left))
     weights = torch.where(leaked.isfinite(), 1 / sigma, 0.0)
     known = leaked.nan_to_num()
-    return lambda rows: ((rows - known) * weights).square().sum(-1)
+    return lambda rows: squared_norms((rows - known) * weights)
 
 
 def _over_alternatives(compared: Compared, others: Tensor) -> tuple[Tensor, int]:
@@ -339,7 +345,7 @@ def _over_alternatives(compared: Compared, others: Tensor) -> tuple[Tensor, int]
         margin = gains(tokens, groups).where(groups, -torch.inf).amax(0)
         spent += len(groups)
         for part in (hidden, ~hidden & ~(margin > compared.verifying)):
-            tried = part.nonzero().flatten()[:_ALONE]
+            tried = indices_of(part)[:_ALONE]
             if len(tried):
                 margin[tried] = gains(tokens, places == tried[:, None]).sum(-1)
                 spent += len(tried)
@@ -464,7 +470,7 @@ def _fitted_map(target: Target, exposure: Exposure) -> RowMap:
     explained = 1 - share * count / max(1, count - table.shape[1])
     linear = linear.to(table)
     heads = target.parts.key_heads if exposure.kind == "kv" else 1
-    return RowMap(linear, (table @ linear).square().sum(-1), heads, explained)
+    return RowMap(linear, squared_norms(table @ linear), heads, explained)
 
 
 def _answers(

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import not_applicable
+from keyhole.core.tensors import indices_of
 from keyhole.models.capture import Exposure, capture
 from keyhole.recover.attack import Proposal, Proposals, Target
 from keyhole.recover.layers.map_scores import Anchors, LogMaps, Questions
@@ -79,7 +80,7 @@ class EncoderMaps:
     ) -> list[Tensor]:
         """Return the best tokens of the vocabulary (shortlist, n) at each position of each text."""
         n = len(frame)
-        known = (frame >= 0).nonzero().flatten()
+        known = indices_of(frame >= 0)
         states = _embedded(target, frame.clamp(min=0)[None])[0]
         anchors = Anchors.of(target.parts, 1, states, known)
         questions = [Questions.of(log, anchors) for log in logs]
@@ -103,8 +104,8 @@ class EncoderMaps:
         trusted = torch.ones_like(fixed)
         for _ in range(self.rounds):
             # The special tokens, and trusted ones evenly chosen.
-            places = fixed.nonzero().flatten()
-            others = (trusted & ~fixed).nonzero().flatten()
+            places = indices_of(fixed)
+            others = indices_of(trusted & ~fixed)
             step = max(1, -(-len(others) // max(1, _ANCHORS - len(places))))
             places = torch.cat([places, others[::step]]).sort().values
             states = _embedded(target, ids[None])[0]

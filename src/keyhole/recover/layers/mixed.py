@@ -78,7 +78,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful, not_applicable
-from keyhole.core.tensors import seeded
+from keyhole.core.tensors import indices_of, root_mean_square, seeded
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Proposal, Proposals, Target
 from keyhole.recover.embeddings.counts import SHIPPED
@@ -215,7 +215,7 @@ def unmixed(target: Target, leak: Leak) -> MixedCache | None:
     length = min(leak.keys.shape[1], parts.max_length)
     ids = random_texts(target, 1, length, seeded(0))
     usual = capture(target.model, leak.exposure, ids=ids)["values"].abs().max()
-    strange = bool(leak.values.square().mean().sqrt() > usual.cpu())
+    strange = bool(root_mean_square(leak.values) > usual.cpu())
     number = leak.exposure.block(parts)
     mixed = MixedCache(
         leak.keys, leak.values, number, precision=leak.precision, noise=leak.noise
@@ -643,7 +643,7 @@ def _tokens_of_blocks(table: Table, side: Side, common: Tensor) -> list[Tensor] 
         if best is None:
             return None
         misfits = [best.misfits(side, vocabulary, n) for n in range(count)]
-        held = [(each < most).nonzero().flatten() for each in misfits]
+        held = [indices_of(each < most) for each in misfits]
         every = torch.cat(held)
         if not 2 * count < len(every) <= 4 * whole:
             return None

@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 
 from keyhole.core.numerics import LinAlgError
-from keyhole.core.tensors import row_numbers, seeded
+from keyhole.core.tensors import indices_of, row_numbers, seeded
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Target
 from keyhole.recover.layers.inverse_map import random_texts
@@ -320,7 +320,7 @@ def _regress(
     """
     size = rows.square().mean(-1)
     # A few random tokens become attention sinks too.
-    kept = (size <= _SINK * size.median()).nonzero().flatten()
+    kept = indices_of(size <= _SINK * size.median())
     if not len(kept):
         raise LinAlgError("the model's answers to random texts are not finite")
     count = len(kept)

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from keyhole.core.tensors import seeded
+from keyhole.core.tensors import indices_of, root_mean_square, seeded
 from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure, capture, hooks
 from keyhole.recover.attack import Target
@@ -111,8 +111,8 @@ def precision_of(leak: Leak, arithmetic: float = 0.0) -> Precision:
     rows = leak.rows(leak.tensors).float()
     own = arithmetic * rows.square().nanmean(-1, keepdim=True).sqrt().nan_to_num(0.0)
     seen = rows[rows.isfinite()]
-    scale = float((seen - seen.mean()).square().mean().sqrt().clamp(min=_TINY))
-    least = FLOAT32 * float(seen.square().mean().sqrt())
+    scale = float(root_mean_square(seen - seen.mean()).clamp(min=_TINY))
+    least = FLOAT32 * float(root_mean_square(seen))
     arithmetics = own.square() + least**2
     name, step = rounding_of(rows, leak.precision)
     # a head or other group may have a scale
@@ -277,7 +277,7 @@ def _steps(rows: Tensor) -> Tensor:
     whole = finite.all(-1)
     steps = torch.zeros_like(rows[:, 0])
     steps[whole] = _steps_of_finite(rows[whole])
-    for place in (finite.any(-1) & ~whole).nonzero().flatten().tolist():
+    for place in indices_of(finite.any(-1) & ~whole).tolist():
         steps[place] = _steps_of_finite(rows[None, place, finite[place]])[0]
     return steps
 
@@ -359,7 +359,7 @@ def compare(precision: Precision, leaked: Tensor, given: Tensor) -> Fit:
     overflows = ~given.isfinite() & ~leaked.isnan()
     off = torch.where(overflows, _FAR_OFF * scale, given - leaked)
     seen = ~off.isnan().any(-1)
-    residual = float(off[seen].square().mean().sqrt()) / scale
+    residual = float(root_mean_square(off[seen])) / scale
     sigma = precision.sigma.to(off.device)
     largest = limit(off.shape[-1])
     strength = (off / sigma).square().mean(-1)

@@ -38,7 +38,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from keyhole.core.tensors import row_numbers
+from keyhole.core.tensors import indices_of, row_numbers, squared_norms
 from keyhole.models.capture import capture
 from keyhole.recover.attack import Target
 from keyhole.recover.embeddings.sums import Effects, Sets
@@ -128,7 +128,7 @@ def substitute(
     comparison: Comparison, ids: Tensor, candidates: Tensor, known: Tensor, sweeps: int
 ) -> Tried:
     """Improve `ids` (n,) with `candidates` (k, n) at the positions where `known` (n,) is -1."""
-    places = (known < 0).nonzero().flatten()
+    places = indices_of(known < 0)
     each = max(2, min(len(candidates), _MAX_TEXTS // max(1, len(places))))
     best = Tried(ids, float(comparison.losses(ids[None])[0]), 1)
     for _ in range(sweeps):
@@ -188,7 +188,7 @@ def try_rows(
         own[chosen] = misfits(texts)[:, places[chosen]].T
     least, winner = own.min(1)
     gain = before[places] - least
-    won = (least < _WON * before[places]).nonzero().flatten()
+    won = indices_of(least < _WON * before[places])
     won = won[gain[won].argsort(descending=True)]
     best = Tried(ids, float(before.sum()), 1 + groups * candidates.shape[1])
     if len(won) == 0:
@@ -216,18 +216,18 @@ def try_sums(
     texts[row_numbers(texts), places[slots]] = tokens
     left = missing(texts)
     moves = off - left
-    losses = left.square().sum(-1)
+    losses = squared_norms(left)
     size = min(_MAX_SET, m)
     if size > 1:
-        effects = Effects(moves[None], moves.square().sum(-1)[None], slots, m)
+        effects = Effects(moves[None], squared_norms(moves)[None], slots, m)
         sets = effects.grown(Sets.none(off[None]), _BEAM, size, _SETS_RUN)[0]
         sets = sets[(sets >= 0).any(-1)]
         several = ids.repeat(len(sets), 1)
         for changes in sets.unbind(1):
-            rows = (changes >= 0).nonzero().flatten()
+            rows = indices_of(changes >= 0)
             several[rows, places[slots[changes[rows]]]] = tokens[changes[rows]]
         texts = torch.cat([texts, several])
-        losses = torch.cat([losses, missing(several).square().sum(-1)])
+        losses = torch.cat([losses, squared_norms(missing(several))])
     spent = 1 + len(texts)
     best = int(losses.argmin())
     if losses[best] >= before:

@@ -45,7 +45,7 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count
 from keyhole.core.numerics import with_ridge
-from keyhole.core.tensors import row_numbers, seeded
+from keyhole.core.tensors import indices_of, row_numbers, seeded
 from keyhole.models.branches import Branches
 from keyhole.models.capture import Exposure
 from keyhole.recover.attack import Proposal, Proposals, Target, TokenCount
@@ -224,11 +224,11 @@ def assigned(costs: Tensor) -> Tensor:
     from scipy.optimize import linear_sum_assignment  # on demand: it loads slowly
 
     seen = costs.isfinite().all(-1).cpu()
-    rows = seen.nonzero().flatten()
+    rows = indices_of(seen)
     chosen, places = linear_sum_assignment(costs.cpu()[rows].numpy())
     order = torch.full((len(costs),), -1)
     order[torch.as_tensor(places)] = rows[torch.as_tensor(chosen)]
-    order[order < 0] = (~seen).nonzero().flatten()
+    order[order < 0] = indices_of(~seen)
     return order
 
 
@@ -330,7 +330,7 @@ class UnorderedPrefixes:
         """Extend the text by one token and its row at a time, until no row is left or none fits."""
         branches = target.branches()
         leaked = text.rows.isfinite().all(-1)
-        remaining = leaked.nonzero().flatten()
+        remaining = indices_of(leaked)
         # If the search ends early, the rest is proposed in the order in which it
         # leaked.
         likeliest = orderings.rest.likelihood(text.rows).argmax(-1)
@@ -345,7 +345,7 @@ class UnorderedPrefixes:
             text.accept([token], [0.0])
             remaining = remaining[remaining != row]
             target.count.set(text.number, text.position)
-        gaps = (~leaked).nonzero().flatten()
+        gaps = indices_of(~leaked)
         # placeholders: these tokens are in text.ids
         found = likeliest.new_zeros(text.position)
         guesses = torch.cat([found, likeliest[remaining], likeliest[gaps]])
