@@ -41,7 +41,8 @@ An attacker who also uses the server has texts with known rows X and leaks Y. Th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,8 +99,7 @@ def hidden_by(secrets: Sequence[Secret], leak: Leak) -> Leak:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class Secret:
+class Secret(NamedTuple):
     """The secret of one matrix of rows X: each block of it becomes Y = mix (X map + added).
 
     `mixes` has a matrix (b, b) for each block; without it, rows keep their places.
@@ -178,8 +178,7 @@ def random_rotation(size: int, stream: torch.Generator) -> Tensor:
     return torch.linalg.qr(normal(stream, size, size)).Q
 
 
-@dataclass(frozen=True, eq=False)
-class Alignment:
+class Alignment(NamedTuple):
     """Directions (d, r) of stored vectors y and of plain vectors f, with y `stored` = f `own`."""
 
     stored: Tensor

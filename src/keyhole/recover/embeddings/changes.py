@@ -27,9 +27,9 @@ and the exchanges to run are drawn by that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,8 +55,7 @@ _NEAR = (0.1, 0.32)
 _ORDER = 0.6
 
 
-@dataclass(frozen=True, eq=False)
-class SingleChanges:
+class SingleChanges(NamedTuple):
     """N single changes of each of p texts."""
 
     parents: Texts
@@ -132,8 +131,7 @@ class SingleChanges:
         return texts.padded(self.max_length).clean(), fits
 
 
-@dataclass(frozen=True)
-class Shares:
+class Shares(NamedTuple):
     """How many tokens to try at each place, how many of these by odds alone, and in each gap."""
 
     replaced: int = 32
@@ -147,8 +145,7 @@ class Shares:
         return Shares(*(max(2, round(share * count)) for count in counts))
 
 
-@dataclass(frozen=True, eq=False)
-class LikelyTokens:
+class LikelyTokens(NamedTuple):
     """The log-odds (v, V) of every token for each of v vectors, and the ranks of the candidates."""
 
     counted: Counted

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +36,7 @@ _REPLACED = 0.3  # largest share of a line's tokens that is replaced
 _ENOUGH = 64  # lines from which on vectors are whitened by how they vary
 
 
-@dataclass(frozen=True, eq=False)
-class Counted:
+class Counted(NamedTuple):
     """Token odds, n-grams, and lines with their vectors (lines, d) as the encoder compares them."""
 
     encoder: Encoder
@@ -157,8 +155,7 @@ _AT_ONCE = 1 << 20  # tokens whose texts' vectors are added up in one step
 _RIDGE = 0.05  # of the mean variance, added to C
 
 
-@dataclass(frozen=True, eq=False)
-class TokenOdds:
+class TokenOdds(NamedTuple):
     """The log-odds of every token: vectors (b, d) @ `weights` (d, V) + `offset` (V,)."""
 
     weights: Tensor
@@ -263,8 +260,7 @@ _KINDS = 7  # three of beginnings, three of later pieces, and the mark
 _KIND_SEEN = 1.0  # added to the number of pairs of two kinds
 
 
-@dataclass(frozen=True, eq=False)
-class NGrams:
+class NGrams(NamedTuple):
     """The pairs that were seen, as sorted keys a·(V + 1) + b, and the terms of p(b | a)."""
 
     keys: Tensor  # (pairs,)
@@ -378,8 +374,7 @@ Before = tuple[
 _BEFORE: dict[str, Before] = {"cuda": ((0, 0), (1, 3), (4, 8)), "cpu": ((0, 0),)}
 
 
-@dataclass(frozen=True, eq=False)
-class Endings:
+class Endings(NamedTuple):
     """k runs over V tokens: their `texts` (k·V), run after run, and `vectors` (k, V, d)."""
 
     texts: Texts

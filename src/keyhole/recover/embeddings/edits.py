@@ -18,8 +18,9 @@ the tokens that the gradient of ‖f − y‖² at that copy suggests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,8 +104,7 @@ class Vectors:
         return self._probed[text]
 
 
-@dataclass(frozen=True, eq=False)
-class Alternatives:
+class Alternatives(NamedTuple):
     """Texts one edit away, their vectors (r, k), and which tokens (r, n) each edit touches."""
 
     texts: list[Tokens]

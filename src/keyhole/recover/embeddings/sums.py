@@ -21,7 +21,7 @@ search adds one change at a time, and the encoder then runs the sets that it fou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ _MORE = 4
 _INFINITE = 1e9
 
 
-@dataclass(frozen=True, eq=False)
-class Sets:
+class Sets(NamedTuple):
     """w sets of changes for each of p texts, and the residuals that they leave."""
 
     changes: Tensor  # (p, w, k), -1 for none
@@ -50,8 +49,7 @@ class Sets:
         return cls(changes, off[:, None], off.new_ones(shape, dtype=torch.bool))
 
 
-@dataclass(frozen=True, eq=False)
-class Effects:
+class Effects(NamedTuple):
     """What every change does: `moves` (p, N, d) the vector, at a `cost` (p, N), in a slot (N,)."""
 
     moves: Tensor

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -113,8 +113,7 @@ class BatchRecovery(Recovery):
         return "\n".join([*lines, f"  {self.cost}"])
 
 
-@dataclass(frozen=True, eq=False)
-class _Given:
+class _Given(NamedTuple):
     """The known part of a map's gradient G (out, in): `rows` = left·G·right, and their variance.
 
     None stands for the identity. For an adapter B·A, A's gradient is Bᵀ·G, and B's is

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -158,8 +158,7 @@ def joined(spans: Sequence[tuple[Span, Tensor]]) -> Span:
     return Span(rank, rest, max(each.tolerance for each, _ in spans), left, rest)
 
 
-@dataclass(frozen=True, eq=False)
-class FirstInputs:
+class FirstInputs(NamedTuple):
     """Tables of x(v, p) in float64: `words` (v, d), `places` (n, d) or None, `offset` (d,).
 
     `word_lengths` (v,) and `place_lengths` (n,) are |w̃|² and |ũ|², and `products` (v,

@@ -32,6 +32,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,8 +75,7 @@ _SWEEPS = 8  # sweeps over the tokens of a text
 _FEW = 32  # tokens that the first sweeps try at each position
 
 
-@dataclass(frozen=True, eq=False)
-class _Prefix:
+class _Prefix(NamedTuple):
     """Ids, how many of the first ones are proven by a row of their own, and the last row."""
 
     ids: tuple[int, ...]
@@ -167,8 +167,7 @@ def _distinct(ended: Sequence[_Prefix]) -> Iterator[list[int]]:
             yield list(text)
 
 
-@dataclass(frozen=True, eq=False)
-class Read:
+class Read(NamedTuple):
     """A text's ids, whether all its rows lie in the span, and its mean squared distance from it."""
 
     ids: list[int]
@@ -398,8 +397,7 @@ class EncoderTexts:
 # light tokens are dropped.
 
 
-@dataclass(frozen=True, eq=False)
-class Contexts:
+class Contexts(NamedTuple):
     """Queries and keys (t, n, h, k) of tokens at positions, and their values along directions.
 
     The values are (t, n, h, r). A text is given by the numbers (n,) of its tokens.
@@ -546,8 +544,7 @@ def contexts_of(
 # therefore near 1 within a text and near 0 between texts.
 
 
-@dataclass(frozen=True, eq=False)
-class Places:
+class Places(NamedTuple):
     """The share of each token (t,) at each position, `shares` (t, n).
 
     `directions` (t, h, k) are the unit vectors of its value's gradient in each head.

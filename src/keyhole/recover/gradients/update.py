@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -534,8 +534,7 @@ def judge(
     return verdicts
 
 
-@dataclass(frozen=True, eq=False)
-class Compared:
+class Compared(NamedTuple):
     """A batch's own update, and how far it is from the leaked one.
 
     `misfit` is the sum of the squared differences in units of the errors, and `most`
@@ -571,8 +570,7 @@ def compared(target: Target, update: Update, batch: Batch, errors: Errors) -> Co
     return Compared(given, misfit, most, residual, precision)
 
 
-@dataclass(frozen=True, eq=False)
-class Errors:
+class Errors(NamedTuple):
     """The errors of an update's numbers; `least` is the standard deviation of float32's."""
 
     update: Update

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,8 +63,7 @@ _FILLED = 2.0
 _REPEATED = 4  # repeated tokens of a last block, at most
 
 
-@dataclass(frozen=True, eq=False)
-class Table:
+class Table(NamedTuple):
     """The first layer's rows of all tokens (heads, v, d), without a position."""
 
     target: Target
@@ -281,8 +281,7 @@ class Reader:
 # The order of a block's tokens if rounding hides the directions of its keys.
 
 
-@dataclass(frozen=True, eq=False)
-class SideSquares:
+class SideSquares(NamedTuple):
     """The sum of squares (`cost`) of one side for an arrangement of tokens.
 
     `seen` are the places that the side shows, `spread` (b, d) the standard deviations
@@ -297,8 +296,7 @@ class SideSquares:
     free: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Order:
+class Order(NamedTuple):
     """An arrangement: tokens (n,) at the first places of a block, with the squares of each side.
 
     `cost` is the sum of squares and `expected` its expectation. `others` (n, c) says by
@@ -330,8 +328,7 @@ class Order:
         return shorter.cost - self.cost > least
 
 
-@dataclass(frozen=True, eq=False)
-class BlockOrders:
+class BlockOrders(NamedTuple):
     """Arrangements of tokens in block `number`."""
 
     reader: Reader

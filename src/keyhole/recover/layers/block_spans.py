@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -327,8 +328,7 @@ def by_squares(
     return replace(made, level=float(torch.cat(misfits).mean()))
 
 
-@dataclass(frozen=True, eq=False)
-class TokenFit:
+class TokenFit(NamedTuple):
     """How well tokens (p, c) lie in their blocks: q by `keys` alone, and by all sides (`whole`).
 
     `score` compares tokens: minus twice a log-likelihood. `keys_free` and `free` (p, c)
@@ -496,8 +496,7 @@ def _spanned(rows: Tensor) -> Tensor:
     return v[sizes > _REPEATED * sizes.amax()].mT if len(rows) else v.mT
 
 
-@dataclass(frozen=True, eq=False)
-class Spans:
+class Spans(NamedTuple):
     """A block (b, d) and its tokens' rows x M (n, d), which may span it.
 
     `shown` (n,) are the tokens that A does not hide. `more` (k, d) are the largest

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -324,8 +325,7 @@ def _unrotated(target: Target, leak: KeyValues, sigma: Tensor) -> Tensor:
     return rows_of({"keys": mixed.square().mean(0).sqrt(), "values": values})
 
 
-@dataclass(frozen=True, eq=False)
-class Learnt:
+class Learnt(NamedTuple):
     """A larger error, with which the tried token number `best` is right.
 
     The squared error of random tokens is `times` as large.
@@ -655,8 +655,7 @@ class Search:
         return nearest.tokens[order[misfits[order] <= 1]]
 
 
-@dataclass(frozen=True, eq=False)
-class Nearest:
+class Nearest(NamedTuple):
     """The nearest of the tried tokens (k,), the best first, with their differences (k, f)."""
 
     tokens: Tensor

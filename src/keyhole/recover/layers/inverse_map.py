@@ -25,7 +25,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,8 +45,7 @@ _ROUNDING = 1e-7  # of a cosine in float32
 _KNOWN = 4096  # corpus tokens that a tokenizer must know for sentences to be used
 
 
-@dataclass(frozen=True, eq=False)
-class InverseMap:
+class InverseMap(NamedTuple):
     """`estimate(h) = h M + b`; `root` (e, e) is the square root of its error's covariance."""
 
     M: Tensor
@@ -145,8 +144,7 @@ def _fit(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
     return InverseMap(weights[:-1].float(), weights[-1].float(), root.float(), passes)
 
 
-@dataclass(frozen=True, eq=False)
-class TokenTable:
+class TokenTable(NamedTuple):
     """Finds the token that a vector means: the one whose embedding has the largest cosine with it.
 
     Encoders normalise their embeddings (LayerNorm) first. So a hidden state determines

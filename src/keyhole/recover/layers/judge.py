@@ -43,8 +43,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,8 +106,7 @@ _SHORT = 64  # tokens of a text up to which more than neighbours are exchanged
 Misfits = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class Compared:
+class Compared(NamedTuple):
     """A text (n,) compared with a leak: the leaked rows (m, f), and those that the model gives.
 
     `hidden` (n,) are the positions whose rows did not leak. `misfits` maps rows (…, m,
@@ -422,8 +421,7 @@ def _by_gradient(compared: Compared) -> Tensor:
     return change.topk(min(_BY_GRADIENT, change.shape[1]), largest=False).indices.T
 
 
-@dataclass(frozen=True, eq=False)
-class RowMap:
+class RowMap(NamedTuple):
     """A linear `map` (e, f) from embeddings to rows, and its squared length (v,) for each token.
 
     Of keys and values only the values count, since keys may be rotated by their

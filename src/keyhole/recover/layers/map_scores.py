@@ -19,7 +19,7 @@ anchor, or a σ that is too small, costs every candidate about the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +39,7 @@ _MAX_DECIMALS = 6
 _TINY = 1e-30  # keeps divisors positive
 
 
-@dataclass(frozen=True, eq=False)
-class LogMaps:
+class LogMaps(NamedTuple):
     """Log-probabilities (h, n, n) and their weights 1/σ²; the weight is 0 if nothing leaked."""
 
     values: Tensor
@@ -87,8 +86,7 @@ def _decimals(values: Tensor) -> int | None:
     return None
 
 
-@dataclass(frozen=True, eq=False)
-class Anchors:
+class Anchors(NamedTuple):
     """The known tokens of a text, and the linear measurements that they make of a candidate.
 
     `as_key` and `as_query` (d, h·a) are the directions in which a hidden state is
@@ -141,8 +139,7 @@ def _by_head(
     return weight.unflatten(0, (-1, size)), offset.unflatten(0, (-1, size))
 
 
-@dataclass(frozen=True, eq=False)
-class Questions:
+class Questions(NamedTuple):
     """The scores that a text's maps ask for at every position, and their weights.
 
     The arrays are (n, h, a): position, head, anchor. An anchor does not measure its own

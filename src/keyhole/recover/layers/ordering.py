@@ -40,8 +40,8 @@ another precision.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -71,8 +71,7 @@ _SINK = 25.0  # squared length of an attention sink, in medians
 _UNPREDICTED = 0.1  # the share of tokens that the model's own prediction does not cover
 
 
-@dataclass(frozen=True, eq=False)
-class Fit:
+class Fit(NamedTuple):
     """The regression at a position: μ (f,), predicted rows `A z_v` (v, c), error products (c, c).
 
     Only the `numbers` (c,) of a row are predicted. `spread` (f,) is how much each
@@ -101,8 +100,7 @@ class Fit:
         return Ordering(self, precision, torch.cat(halves))
 
 
-@dataclass(frozen=True, eq=False)
-class Ordering:
+class Ordering(NamedTuple):
     """A fit with `C⁻¹` (c, c) and `½ wᵀC⁻¹w` (v,) for predicted rows w, by a leak's own error."""
 
     fit: Fit
@@ -125,8 +123,7 @@ class Ordering:
         return float((before.sum(-1) < count).float().mean())
 
 
-@dataclass(frozen=True, eq=False)
-class Orderings:
+class Orderings(NamedTuple):
     """The orderings of the first position and of the others.
 
     `head` (v, f) predicts the next token from a row. `spent` counts the tokens run for
@@ -284,8 +281,7 @@ def _run(target: Target, exposure: Exposure, ids: Tensor) -> Tensor:
     return torch.cat([contents(target, exposure, given) for given in batches])
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
+class _Rows(NamedTuple):
     """The rows `chosen` (n,) of an array, less their mean, in float64.
 
     They are computed in chunks: the arrays are as large as a part of the model.

@@ -27,7 +27,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -321,8 +321,7 @@ def _distance_to_whole(numbers: Tensor) -> Tensor:
 # A text's numbers against the leak's.
 
 
-@dataclass(frozen=True, eq=False)
-class Fit:
+class Fit(NamedTuple):
     """The comparison of a text's own numbers with the leak's, position by position.
 
     `good` (positions,) is true where the difference may be the leak's error, or nothing

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,8 +99,7 @@ class TokenSearch:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class Vocabulary:
+class Vocabulary(NamedTuple):
     """The token table as a distribution: mean (e,), factor (e, e), directions of tokens (V, e).
 
     The directions have length one, in the coordinates in which the prior is isotropic.
@@ -149,8 +149,7 @@ def _never(target: Target) -> list[int]:
     ]
 
 
-@dataclass(frozen=True, eq=False)
-class Prior:
+class Prior(NamedTuple):
     """A normal distribution at each position: means (n, e), factors (n, r, e) or one (r, e)."""
 
     means: Tensor

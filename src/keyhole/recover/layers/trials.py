@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,8 +64,7 @@ _CHUNK = 512  # tokens of the vocabulary in a pass
 Misfits = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class Comparison:
+class Comparison(NamedTuple):
     """A leak as the numbers that texts are compared by; its error explains a loss `tolerance`."""
 
     target: Target

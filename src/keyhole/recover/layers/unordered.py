@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -173,8 +173,7 @@ def _try(target: Target, states: EncoderStates, texts: Sequence[_Text]) -> None:
         text.record(order, read, rows[0])
 
 
-@dataclass(frozen=True, eq=False)
-class PositionModel:
+class PositionModel(NamedTuple):
     """How rows depend on their position: `means` (n, d), `plain` C⁻¹ and `corrected` R⁻¹ (d, d).
 
     `ends` (closing, d) are what the special tokens that end a text add to their
