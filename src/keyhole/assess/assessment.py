@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from datetime import date
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
 
 from keyhole.assess.severity import ALL, Severity, exact, is_proved, score, share
 from keyhole.core import Audit, Finding, Fleet, Outcome, Readings, Skip
@@ -511,46 +510,23 @@ def compared(new: Assessment, old: Assessment) -> Assessment:
     if not new.audit.is_of(old.audit):
         fresh = tuple(replace(item, state=State.NEW) for item in new.items)
         return replace(new, items=fresh, other=old.audit.name or old.audit.target)
-    new_audit = new.audit
-    old_audit = old.audit
-    # Findings of a target that has one part are compared whatever the part is called.
-    parts = [{each.part for each in audit.findings} for audit in (new_audit, old_audit)]
-    if max(map(len, parts)) < 2:
-        new_audit = _without_parts(new_audit)
-        old_audit = _without_parts(old_audit)
-    keys = _keys(new.audit, new_audit)
-    old_keys = _keys(old.audit, old_audit)
-    before = {old_keys[item.id]: item for item in old.items}
+    before = {item.id: item for item in old.items}
     items: list[Item] = []
     for item in new.items:
-        earlier = before.get(keys[item.id])
+        earlier = before.pop(item.id, None)
         items.append(replace(item, state=state(item, earlier), before=earlier))
     # What the target has no more.
-    absent = {skip.exposure.id for skip in new_audit.skips if skip.absent}
+    absent = {skip.exposure.id for skip in new.audit.skips if skip.absent}
     gone: list[Item] = []
     untried: list[Item] = []
-    for key, item in before.items():
-        if key in keys.values() or not item.finding.exposed:
+    for item in before.values():
+        if not item.finding.exposed:
             continue
-        if key in absent:
+        if item.id in absent:
             gone.append(replace(item, state=State.GONE))
         else:
             untried.append(replace(item, state=State.UNTRIED))
     return replace(new, items=tuple(items), gone=tuple(gone), untried=tuple(untried))
-
-
-def _without_parts(audit: Audit) -> Audit:
-    def plain(each: Any) -> Any:
-        return replace(each, exposure=replace(each.exposure, part=""))
-
-    findings = tuple(map(plain, audit.findings))
-    return replace(audit, findings=findings, skips=tuple(map(plain, audit.skips)))
-
-
-def _keys(audit: Audit, compared: Audit) -> dict[str, str]:
-    """Return the ids by which the findings of an audit are compared, by their own ids."""
-    pairs = [ids(each.findings, each.skips) for each in (audit, compared)]
-    return dict(zip(*pairs, strict=True))
 
 
 def state(item: Item, old: Item | None) -> State:
