@@ -179,7 +179,34 @@ class Assessment:
     @cached_property
     def verdict(self) -> str:
         """A sentence about what is lost, and then about what nobody knows."""
-        return _verdict(self)
+        total = len(self.items)
+        unchecked = self.audit.unchecked
+        checks = total + len(self.audit.unchecked_skips)
+        if checks == 0 and self.hypothetical:
+            returned = ", ".join(self.audit.returns)
+            return (
+                f"Nothing was checked: no attack reads what is returned ({returned})."
+            )
+        if checks == 0:
+            return "Nothing was checked: no attack applies to this target."
+        without = f"{unchecked} of {checks} checks had no result"
+        lost = [
+            _LOSSES[card.level][card.family] for card in self.families if card.exposed
+        ]
+        if lost:
+            listed = " and ".join(filter(None, [", ".join(lost[:-1]), lost[-1]]))
+            if unchecked:
+                listed = f"{listed}; {without}"
+            return f"{listed[0].upper()}{listed[1:]}."
+        if unchecked >= checks and total == 1:
+            return "Could not check: the attack had no result."
+        if unchecked >= checks:
+            return "Could not check: no attack had a result."
+        if unchecked:
+            return f"Nothing was given away, but {without}: that is not a clean bill."
+        if total == 1:
+            return "Nothing was given away: the attack that was tried failed."
+        return f"Nothing was given away: all {total} attacks failed."
 
     @property
     def severity(self) -> Severity:
@@ -355,33 +382,6 @@ _LOSSES = {
     },
     Level.OPEN: {family: f"a way to the {family} is open" for family in Family},
 }
-
-
-def _verdict(made: Assessment) -> str:
-    total = len(made.items)
-    unchecked = made.audit.unchecked
-    checks = total + len(made.audit.unchecked_skips)
-    if checks == 0 and made.hypothetical:
-        returned = ", ".join(made.audit.returns)
-        return f"Nothing was checked: no attack reads what is returned ({returned})."
-    if checks == 0:
-        return "Nothing was checked: no attack applies to this target."
-    without = f"{unchecked} of {checks} checks had no result"
-    lost = [_LOSSES[card.level][card.family] for card in made.families if card.exposed]
-    if lost:
-        listed = " and ".join(filter(None, [", ".join(lost[:-1]), lost[-1]]))
-        if unchecked:
-            listed = f"{listed}; {without}"
-        return f"{listed[0].upper()}{listed[1:]}."
-    if unchecked >= checks and total == 1:
-        return "Could not check: the attack had no result."
-    if unchecked >= checks:
-        return "Could not check: no attack had a result."
-    if unchecked:
-        return f"Nothing was given away, but {without}: that is not a clean bill."
-    if total == 1:
-        return "Nothing was given away: the attack that was tried failed."
-    return f"Nothing was given away: all {total} attacks failed."
 
 
 # The measured effects of remedies. An audit measures them in three ways: texts are also

@@ -150,8 +150,6 @@ def fleet(
                 left.append(member)
         if audits:
             notice(resuming(len(audits), len(members), "targets"))
-        # The largest first, so that none is left at the end.
-        left.sort(key=lambda member: -member.target.size)
         local: list[Member] = []
         if dask is not None:
             # A ledger, and the secrets of an address, do not leave this machine.
@@ -279,8 +277,17 @@ def _overridden(
     expect_keys(given, keys, where)
     audit: dict[str, Any] = {}
     endpoint: dict[str, Any] = {}
-    for key, word in given.items():
-        value = _option(key, word, folder, where)
+    for key, value in given.items():
+        option = _OPTIONS.get(key)
+        kind = _TYPES[key]
+        if option and option.parse and isinstance(value, str):  # "all", or numbers
+            value = option.parse(value)
+        else:
+            if get_origin(kind) is tuple and not isinstance(value, list):
+                value = [value]  # one value stands for a list
+            value = typed(kind, value, f"{key} in {where}")
+        if option and option.file:
+            value = str(folder / value)
         if key == "header":
             endpoint["headers"] = headers_of(value)
         elif key in _ENDPOINT_TYPES:
@@ -290,20 +297,6 @@ def _overridden(
     audit["endpoint"] = replace(base.endpoint, **endpoint)
     options = replace(base, **audit)
     return replace(options, model=absolute(options, folder).model)
-
-
-def _option(key: str, value: Any, folder: Path, where: str) -> Any:
-    """Return the value of a key, checked; a path is taken from the folder of the file."""
-    option = _OPTIONS.get(key)
-    if option and option.parse and isinstance(value, str):  # "all", or numbers
-        return option.parse(value)
-    kind = _TYPES[key]
-    if get_origin(kind) is tuple and not isinstance(value, list):
-        value = [value]  # one value stands for a list
-    value = typed(kind, value, f"{key} in {where}")
-    if option and option.file:
-        return str(folder / value)
-    return value
 
 
 def _members(targets: list[tuple[str, NamedTarget]], path: str | Path) -> list[Member]:

@@ -99,7 +99,11 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
         recoveries.append(recovery)
         progress(number)
     first = results[0]
-    status = _status(first)
+    status = Status.UNSOLVED
+    if first.exact == len(first.readings):
+        status = Status.RECOVERED
+    elif first.exact or first.known >= PARTLY or not explained(first):
+        status = Status.INEXACT
     reason = summary(results)
     if not recoveries[0].texts:
         known = _tokens_known(originals, recoveries[0])
@@ -137,11 +141,3 @@ def _tokens_known(originals: Sequence[Original], recovery: BatchRecovery) -> flo
     truth = {id_ for each in originals for id_ in each.ids}
     shown = set(recovery.tokens)
     return len(truth & shown) / max(1, len(truth | shown))
-
-
-def _status(result: Readings) -> Status:
-    if result.exact == len(result.readings):
-        return Status.RECOVERED
-    if result.exact or result.known >= PARTLY or not explained(result):
-        return Status.INEXACT
-    return Status.UNSOLVED

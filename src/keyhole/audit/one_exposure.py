@@ -14,13 +14,12 @@ The names of leaks are those of `keyhole lab capture --expose`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from itertools import chain
 
 from keyhole.audit import flips, gradients, stores, texts
 from keyhole.audit.check import Check, joined, run_check
 from keyhole.audit.endpoints import EndpointPart
-from keyhole.audit.target import Target
+from keyhole.audit.stores import StoreTarget
+from keyhole.audit.target import DECODER, ModelPart, Target
 from keyhole.core import Audit
 from keyhole.core.errors import (
     InputError,
@@ -81,43 +80,31 @@ def _checks(
     share: float | None,
     budget: int | None,
     seed: int,
-) -> Sequence[Check]:
-    kind = exposure.partition(":")[0]
-    # Of an encoder-decoder model, the encoder is attacked.
-    models = {
-        name: model for name, model in target.models.items() if model.encoder is None
-    }
-    if kind not in NAMES:
+) -> list[Check]:
+    if exposure.partition(":")[0] not in NAMES:
         raise InputError(
             f"there is no exposure {exposure}: give one such as hidden:3, {', '.join(NAMES[1:])}"
         )
-    if exposure == SCORES:
-        per_part = [
-            part.weight_checks(seed, as_given=True, budget=budget)
-            for part in target.parts
-            if isinstance(part, EndpointPart)
-        ]
-    elif exposure == "pooled" and target.store:
-        per_part = [target.store.checks(seed)]
-    elif exposure == FLIPS:
-        per_part = [
-            flips.checks(name, model, seed, share) for name, model in models.items()
-        ]
-    elif exposure == GRADIENT:
-        per_part = [
-            gradients.checks(name, model, seed) for name, model in models.items()
-        ]
-    else:
-        leak = Exposure.parse(exposure)
-        per_part = [
-            texts.checks_of(name, model, leak, precision, seed)
-            for name, model in models.items()
-        ]
-    if not per_part:
+    checks: list[Check] = []
+    for part in target.parts:
+        if isinstance(part, EndpointPart) and exposure == SCORES:
+            checks += part.weight_checks(seed, as_given=True, budget=budget)
+        elif isinstance(part, StoreTarget) and exposure == "pooled":
+            checks += part.checks(seed)
+        elif not isinstance(part, ModelPart) or part.name == DECODER:
+            continue  # of an encoder-decoder model, the encoder is attacked
+        elif exposure == FLIPS:
+            checks += flips.checks(part.name, part.target, seed, share)
+        elif exposure == GRADIENT:
+            checks += gradients.checks(part.name, part.target, seed)
+        elif exposure != SCORES:
+            leak = Exposure.parse(exposure)
+            checks += texts.checks_of(part.name, part.target, leak, precision, seed)
+    if not checks:
         what = "a model"
         if exposure == SCORES:
             what = "an endpoint"
         raise InputError(
             f"{exposure} needs {what}, and {target.name or 'an endpoint'} is none"
         )
-    return list(chain.from_iterable(per_part))
+    return checks

@@ -110,7 +110,7 @@ def audit(
                     f"{words.exposure(check.exposure)}: up to {check.queries:,} questions"
                 )
         if store is not None:
-            notice(words.begins(len(store.rows), store.count))
+            notice(words.begins(len(store.rows), store.source.count))
         if workers and named is not None and named.local_only:
             notice(
                 "the checks run in this process, which holds the target's ledger and secrets"
@@ -276,7 +276,7 @@ class Checking:
             finished = self._finished.values()
             tried = readings_in(each for part in finished for each in part.findings)
             rows = len(self._store.rows)
-            self._notice(words.so_far(latest, tried, rows, self._store.count))
+            self._notice(words.so_far(latest, tried, rows, self._store.source.count))
         self.report(words.in_full(exposure))
 
     @property

@@ -18,7 +18,6 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -680,38 +679,23 @@ def _kind(name: str, outputs: Sequence[Output]) -> tuple[str, str]:
     values = [output.values for output in outputs if output.values is not None]
     rows = torch.cat([torch.atleast_2d(value).flatten(0, -2) for value in values])
     count = rows.shape[1]
-    numbers = _numbers(name, rows)
     if first.values.ndim > 1:  # of one text, so not a batch
-        return _STATES, f"{count:,} numbers for each token, {numbers}"
+        return _STATES, f"{count:,} numbers for each token"
     if count == 1:
         return _SCORE, "one number"
-    what = f"{count:,} numbers, {numbers}"
-    unit = numbers is _Numbers.UNIT and "logit" not in name.lower()
-    if unit or (numbers is _Numbers.ANY and count > _MAX_CLASSES):
-        return _VECTOR, what
-    return _CLASSES, what
 
-
-class _Numbers(StrEnum):
-    """What the numbers of an output are, in words."""
-
-    PROBABILITIES = "probabilities"
-    LOG_PROBABILITIES = "log-probabilities"
-    UNIT = "of length one"
-    LOGITS = "logits"
-    ANY = "of any size"
-
-
-def _numbers(name: str, rows: Tensor) -> _Numbers:
     def are(figures: Tensor, expected: float) -> bool:
         return bool(((figures - expected).abs() <= _SUM_TOLERANCE).all())
 
+    numbers = f"{count:,} numbers"
     if (rows >= 0).all() and are(rows.sum(1), 1):
-        return _Numbers.PROBABILITIES
+        return _CLASSES, f"{numbers}, probabilities"
     if (rows <= 0).all() and are(rows.logsumexp(1), 0):
-        return _Numbers.LOG_PROBABILITIES
-    if rows.shape[1] > 2 and are(rows.norm(dim=1), 1):
-        return _Numbers.UNIT
+        return _CLASSES, f"{numbers}, log-probabilities"
     if "logit" in name.lower():
-        return _Numbers.LOGITS
-    return _Numbers.ANY
+        return _CLASSES, f"{numbers}, logits"
+    if count > 2 and are(rows.norm(dim=1), 1):
+        return _VECTOR, f"{numbers}, of length one"
+    if count > _MAX_CLASSES:
+        return _VECTOR, f"{numbers}, of any size"
+    return _CLASSES, f"{numbers}, of any size"

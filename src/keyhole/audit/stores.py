@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import filterfalse, islice
@@ -87,26 +87,23 @@ _RETRIEVED = 1_000  # vectors that retrieval is measured on, a tenth of them as 
 class StoreTarget(Part):
     """A sample of a store's vectors, with the encoder to read them; the store itself is closed.
 
-    - `rows` are the row numbers of the sample in the store, which holds `count` vectors, and
-      `texts` their texts, None for a row without a text.
+    - `rows` are the row numbers of the sample in the store, and `texts` their texts, None for a row
+      without a text.
     - `max_length` is the number of tokens after which the encoder cuts a text off.
-    - `rounding` is the store's quantiser, as fields of `Pooled` (recover/leaks.py).
     - `method` is the attack; the default counts the corpus that ships with Keyhole.
     - `others` are vectors of the store that retrieval is measured on.
     """
 
     name: str
-    store_identity: str
-    count: int
+    source: Store
+    source_identity: str
     loaded: Loaded
     rows: tuple[int, ...]
     vectors: Tensor
     texts: tuple[str | None, ...]
     pooling: Pooling
     max_length: int
-    rounding: Mapping[str, Any] = field(default_factory=dict[str, Any])
     method: CountedReader = field(default_factory=CountedReader)
-    note: str = ""
     others: Tensor | None = None
     observed = True
 
@@ -142,22 +139,20 @@ class StoreTarget(Part):
             pooling = _expect_truncated(store, loaded, pooling)
         return cls(
             name=store.name,
-            store_identity=store.identity,
-            count=store.count,
+            source=store,
+            source_identity=store.identity,
             loaded=loaded,
             rows=tuple(rows),
             vectors=vectors,
             texts=tuple(own_texts),
             pooling=pooling,
             max_length=max_length,
-            rounding=store.rounding,
-            note=store.note,
             others=store.read(sample(store.count, _RETRIEVED, seed)),
         )
 
     @property
     def identity(self) -> str:
-        return f"{self.store_identity}; {self.loaded.identity}"
+        return f"{self.source_identity}; {self.loaded.identity}"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -202,7 +197,7 @@ class StoreTarget(Part):
                 name = f"{start + 1}–{name}"
             run = partial(_check, part, attack)
             checks.append(Check(EXPOSURE, run, name, weight=_seconds(part.texts)))
-        whole = pooled.normalised and pooled.width is None and not self.rounding
+        whole = pooled.normalised and pooled.width is None and not self.source.rounding
         if against_defences and whole:
             for defence in store_defences(self.vectors.shape[1], seed):
                 exposure = replace(EXPOSURE, variant="defended", name=defence.name)
@@ -345,11 +340,11 @@ def merged(
             f"none of the {count} texts tried was read: {NOT_ARRIVED}; {LEARN_MORE}"
         )
     if status not in _NO_ESTIMATE:
-        estimate = Estimate.of(result.exact, count, store.count)
+        estimate = Estimate.of(result.exact, count, store.source.count)
         summary = str(estimate)
         if result.exact < count:
             summary += f"; {LEARN_MORE}"
-    notes = (summary, store.pooling.reason, store.note, store.method.note)
+    notes = (summary, store.pooling.reason, store.source.note, store.method.note)
     merged = replace(
         parts[0],
         status=status,
@@ -379,6 +374,7 @@ def _check(
 def read(part: StoreTarget, track: Track) -> Checked:
     """Read all vectors of a part of the sample."""
     pooled = part.pooling.exposure
+    quantiser: dict[str, Any] = part.source.rounding
     leaks = [
         Pooled(
             vector,
@@ -386,7 +382,7 @@ def read(part: StoreTarget, track: Track) -> Checked:
             pooled.normalised,
             width=pooled.width,
             unit=pooled.unit,
-            **part.rounding,
+            **quantiser,
         )
         for vector in part.vectors
     ]

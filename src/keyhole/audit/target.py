@@ -12,7 +12,7 @@ of a name.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -74,11 +74,11 @@ class ModelPart(Part):
     @property
     def settings(self) -> dict[str, Any]:
         target = self.target
+        hardened = filter(None, (target.hardened,))
         examples = [asdict(example) for example in target.examples]
-        settings: dict[str, Any] = {
-            "weights": self.identity,
-            "hardened model": None,
-            "layers": target.layers,
+        return {
+            "hardened model": [identity(each.model, head=True) for each in hardened],
+            "layers": str(target.layers),
             "precisions": list(target.precisions),
             "texts": len(target.texts),
             "examples": len(examples),
@@ -86,31 +86,28 @@ class ModelPart(Part):
             "corpus": digest(corpus_texts(target.corpus or SHIPPED)),
             "device": next(target.loaded.model.parameters()).device.type,
         }
-        if target.hardened is not None:
-            hardened = identity(target.hardened.model, head=True)
-            settings["hardened model"] = hardened
-        if isinstance(target.layers, Sequence) and target.layers != "all":
-            settings["layers"] = list(target.layers)
-        return settings
 
     def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:
         model = self.target.loaded.model
         states = self.target.encoder
-        families = [texts.checks, gradients.checks, flips.checks]
-        if against_defences:
-            families.append(defences.model_checks)
         checks: list[Check] = []
-        context = nullcontext()
-        if states is not None:
-            families = [texts.checks]
-            context = behind(model, states)
+        families = [texts.checks]
         try:
-            with context:
+            if states is None:
                 anatomy(model)
+                families.append(gradients.checks)
+            else:
+                with behind(model, states):
+                    anatomy(model)
         except InputError as error:  # the model reads more than text
             exposure = Exposure("KH-TEXT-OTHER", part=self.name)
             checks.append(skipped_check(Skip(exposure, "none", str(error))))
-            families = [family for family in families if family is flips.checks]
+            families.clear()
+            against_defences = False
+        if states is None:
+            families.append(flips.checks)
+            if against_defences:
+                families.append(defences.model_checks)
         for family in families:
             checks += family(self.name, self.target, seed)
         return checks
@@ -273,23 +270,15 @@ class NamedTarget:
 
     def fingerprint(self) -> str:
         """Return a digest that changes with the target's files, from their sizes and times."""
-        files = self._own_files()
+        files: list[Path] = []
+        if "://" not in self.name:
+            files = _files(self.place) or _files(self.place.partition(":")[2])
         for option in _FILE_OPTIONS:
             files += _files(getattr(self.options, option))
         times = [
             (str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files
         ]
         return digest(self.name, repr(self), times)
-
-    @property
-    def size(self) -> int:
-        """The bytes of its files: an estimate of how long its audit takes."""
-        return sum(file.stat().st_size for file in self._own_files())
-
-    def _own_files(self) -> list[Path]:
-        if "://" in self.name:
-            return []
-        return _files(self.place) or _files(self.place.partition(":")[2])
 
     def open(self) -> Target:
         options = self.options
