@@ -210,7 +210,7 @@ class TwoAttacks(Part):
     def __init__(self, breaks):
         self.breaks = breaks
 
-    def checks(self, seed, *, against_defences=False):
+    def checks(self, options):
         def run(attack, track):
             if self.breaks and attack == "second":
                 raise KeyholeError("no answer")

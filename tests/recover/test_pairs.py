@@ -7,6 +7,7 @@ import torch
 
 import tiny_architectures as zoo
 import tiny_models as tiny
+from keyhole.audit.options import AuditOptions
 from keyhole.audit.target import target_of
 from keyhole.audit.texts import TextTarget
 from keyhole.core.errors import InputError
@@ -57,9 +58,9 @@ def test_an_audit_reads_the_decoder_and_says_why_not_the_encoder():
         precisions=("float32",),
     )
     whole, decoder = target_of(subject).parts
-    (skip,) = whole.checks(0)[0].run(None).skips
+    (skip,) = whole.checks(AuditOptions())[0].run(None).skips
     assert skip.reason == "WhisperEncoder reads input_features, not text"
-    rules = {check.exposure.rule: check for check in decoder.checks(0)}
+    rules = {check.exposure.rule: check for check in decoder.checks(AuditOptions())}
     assert decoder.name == "decoder"
     assert not any("PREDICTIONS" in rule for rule in rules)
     (finding,) = (

@@ -42,9 +42,8 @@ def fleet(request):
     return request.param
 
 
-@pytest.mark.parametrize("name", ["sarif", "sarif-github"])
-def test_sarif_has_a_run_for_each_target(fleet, name):
-    log = json.loads(FLEET_FORMATS[name](fleet))
+def test_sarif_has_a_run_for_each_target(fleet):
+    log = json.loads(FLEET_FORMATS["sarif"](fleet))
     assert sarif_errors(log) == []
     assert [run["properties"]["verdict"] for run in log["runs"]] == [
         assessment.verdict for assessment in fleet.targets.values()
@@ -65,12 +64,6 @@ def test_ids_of_runs_do_not_depend_on_the_other_targets_order():
         for made in (PLAIN, assess_fleet(turned))
     )
     assert first == second[::-1]
-
-
-def test_github_gets_what_needs_somebody_and_nothing_else():
-    log = json.loads(FLEET_FORMATS["sarif-github"](JUDGED))
-    kinds = {result["kind"] for run in log["runs"] for result in run["results"]}
-    assert kinds == {"fail", "open"}
 
 
 def test_json_is_what_a_fleet_is_loaded_from(tmp_path, fleet):

@@ -88,4 +88,4 @@ def test_cases_are_named_after_family_and_surface():
     assert set(suites) == {"a model", "a store", "a target"}
     failure = next(root.iter("failure"))
     assert failure.attrib["type"] == "critical"
-    assert "fix: a remedy" in failure.text
+    assert "Fix: a remedy" in failure.text

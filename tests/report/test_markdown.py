@@ -42,7 +42,8 @@ def test_what_was_not_tried_has_no_severity():
 
 def test_what_a_policy_and_a_baseline_say():
     comment = as_markdown(judged(whole()))
-    assert "By the policy `keyhole.toml` this **fails**" in comment
+    assert "`It fails: " in comment
+    assert "(keyhole.toml). Since the baseline: " in comment
     assert "ignored until 2999-01-01: `it never leaves the cluster`" in comment
     assert "1 gone since the baseline" in comment
     assert "critical (same)" in comment

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from keyhole.audit.options import AuditOptions
 from keyhole.core import Finding, Skip, Status
 from keyhole.core.exposure import Exposure
 from keyhole.core.journal import stopping_on_ctrl_c
@@ -88,7 +89,7 @@ class Part(ABC):
         return {}
 
     @abstractmethod
-    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]: ...
+    def checks(self, options: AuditOptions) -> list[Check]: ...
 
 
 def run_check(check: Check, track: Track) -> Checked:

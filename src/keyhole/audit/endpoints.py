@@ -28,6 +28,7 @@ from keyhole.audit.check import (
     one_skip,
     skipped_check,
 )
+from keyhole.audit.options import AuditOptions
 from keyhole.core import Skip, Status
 from keyhole.core.errors import MissingExtra
 from keyhole.core.exposure import Exposure
@@ -67,9 +68,10 @@ class EndpointPart(Part):
     def size(self) -> int:
         return self.oracle.dim**2
 
-    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:
+    def checks(self, options: AuditOptions) -> list[Check]:
+        seed = options.seed
         checks = [*self.weight_checks(seed), *self._input_checks(seed)]
-        if against_defences:
+        if options.against_defences:
             checks += defences.endpoint_checks(self.name, self.oracle, seed)
         return checks
 

@@ -18,12 +18,12 @@ from keyhole.audit.check import Check, Checked, one_finding, skipped_check
 from keyhole.audit.texts import (
     PARTLY,
     TextTarget,
-    explained,
     max_length_of,
     no_precision,
     originals_of,
     readings_of,
     share_by_chance,
+    status_of,
     summary,
 )
 from keyhole.core import Skip, Status
@@ -99,11 +99,7 @@ def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
         recoveries.append(recovery)
         progress(number)
     first = results[0]
-    status = Status.UNSOLVED
-    if first.exact == len(first.readings):
-        status = Status.RECOVERED
-    elif first.exact or first.known >= PARTLY or not explained(first):
-        status = Status.INEXACT
+    status = status_of(first)
     reason = summary(results)
     if not recoveries[0].texts:
         known = _tokens_known(originals, recoveries[0])

@@ -18,6 +18,7 @@ import time
 from keyhole.audit import flips, gradients, stores, texts
 from keyhole.audit.check import Check, joined, run_check
 from keyhole.audit.endpoints import EndpointPart
+from keyhole.audit.options import AuditOptions
 from keyhole.audit.stores import StoreTarget
 from keyhole.audit.target import DECODER, ModelPart, Target
 from keyhole.core import Audit
@@ -90,7 +91,7 @@ def _checks(
         if isinstance(part, EndpointPart) and exposure == SCORES:
             checks += part.weight_checks(seed, as_given=True, budget=budget)
         elif isinstance(part, StoreTarget) and exposure == "pooled":
-            checks += part.checks(seed)
+            checks += part.checks(AuditOptions(seed=seed))
         elif not isinstance(part, ModelPart) or part.name == DECODER:
             continue  # of an encoder-decoder model, the encoder is attacked
         elif exposure == FLIPS:

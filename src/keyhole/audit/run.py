@@ -193,9 +193,7 @@ def checks_of(target: Target, options: AuditOptions) -> list[Check]:
     skip = left_out(options.only)
     checks: list[Check] = []
     for part in target.parts:
-        for check in part.checks(
-            options.seed, against_defences=options.against_defences
-        ):
+        for check in part.checks(options):
             if not is_chosen(check.exposure, options.only):
                 check = skipped_check(skip, check.exposure)
             checks.append(check)

@@ -34,6 +34,7 @@ from keyhole.audit.check import (
     one_skip,
     skipped_check,
 )
+from keyhole.audit.options import AuditOptions
 from keyhole.audit.texts import originals_of, readings_of, unread, verdict
 from keyhole.core import Skip, Status, Unsuccessful
 from keyhole.core.endpoint import EndpointOptions, without_password
@@ -126,7 +127,7 @@ class ServerTarget(Part):
         identity = f"{self.server.url} {self.server.kind} {model}"
         return _with_weights(identity, self.loaded)
 
-    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
+    def checks(self, options: AuditOptions) -> list[Check]:  # noqa: ARG002
         """Return a check of each route, and one for each attack on what a route returns."""
         checks: list[Check] = []
         server = self.server
@@ -612,7 +613,7 @@ class AnswersTarget(Part):
         address = f"{without_password(self.url)}/v2/models/{self.model}"
         return _with_weights(f"{address}{self.options.chosen}", self.loaded)
 
-    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
+    def checks(self, options: AuditOptions) -> list[Check]:  # noqa: ARG002
         exposure = Exposure("KH-TEXT-ANSWERS", part=self.name)
         return [Check(exposure, partial(self._check, exposure))]
 

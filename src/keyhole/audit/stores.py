@@ -21,6 +21,7 @@ from torch import Tensor
 
 from keyhole.audit.check import Check, Checked, Part, one_finding
 from keyhole.audit.defences import NEAREST, recall, store_defences
+from keyhole.audit.options import AuditOptions
 from keyhole.audit.texts import (
     PARTLY,
     aligned,
@@ -167,7 +168,7 @@ class StoreTarget(Part):
             "device": next(self.loaded.model.parameters()).device.type,
         }
 
-    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:
+    def checks(self, options: AuditOptions) -> list[Check]:
         """Return a check for every few vectors, so that a stopped audit keeps what it has read."""
         if self.pooling.error is not None and not self.pooling.sure:
             reason = (
@@ -198,8 +199,8 @@ class StoreTarget(Part):
             run = partial(_check, part, attack)
             checks.append(Check(EXPOSURE, run, name, weight=_seconds(part.texts)))
         whole = pooled.normalised and pooled.width is None and not self.source.rounding
-        if against_defences and whole:
-            for defence in store_defences(self.vectors.shape[1], seed):
+        if options.against_defences and whole:
+            for defence in store_defences(self.vectors.shape[1], options.seed):
                 exposure = replace(EXPOSURE, variant="defended", name=defence.name)
                 run = partial(_read_behind, self, exposure, defence, attack)
                 weight = _seconds(self.texts[:_BEHIND_DEFENCES])

@@ -87,7 +87,7 @@ class ModelPart(Part):
             "device": next(target.loaded.model.parameters()).device.type,
         }
 
-    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:
+    def checks(self, options: AuditOptions) -> list[Check]:
         model = self.target.loaded.model
         states = self.target.encoder
         checks: list[Check] = []
@@ -103,13 +103,12 @@ class ModelPart(Part):
             exposure = Exposure("KH-TEXT-OTHER", part=self.name)
             checks.append(skipped_check(Skip(exposure, "none", str(error))))
             families.clear()
-            against_defences = False
         if states is None:
             families.append(flips.checks)
-            if against_defences:
+            if options.against_defences and not checks:
                 families.append(defences.model_checks)
         for family in families:
-            checks += family(self.name, self.target, seed)
+            checks += family(self.name, self.target, options.seed)
         return checks
 
 

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 
 from keyhole.audit.check import Check, Checked, Part, one_finding, skipped_check
+from keyhole.audit.options import AuditOptions
 from keyhole.core import OUTCOMES, Outcome, Skip, Status
 from keyhole.core.errors import InputError
 from keyhole.core.exposure import Exposure
@@ -398,20 +399,27 @@ def verdict(results: Sequence[Readings], read_with: str) -> tuple[Status, str]:
     if len(notes) > _MAX_NOTES:
         notes[_MAX_NOTES:] = [f"{len(notes) - _MAX_NOTES} more texts are not whole"]
     reason = "; ".join(filter(None, [summary(results), *notes, read_with]))
-    if first.exact == len(first.readings):
-        return Status.RECOVERED, reason
-    pooled = first.kind == "pooled"
-    if pooled:
-        reason = f"{reason}; {NOT_ARRIVED}: {LEARN_MORE}"
-    if first.exact or first.known >= PARTLY:
-        return Status.INEXACT, reason
-    if pooled:
-        return Status.BUDGET, reason
-    if first.known:
-        reason = f"{reason}; guesses without the leak have {percent(first.chance or 0)} right"
-        if not explained(first):
-            return Status.INEXACT, reason
-    return Status.UNSOLVED, reason
+    status = status_of(first)
+    if status is Status.RECOVERED:
+        return status, reason
+    if first.kind == "pooled":
+        reason += f"; {NOT_ARRIVED}: {LEARN_MORE}"
+    elif not first.exact and 0 < first.known < PARTLY:
+        reason += f"; guesses without the leak have {percent(first.chance or 0)} right"
+    return status, reason
+
+
+def status_of(result: Readings) -> Status:
+    """Return whether all, some or none of the texts of an exposure were read."""
+    if result.exact == len(result.readings):
+        return Status.RECOVERED
+    if result.exact or result.known >= PARTLY:
+        return Status.INEXACT
+    if result.kind == "pooled":
+        return Status.BUDGET
+    if result.known and not explained(result):
+        return Status.INEXACT
+    return Status.UNSOLVED
 
 
 def summary(results: Sequence[Readings]) -> str:
@@ -596,7 +604,7 @@ class LeakTarget(Part):
         digests = " ".join(opened.leak.digest for opened in self.leaks)
         return f"{digests}; {self.loaded.identity}"
 
-    def checks(self, seed: int, *, against_defences: bool = False) -> list[Check]:  # noqa: ARG002
+    def checks(self, options: AuditOptions) -> list[Check]:  # noqa: ARG002
         """Return the checks of each text in the file: of its token ids, if any, and of its leak."""
         checks: list[Check] = []
 

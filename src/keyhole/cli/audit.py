@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -128,14 +128,6 @@ class _Run:
     as_json: bool
     scale: dict[str, Any]
 
-    @contextmanager
-    def progress(
-        self, journal: Path, kept: Callable[[], str], unit: str
-    ) -> Generator[dict[str, Any]]:
-        """Show progress, and yield what both library calls take; after Ctrl-C, print `kept`."""
-        with interruptible(kept), bars("audit", unit) as track:
-            yield {**self.scale, "journal": journal, "track": track, "notice": say}
-
 
 def _audit_one(target: str, run: _Run, baseline: Path | None) -> int:
     from keyhole import report
@@ -166,12 +158,21 @@ def _audit_one(target: str, run: _Run, baseline: Path | None) -> int:
     ledger = options.ledger
     if "://" in target:
         ledger = ledger or str(answers)
-    with run.progress(journal, lambda: _kept(journal, ledger), "checks") as given:
-        # force: a journal of this command is useless if the target has changed since.
-        result = audit_target(target, options, **given, answers=answers, force=True)
+    kept = partial(_kept, journal, ledger)
+    with interruptible(kept), bars("audit", "checks") as track:
+        result = audit_target(
+            target,
+            options,
+            journal=journal,
+            answers=answers,
+            force=True,  # this command's journal is useless if the target has changed
+            track=track,
+            notice=say,
+            **run.scale,
+        )
         assessment = run.judge(result)
         wanted.write(assessment)
-    kept = _kept_for_another_try([replace(result, skips=())], journal)
+    again = _kept_for_another_try([replace(result, skips=())], journal)
     wanted.report(assessment, report.table)
     extras = {part.extra for part in (*result.findings, *result.skips)} - {""}
     if extras:
@@ -179,11 +180,11 @@ def _audit_one(target: str, run: _Run, baseline: Path | None) -> int:
         say(
             f"not all of it was tried or proved: pip install 'keyhole[{missing}]' adds the rest"
         )
-    if kept:
+    if again:
         same = "the same command"
         if run.outputs:
             same += " with --force"
-        say(f"some checks had no answer: {same} repeats only those ({kept})")
+        say(f"some checks had no answer: {same} repeats only those ({again})")
     return assessment.exit_code
 
 
@@ -242,7 +243,7 @@ def _audit_fleet(
     from keyhole import report
     from keyhole.assess import assess_fleet
     from keyhole.audit.fleets import fleet, members_of, read_fleet
-    from keyhole.report.fleet import FLEET_FORMATS, MOST_RUNS
+    from keyhole.report.fleet import FLEET_FORMATS
     from keyhole.report.formats import FORMATS
 
     if isinstance(targets, Path):
@@ -270,12 +271,6 @@ def _audit_fleet(
         others=files,
         baselines=baselines,
     )
-    # Not after hours of work.
-    if "sarif-github" in wanted.names and len(members) > MOST_RUNS:
-        raise InputError(
-            f"GitHub accepts at most {MOST_RUNS} targets in a file, not {len(members)}: write "
-            "sarif, or split the fleet"
-        )
 
     def kept() -> str:
         if not any(out.glob(JOURNALS)):
@@ -287,8 +282,16 @@ def _audit_fleet(
         for kind in kinds:
             write_text(out / f"{member.stem}.{kind}", FORMATS[kind](assessment))
 
-    with run.progress(journal, kept, "targets") as given:
-        result = fleet(members, **given, force=run.force, finished=write)
+    with interruptible(kept), bars("audit", "targets") as track:
+        result = fleet(
+            members,
+            journal=journal,
+            force=run.force,
+            track=track,
+            notice=say,
+            finished=write,
+            **run.scale,
+        )
         assessment = assess_fleet(result, lambda name, audit: judges[name](audit))
         pages = {member.name: f"{member.stem}.html" for member in members}
         write_text(index, report.render_fleet(assessment, pages))
@@ -315,7 +318,12 @@ def _judges(
         )
     if exists(out) and baseline.samefile(out):
         raise InputError(f"--baseline and --out are both {out}: choose another --out")
-    earlier = _audits_by_name(baseline)
+    earlier: dict[str, Audit] = {}
+    for path in sorted(baseline.glob("*.json")):
+        data = read(path)
+        if data.get("kind") == Audit.kind and data.get("name"):
+            audit = Audit.load(path)
+            earlier[audit.name] = audit
     missing = [member.name for member in members if member.name not in earlier]
     if len(missing) == len(members):
         raise InputError(f"{baseline} holds no findings of these targets")
@@ -325,17 +333,6 @@ def _judges(
         member.name: judge.against(earlier.get(member.name), *earlier.values())
         for member in members
     }
-
-
-def _audits_by_name(folder: Path) -> dict[str, Audit]:
-    """Read what an earlier fleet wrote into a folder, by the names of its targets."""
-    audits: dict[str, Audit] = {}
-    for path in sorted(folder.glob("*.json")):
-        data = read(path)
-        if data.get("kind") == Audit.kind and data.get("name"):
-            audit = Audit.load(path)
-            audits[audit.name] = audit
-    return audits
 
 
 def _make_folder(out: Path) -> None:

@@ -170,11 +170,6 @@ class Outputs(Generic[_Result]):
         """Return the first file in a format that has a default."""
         return next(path for written, path in self.files if written == name)
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of all formats that are written or printed."""
-        return frozenset(name for name, _ in self.files) | {self.stdout or ""}
-
     def write(self, result: _Result) -> None:
         for name, path in self.files:
             write_text(path, self.formats[name](result))

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Any
 from urllib.parse import quote
 
 from rich import box
@@ -123,9 +122,6 @@ def fleet_table(fleet: Fleet | FleetAssessment) -> Group:
     return Group(Text(assessment.verdict, style="bold"), view)
 
 
-MOST_RUNS = 20  # that GitHub accepts in a SARIF file
-
-
 def as_json(assessment: FleetAssessment) -> str:
     """Return the JSON file that `Fleet.load` reads, with the meaning of all audits."""
     meaning = {
@@ -138,19 +134,16 @@ def as_json(assessment: FleetAssessment) -> str:
     return f"{dump({**assessment.fleet.to_dict(), 'assessment': meaning})}\n"
 
 
-def as_sarif(
-    assessment: FleetAssessment, keep: Callable[[dict[str, Any]], bool] = bool
-) -> str:
-    """Return a SARIF file with a run for each target; `keep` chooses the results."""
+def as_sarif(assessment: FleetAssessment) -> str:
+    """Return a SARIF file with a run for each target."""
     ids = _distinct(assessment.targets)
-    made = [sarif.run(of, ids[name], keep) for name, of in assessment.targets.items()]
+    made = [sarif.run(of, ids[name]) for name, of in assessment.targets.items()]
     return sarif.written(made)
 
 
 FLEET_FORMATS: Mapping[str, Callable[[FleetAssessment], str]] = {
     "json": as_json,
     "sarif": as_sarif,
-    "sarif-github": lambda assessment: as_sarif(assessment, sarif.needs_somebody),
 }
 
 

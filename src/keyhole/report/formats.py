@@ -12,7 +12,7 @@ from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from keyhole.assess import Assessment, Card, Item, Level, Ruling, Severity
 from keyhole.assess.severity import cost
-from keyhole.core import Outcome, Skip
+from keyhole.core import Audit, Outcome, Skip
 from keyhole.core.exposure import NOT_CHECKED
 from keyhole.core.text import as_code, inert
 from keyhole.report import json_form, sarif, words
@@ -45,8 +45,8 @@ HEAD = (
 def as_markdown(assessment: Assessment) -> str:
     """Return a comment that is complete, or says how many findings it leaves out."""
     rows = [_row(item) for item in assessment.exposed]
-    top = [*_title(assessment), *_cards(assessment.families), *_decision(assessment)]
-    bottom = [*_not_counted(assessment), *_how_to_reproduce(assessment)]
+    top = [*_title(assessment), *_cards(assessment.families)]
+    bottom = [*_not_counted(assessment), *_how_it_was_made(assessment.audit)]
     room = MOST - sum(len(line) + 1 for line in (*top, *bottom))
     fitting = sum(size <= room for size in accumulate(len(line) + 1 for line in rows))
     return "\n".join([*top, *_given_away(rows, fitting), *bottom]) + "\n"
@@ -54,13 +54,17 @@ def as_markdown(assessment: Assessment) -> str:
 
 def _title(assessment: Assessment) -> list[str]:
     target = as_code(assessment.audit.target, CELL)
-    return [
+    lines = [
         f"## {SIGNS[assessment.severity]} Keyhole: {assessment.verdict}",
         "",
         f"Target {target}: {words.counts(assessment)}; worst severity "
         f"**{assessment.severity}**, exit code {assessment.exit_code}.",
         "",
     ]
+    ruling = words.ruling(assessment)
+    if ruling:
+        lines += [as_code(ruling, 400), ""]
+    return lines
 
 
 def _cards(cards: Sequence[Card]) -> list[str]:
@@ -79,17 +83,6 @@ def _cards(cards: Sequence[Card]) -> list[str]:
             f"| {severity} | {card.family} | {card.level} | {through} | {as_code(card.fix, CELL)} |"
         )
     return [*lines, ""]
-
-
-def _decision(assessment: Assessment) -> list[str]:
-    """Return what the policy decided, if there is one."""
-    decision = assessment.decision
-    if decision is None:
-        return []
-    verdict = {0: "passes", 1: "fails"}.get(decision.exit_code, "could not be checked")
-    rule = as_code(decision.rule, 400)
-    source = as_code(decision.policy, CELL)
-    return [f"By the policy {source} this **{verdict}**: {rule}", ""]
 
 
 def _row(item: Item) -> str:
@@ -165,21 +158,14 @@ def _folded(about: str, names: Sequence[str]) -> list[str]:
     return _details(f"{len(names)} {about}", lines)
 
 
-def _how_to_reproduce(assessment: Assessment) -> list[str]:
-    audit = assessment.audit
+def _how_it_was_made(audit: Audit) -> list[str]:
     about = (
         f"Keyhole {as_code(words.version(audit))}, seed {audit.seed}, finished "
         f"{as_code(audit.created, 40)}, {audit.seconds:.0f} s, on "
         f"{as_code(audit.environment.get('platform', ''), CELL)}; the target's identity is "
-        f"{as_code(audit.identity, CELL)}."
+        f"{as_code(audit.identity, CELL)}. `keyhole report AUDIT.json` makes a page of it."
     )
-    commands = [
-        "```sh",
-        f"keyhole audit TARGET --seed {audit.seed}",
-        "keyhole report AUDIT.json  # this audit as a page",
-        "```",
-    ]
-    return _details("How to reproduce", [about, "", *commands])
+    return _details("How this was made", [about])
 
 
 # JUnit XML, in the dialect of Jenkins' xUnit plugin (junit-10), which all others read.
@@ -213,26 +199,20 @@ def as_junit(assessment: Assessment) -> str:
 def _case(item: Item, assessment: Assessment) -> Element:
     finding = item.finding
     tag, decided_by = _result(item, assessment)
-    details = {
-        "finding": item.id,
-        "rule": f"{item.rule.id} ({item.rule.name})",
-        "standards": ", ".join(standard.id for standard in item.rule.standards),
-        "severity": f"{item.severity}, score {item.score} of 10 ({item.why})",
-        "cost": f"{cost(finding)}, {finding.seconds:.2f} s",
-        "status": finding.status.value,
-        "decided by": decided_by,
-        "reason": finding.reason,
-        "try it": finding.command,
-        "fix": finding.remedy * finding.exposed,
-    }
+    standards = ", ".join(standard.id for standard in item.rule.standards)
+    lines = [
+        f"{item.id}, {item.rule.id} ({item.rule.name})",
+        f"standards: {standards or 'none'}",
+        words.sentence(item),
+        decided_by and f"decided by: {decided_by}",
+    ]
     name = f"{words.exposure(finding.exposure)} ({finding.attack})"
     case = _testcase(item.family, finding.part, name, finding.seconds)
     result = SubElement(case, tag or "system-out")
     if tag:
         message = f"{item.severity}: {words.outcome(finding)}"
         result.attrib = {"type": item.severity.value, "message": inert(message)}
-    lines = [inert(f"{name}: {value}") for name, value in details.items() if value]
-    result.text = "\n".join(lines)
+    result.text = "\n".join(inert(line) for line in lines if line)
     return case
 
 

@@ -19,7 +19,6 @@ from typing import Any
 from urllib.parse import quote
 
 from keyhole.assess import RULES, Assessment, Item, Rule, Severity, State
-from keyhole.assess.severity import cost
 from keyhole.core import Outcome, Skip, dump
 from keyhole.core.exposure import NOT_CHECKED, Exposure
 from keyhole.core.standards import CWE, Standard
@@ -160,7 +159,7 @@ def _result(item: Item, assessment: Assessment) -> dict[str, Any]:
         "ruleId": item.rule.id,
         "kind": _KINDS[finding.outcome],
         "level": "none",
-        "message": _message(_sentence(item)),
+        "message": _message(words.sentence(item)),
         "locations": [location(finding.exposure, assessment.audit.target)],
         "partialFingerprints": _fingerprint(item.id),
         "properties": {
@@ -208,22 +207,6 @@ def _suppressed(name: str, assessment: Assessment) -> dict[str, Any]:
         return {}
     excuse = {"kind": "external", "status": "accepted"}
     return {"suppressions": [{**excuse, "justification": _message(why)["text"]}]}
-
-
-def _sentence(item: Item) -> str:
-    finding = item.finding
-    name = words.in_full(finding.exposure)
-    parts = [f"{name}: {words.outcome(finding)} ({finding.attack}, {cost(finding)})."]
-    if finding.exposed:
-        parts.append(f"Severity {item.severity}, score {item.score} of 10: {item.why}.")
-    if item.state is State.UNTRIED:
-        parts.append("Not tried this time; this is what the baseline has.")
-    parts.append(finding.reason)
-    if finding.command:
-        parts.append(f"Try it: {finding.command}")
-    if finding.exposed and finding.remedy:
-        parts.append(f"Fix: {finding.remedy}")
-    return " ".join(filter(None, parts))
 
 
 def _fingerprint(name: str) -> dict[str, str]:

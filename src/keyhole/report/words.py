@@ -13,8 +13,8 @@ from itertools import groupby
 
 from markupsafe import Markup, escape
 
-from keyhole.assess import Assessment, Policy
-from keyhole.assess.severity import is_vector
+from keyhole.assess import Assessment, Item, Policy, State
+from keyhole.assess.severity import cost, is_vector
 from keyhole.core import Audit, Finding, Outcome, Skip, Status
 from keyhole.core.exposure import NOT_CHECKED, RETURNS, Exposure, is_returned, needs
 from keyhole.core.finding import Estimate, Reading
@@ -329,6 +329,23 @@ def outcome(finding: Finding) -> str:
     if finding.known and finding.sought == "weights":
         return f"{share} known"
     return "not recovered"
+
+
+def sentence(item: Item) -> str:
+    """Say all of a finding: what it is about, what became of it, at what cost, and what to do."""
+    finding = item.finding
+    name = in_full(finding.exposure)
+    parts = [f"{name}: {outcome(finding)} ({finding.attack}, {cost(finding)})."]
+    if finding.exposed:
+        parts.append(f"Severity {item.severity}, score {item.score} of 10: {item.why}.")
+    if item.state is State.UNTRIED:
+        parts.append("Not tried this time; this is what the baseline has.")
+    parts.append(finding.reason)
+    if finding.command:
+        parts.append(f"Try it: {finding.command}")
+    if finding.exposed and finding.remedy:
+        parts.append(f"Fix: {finding.remedy}")
+    return " ".join(filter(None, parts))
 
 
 def _share_of_tokens(finding: Finding) -> str:
