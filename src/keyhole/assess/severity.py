@@ -93,9 +93,7 @@ def score(finding: Finding) -> Score:
         much, how_much = _points_for_share(known, proved)
         points += much + proved
         how_much += _compared_with_chance(finding)
-        verdict = "not proved"
-        if proved:
-            verdict = "proved"
+        verdict = "proved" if proved else "not proved"
         why = f"{what}, {how_much}, {cost(finding)}, {verdict}"
     severity = next(each for each, least in _LEAST_POINTS.items() if points >= least)
     return Score(points, severity, why)

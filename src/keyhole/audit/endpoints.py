@@ -167,9 +167,7 @@ def _extract(
     expected = budget
     if budget is None:
         expected = method.expected_queries(oracle.dim)
-    seen = oracle
-    if row.view is not None:
-        seen = row.view(oracle)
+    seen = row.view(oracle) if row.view is not None else oracle
     extraction = method(
         Counted(seen, budget, track(words.exposure(exposure), expected))
     )

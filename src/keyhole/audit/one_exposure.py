@@ -102,9 +102,7 @@ def _checks(
             leak = Exposure.parse(exposure)
             checks += texts.checks_of(part.name, part.target, leak, precision, seed)
     if not checks:
-        what = "a model"
-        if exposure == SCORES:
-            what = "an endpoint"
+        what = "an endpoint" if exposure == SCORES else "a model"
         raise InputError(
             f"{exposure} needs {what}, and {target.name or 'an endpoint'} is none"
         )

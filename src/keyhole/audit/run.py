@@ -91,9 +91,7 @@ def audit(
     started = time.perf_counter()
     if isinstance(target, NamedTarget):
         options = target.options
-        named = target
-        if workers:
-            named = target.anywhere()
+        named = target.anywhere() if workers else target
         opened = named.open()
     else:
         opened = target_of(cast("Oracle", target))

@@ -184,9 +184,7 @@ class ServerTarget(Part):
         if not answered.open and not answered.shut:
             return _not_given(exposure, "probe", answered)
         status, reason = _verdict(route, answered, self.loaded)
-        command = ""
-        if status is Status.EXPOSED:
-            command = self._command(route)
+        command = self._command(route) if status is Status.EXPOSED else ""
         return one_finding(
             exposure,
             "probe",
@@ -653,9 +651,7 @@ def _finding(exposure: Exposure, name: str, outputs: Sequence[Output]) -> Checke
     if kind not in _COMMANDS:
         status = Status.NOT_APPLICABLE
         reason += "; no attack reads weights or texts from that"
-    sought = "answers"
-    if kind == _STATES:
-        sought = STATES
+    sought = STATES if kind == _STATES else "answers"
     return one_finding(
         replace(exposure, variant=kind, name=name),
         "asked",

@@ -270,12 +270,8 @@ def _pooling(
     max_length: int,
 ) -> Pooling:
     """Determine the pooling from known texts, else the encoder's own settings, else statistics."""
-    width = None
-    if store.dim < anatomy(loaded.model).width:
-        width = store.dim
-    agrees = AGREES
-    if Path(loaded.name).suffix == ".gguf":
-        agrees = AGREES_QUANTISED
+    width = store.dim if store.dim < anatomy(loaded.model).width else None
+    agrees = AGREES_QUANTISED if Path(loaded.name).suffix == ".gguf" else AGREES
     encoder = (loaded.model, loaded.tokenizer)
     alone = partial(loaded.tokenizer, add_special_tokens=False, verbose=False)
     with_tokens = (

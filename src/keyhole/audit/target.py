@@ -193,9 +193,7 @@ class Target:
     ) -> Generator[Target]:
         """Yield the target with its queries counted, and kept in the ledger if there is one."""
         if ledger is not None and not self.endpoints and not self.servers:
-            kind = TargetKind.MODEL
-            if self.store:
-                kind = TargetKind.STORE
+            kind = TargetKind.STORE if self.store else TargetKind.MODEL
             raise no_endpoint(kind, self.name)
         with session(self.endpoints, ledger=ledger, notice=notice) as wrapped:
 

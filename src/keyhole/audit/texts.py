@@ -618,9 +618,7 @@ class LeakTarget(Part):
             if opened.ids is not None:
                 add(Exposure("KH-TEXT-TOKEN-IDS"), opened, WrittenIds([opened.ids]))
             exposure = replace(exposure_of_leak(opened.leak.exposure), variant="file")
-            sealed = None
-            if opened.sealed:
-                sealed = Sealed(opened.sealed)
+            sealed = Sealed(opened.sealed) if opened.sealed else None
             add(exposure, opened, sealed)
         return checks
 
@@ -637,9 +635,7 @@ class LeakTarget(Part):
         result = Readings(
             given.kind, given.layer, leak.precision or "float32", readings
         )
-        kind = leak.kind
-        if recovery.method == MixedKeys.__name__:
-            kind = "mixed"
+        kind = "mixed" if recovery.method == MixedKeys.__name__ else leak.kind
         remedy = next(row.remedy for _, row in ATTACKS.rows() if row.kind == kind)
         if isinstance(attack, WrittenIds):
             remedy = _REMEDY_OF_IDS

@@ -125,9 +125,7 @@ class _Root(Group):
 
         If the name is misspelt, all commands are loaded, so that Click can suggest one.
         """
-        names = ORDER
-        if cmd_name in ORDER:
-            names = (cmd_name,)
+        names = (cmd_name,) if cmd_name in ORDER else ORDER
         for name in names:
             if name not in self.commands:
                 for module in _MODULES.get(name, (name.replace("-", "_"),)):

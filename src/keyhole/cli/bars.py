@@ -114,9 +114,7 @@ class _Screen(Bars):
         return live
 
     def _drawn(self) -> Table:
-        width = 12
-        if outputs.people.width >= 120:
-            width = 24
+        width = 24 if outputs.people.width >= 120 else 12
         view = Table.grid(padding=(0, 1), expand=True)
         view.add_column(width=2 * width, no_wrap=True)
         for _ in ("bar", "count", "time"):

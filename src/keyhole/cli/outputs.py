@@ -50,9 +50,7 @@ def say(message: str, style: str | None = None) -> None:
 
 def show(answer: RenderableType) -> None:
     """Print a result to stdout; lines are only wrapped if that is a terminal."""
-    width = None
-    if not sys.stdout.isatty():
-        width = _UNLIMITED
+    width = _UNLIMITED if not sys.stdout.isatty() else None
     plain = isinstance(answer, str)
     if plain:
         answer = visible(answer)

@@ -227,9 +227,7 @@ def _shown(read: LeakRead) -> Text:
     ]
     line.append(f"\n  {': '.join(filter(None, (recovery.marked, ', '.join(signs))))}")
     if read.shared is not None:
-        words = "not the true text"
-        if read.exact:
-            words = "exactly the true text"
+        words = "exactly the true text" if read.exact else "not the true text"
         line.append(f"\n  {words}: {read.shared}")
     line.append(f"\n  {recovery.cost}")
     return line

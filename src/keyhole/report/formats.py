@@ -250,9 +250,7 @@ def _skipped(skip: Skip, assessment: Assessment) -> Element:
     excused = assessment.excused(skip.exposure.id)
     if skip in assessment.audit.unchecked_skips and not excused:
         tag = "error"
-    kind = "not tried"
-    if skip.unchecked:
-        kind = "unknown"
+    kind = "unknown" if skip.unchecked else "not tried"
     SubElement(case, tag, type=kind, message=inert(skip.reason))
     return case
 

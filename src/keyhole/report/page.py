@@ -309,9 +309,7 @@ def parts(assessment: Assessment) -> list[Part]:
 
 def _place(part: Part, item: Item, texts: Sequence[Readings]) -> None:
     exposure = item.finding.exposure
-    column = WHOLE
-    if exposure.layer is not None:
-        column = str(exposure.layer)
+    column = str(exposure.layer) if exposure.layer is not None else WHOLE
     kind = words.exposure(replace(exposure, layer=None))
     if column not in part.columns:
         part.columns.append(column)

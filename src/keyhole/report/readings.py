@@ -151,9 +151,7 @@ def _span(readings: list[Reading], first: int, last: float) -> Span:
     # A vector of which nothing was read counts among the shortest.
     inside = [r for r in readings if first <= max(1, r.tokens or 0) <= last]
     missed = [r for r in inside if not (r.exact and r.verified)]
-    name = f"{first}–{last:g}"
-    if last == math.inf:
-        name = f"{first} or more"
+    name = f"{first} or more" if last == math.inf else f"{first}–{last:g}"
     return Span(
         name,
         len(inside),

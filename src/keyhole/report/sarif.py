@@ -180,9 +180,7 @@ def _result(item: Item, assessment: Assessment) -> dict[str, Any]:
 
 
 def _skipped(skip: Skip, assessment: Assessment) -> dict[str, Any]:
-    end = "not tried"
-    if skip.unchecked:
-        end = "could not check"
+    end = "could not check" if skip.unchecked else "not tried"
     identity = f"skip {skip.exposure} {skip.layers} {skip.attack}"
     result: dict[str, Any] = {
         "ruleId": skip.exposure.rule,

@@ -179,9 +179,7 @@ def _skips(skips: Iterable[Skip]) -> Table:
     for _ in ("exposure", "why not"):
         view.add_column(overflow="fold")
     for skip in skips:
-        word = "skipped"
-        if skip.unchecked:
-            word = "could not check"
+        word = "could not check" if skip.unchecked else "skipped"
         view.add_row(word, _line(words.skip(skip)), _line(skip.reason))
     return view
 
@@ -197,9 +195,7 @@ def hardening(result: Hardening) -> Group:
     seeds = "after"
     if len(after) > 1:
         seeds = f"after, {len(after)} seeds"
-    title = "nothing was measured"
-    if after:
-        title = _title(after[-1])
+    title = _title(after[-1]) if after else "nothing was measured"
     view = Table(box=box.SIMPLE)
     view.add_column("")
     for heading in ("before", seeds):
