@@ -29,11 +29,13 @@ from torch import Tensor
 
 from keyhole.core.errors import InputError, expect_count, first_line, optional
 from keyhole.core.files import exists, parse, read_text
+from keyhole.core.result import typed
 
 TEXT_COLUMNS = ("sentence", "text")  # tried in this order if no column is named
 NO_LABEL = -1  # the label of an example without one
 _MAX_LETTERS = 1000  # of one token: the longest word of a vocabulary has far fewer
 _MAX_CLASSES = 1_000_000  # more than any classifier has
+_SUFFIXES = (".tsv", ".csv", ".json", ".jsonl", ".txt")
 Batch = dict[str, Tensor]
 
 
@@ -67,13 +69,7 @@ def read_examples(
     text_columns = tuple(filter(None, (text,) if isinstance(text, str) else text))
     columns = _Columns(text_columns, label, tuple(names), labelled)
     path = Path(source)
-    if exists(path, links=True) or path.suffix in (
-        ".tsv",
-        ".csv",
-        ".json",
-        ".jsonl",
-        ".txt",
-    ):
+    if exists(path, links=True) or path.suffix in _SUFFIXES:
         found = _from_file(path, columns)
     else:
         found = _from_hub(str(source), columns)
@@ -81,9 +77,7 @@ def read_examples(
     if not examples:
         raise InputError(f"there are no texts in {source}")
     times = Counter[str]()
-    for place, example in enumerate(
-        examples
-    ):  # what is found is kept by the example's id
+    for place, example in enumerate(examples):  # results are kept by an example's id
         times[example.id] += 1
         if times[example.id] > 1:
             examples[place] = replace(example, id=f"{example.id} ({times[example.id]})")
@@ -142,34 +136,29 @@ class _Columns:
         return _number(value, where)
 
 
-def _number(value: Any, where: str, below: int | None = None) -> int:
+def _number(value: Any, where: str, classes: int = _MAX_CLASSES) -> int:
     shown = str(value)[:40]
-    most = _MAX_CLASSES if below is None else below
     try:
         number = int(value)
     except (TypeError, ValueError, OverflowError):
         raise InputError(
             f"expected a class as a number in {where}, got {shown!r}"
         ) from None
-    if not 0 <= number < most or isinstance(value, float):
+    if not 0 <= number < classes or isinstance(value, float):
         raise InputError(
-            f"the class in {where} must be from 0 to {most - 1:,}, not {shown}"
+            f"the class in {where} must be from 0 to {classes - 1:,}, not {shown}"
         )
     return number
 
 
-def _field(row: Any, name: str, kind: type, where: str) -> Any:
-    if not isinstance(row, dict) or name not in row or not isinstance(row[name], kind):
-        if isinstance(row, dict):
-            names = ", ".join(map(str, cast("dict[str, Any]", row)))
-        else:
-            names = row
-        shown = str(names)[:80] or "nothing"
+def _field(row: dict[str, Any], name: str, kind: type, where: str) -> Any:
+    if name not in row or not isinstance(row[name], kind):
+        shown = ", ".join(map(str, row))[:80] or "nothing"
         raise InputError(f"there is no field {name!r} in {where}, only {shown}")
-    return cast("dict[str, Any]", row)[name]
+    return row[name]
 
 
-def _texts(row: Any, name: str, where: str) -> list[str]:
+def _texts(row: dict[str, Any], name: str, where: str) -> list[str]:
     values = cast("list[Any]", _field(row, name, list, where))
     if len(values) < 2 or not all(isinstance(value, str) for value in values):
         raise InputError(
@@ -246,44 +235,31 @@ def _entries(text: str, path: Path) -> Iterator[Example]:
     for number, entry in enumerate(entries, 1):
         where = f"{path.name}[{number}]"
         if isinstance(entry, list):
-            yield from _dream(cast("list[Any]", entry), where)
+            yield from _dream(entry, where)
         else:
-            yield _reclor(entry, where)
+            yield _reclor(typed(dict[str, Any], entry, where), where)
 
 
-def _hellaswag(row: Any, where: str) -> Example:
+def _hellaswag(row: dict[str, Any], where: str) -> Example:
     endings = _texts(row, "endings", where)
     number = _number(_field(row, "label", object, where), where, len(endings))
-    return Example(
-        where, number, _field(row, "ctx", str, where), choices=tuple(endings)
-    )
+    context = _field(row, "ctx", str, where)
+    return Example(where, number, context, choices=tuple(endings))
 
 
-def _reclor(row: Any, where: str) -> Example:
+def _reclor(row: dict[str, Any], where: str) -> Example:
     answers = _texts(row, "answers", where)
     question = _field(row, "question", str, where)
     number = _number(_field(row, "label", object, where), where, len(answers))
+    context = _field(row, "context", str, where)
     choices = tuple(f"{question} {answer}" for answer in answers)
-    return Example(
-        str(row.get("id_string", where)),
-        number,
-        _field(row, "context", str, where),
-        "",
-        choices,
-    )
+    return Example(str(row.get("id_string", where)), number, context, choices=choices)
 
 
-def _dream(entry: list[Any], where: str) -> Iterator[Example]:
-    if len(entry) != 3 or not (
-        isinstance(entry[0], list) and isinstance(entry[1], list)
-    ):
-        raise InputError(
-            f"expected [[turns], [questions], id] in {where}, got {str(entry)[:60]}"
-        )
-    turns = cast("list[Any]", entry[0])
-    questions = cast("list[Any]", entry[1])
-    if not all(isinstance(turn, str) for turn in turns):
-        raise InputError(f"expected turns as texts in {where}, got {turns!r:.80}")
+def _dream(entry: Any, where: str) -> Iterator[Example]:
+    """Yield the questions of an entry [[turns], [questions], id]."""
+    kind = tuple[list[str], list[dict[str, Any]], Any]
+    turns, questions, name = typed(kind, entry, where)
     for number, row in enumerate(questions):
         choices = _texts(row, "choice", where)
         answer = _field(row, "answer", str, where)
@@ -291,7 +267,7 @@ def _dream(entry: list[Any], where: str) -> Iterator[Example]:
         if answer not in choices:
             raise InputError(f"the answer {answer!r} is none of the choices in {where}")
         yield Example(
-            f"{entry[2]}#{number}",
+            f"{name}#{number}",
             choices.index(answer),
             "\n".join(turns),
             choices=tuple(f"{question} {choice}" for choice in choices),
