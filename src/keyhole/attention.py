@@ -18,7 +18,11 @@ from torch import Tensor
 
 
 def scores(
-    queries: Tensor, tokens: Tensor, W: Tensor, *, key_bias: Tensor | None = None
+    queries: Tensor,
+    tokens: Tensor,
+    W: Tensor,
+    *,
+    key_bias: Tensor | None = None,
 ) -> Tensor:
     """Return `S = Q W Xᵀ`: (…, m, n) for one head, (…, H, m, n) when `W` is (H, d, d).
 
@@ -64,7 +68,12 @@ def probabilities(scores: Tensor, *, causal: bool = False) -> Tensor:
     return torch.softmax(scores, dim=-1)
 
 
-def normed(tokens: Tensor, epsilon: float | Tensor, *, centred: bool) -> Tensor:
+def normed(
+    tokens: Tensor,
+    epsilon: float | Tensor,
+    *,
+    centred: bool,
+) -> Tensor:
     """Apply a LayerNorm (`centred`) or an RMSNorm without weights."""
     if centred:
         tokens = tokens - tokens.mean(-1, keepdim=True)

@@ -107,7 +107,13 @@ class AuditCallback(TrainerCallback):
         others.insert(0, others.pop())
         return self
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_epoch_end(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **given: Any,
+    ) -> None:
         del control
         is_last = state.global_step >= state.max_steps  # the end of training is next
         if is_last or self.every is None:
@@ -115,7 +121,13 @@ class AuditCallback(TrainerCallback):
         if round(state.epoch or 0) % self.every == 0:
             self._run(args, state, given)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_end(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        **given: Any,
+    ) -> None:
         del control
         self._run(args, state, given)
         if (
@@ -125,7 +137,12 @@ class AuditCallback(TrainerCallback):
         ):
             _expect_withheld(assess(self.audit), self.fail_on)
 
-    def _run(self, args: Any, state: Any, given: Mapping[str, Any]) -> None:
+    def _run(
+        self,
+        args: Any,
+        state: Any,
+        given: Mapping[str, Any],
+    ) -> None:
         if not state.is_world_process_zero:
             return
         model = given["model"]

@@ -85,7 +85,9 @@ def read_examples(
 
 
 def read_texts(
-    path: str | Path, column: str | None = None, limit: int | None = None
+    path: str | Path,
+    column: str | None = None,
+    limit: int | None = None,
 ) -> list[str]:
     """Read the first `limit` texts of a file, and ignore labels."""
     examples = read_examples(
@@ -136,7 +138,11 @@ class _Columns:
         return _number(value, where)
 
 
-def _number(value: Any, where: str, classes: int = _MAX_CLASSES) -> int:
+def _number(
+    value: Any,
+    where: str,
+    classes: int = _MAX_CLASSES,
+) -> int:
     shown = str(value)[:40]
     try:
         number = int(value)
@@ -151,14 +157,23 @@ def _number(value: Any, where: str, classes: int = _MAX_CLASSES) -> int:
     return number
 
 
-def _field(row: dict[str, Any], name: str, kind: type, where: str) -> Any:
+def _field(
+    row: dict[str, Any],
+    name: str,
+    kind: type,
+    where: str,
+) -> Any:
     if name not in row or not isinstance(row[name], kind):
         shown = ", ".join(map(str, row))[:80] or "nothing"
         raise InputError(f"there is no field {name!r} in {where}, only {shown}")
     return row[name]
 
 
-def _texts(row: dict[str, Any], name: str, where: str) -> list[str]:
+def _texts(
+    row: dict[str, Any],
+    name: str,
+    where: str,
+) -> list[str]:
     values = cast("list[Any]", _field(row, name, list, where))
     if len(values) < 2 or not all(isinstance(value, str) for value in values):
         raise InputError(
@@ -181,7 +196,11 @@ def _from_file(path: Path, columns: _Columns) -> Iterator[Example]:
     return _lines(text, path, columns)
 
 
-def _table(text: str, path: Path, columns: _Columns) -> Iterator[Example]:
+def _table(
+    text: str,
+    path: Path,
+    columns: _Columns,
+) -> Iterator[Example]:
     """Read a table; a quotation mark has a meaning in CSV, and is part of the text in TSV."""
     if path.suffix == ".tsv":
         # `splitlines` would also split at other characters, as texts may hold.
@@ -216,7 +235,11 @@ def _json(text: str, where: str) -> Any:
         ) from error
 
 
-def _lines(text: str, path: Path, columns: _Columns) -> Iterator[Example]:
+def _lines(
+    text: str,
+    path: Path,
+    columns: _Columns,
+) -> Iterator[Example]:
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -299,7 +322,11 @@ def from_rows(
     )
 
 
-def _example(row: dict[str, Any], where: str, columns: _Columns) -> Example:
+def _example(
+    row: dict[str, Any],
+    where: str,
+    columns: _Columns,
+) -> Example:
     """Return the example of a row, whose kind follows from its fields."""
     if "endings" in row:
         return _hellaswag(row, where)
@@ -314,7 +341,10 @@ def opening(text: str, tokens: int | None) -> str:
 
 
 def encode(
-    tokenizer: Any, examples: Sequence[Example], *, max_length: int | None = None
+    tokenizer: Any,
+    examples: Sequence[Example],
+    *,
+    max_length: int | None = None,
 ) -> tuple[Batch, Tensor]:
     """Return padded tensors (b, n) and the labels; the tensors are (b, choices, n) with choices.
 

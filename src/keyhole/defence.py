@@ -127,7 +127,11 @@ ANSWERS = {  # the parameters of a server, in words
 }
 
 
-def add_noise(tensor: Tensor, sigma: Any, stream: torch.Generator) -> Tensor:
+def add_noise(
+    tensor: Tensor,
+    sigma: Any,
+    stream: torch.Generator,
+) -> Tensor:
     """Return the tensor with Gaussian noise of this standard deviation."""
     return tensor + sigma * torch.randn(tensor.shape, generator=stream).to(tensor)
 

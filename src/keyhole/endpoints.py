@@ -81,7 +81,10 @@ def open_endpoint(
 
 
 def open_language_model(
-    name: str, options: EndpointOptions, *, authorized: bool
+    name: str,
+    options: EndpointOptions,
+    *,
+    authorized: bool,
 ) -> Oracle:
     """Open a language model, or a server of one, as an oracle of next-token logits."""
     kind = kind_of(name)

@@ -252,7 +252,9 @@ Override = Callable[[str, Rule], Severity | None]
 
 
 def assess(
-    audit: Audit, override: Override | None = None, returns: Sequence[str] = ()
+    audit: Audit,
+    override: Override | None = None,
+    returns: Sequence[str] = (),
 ) -> Assessment:
     """Give every finding its id, rule and severity, and sum them up.
 
@@ -308,7 +310,11 @@ def ids(findings: Sequence[Finding], skips: Sequence[Skip] = ()) -> list[str]:
     return list(made)
 
 
-def _item(name: str, finding: Finding, override: Override | None) -> Item:
+def _item(
+    name: str,
+    finding: Finding,
+    override: Override | None,
+) -> Item:
     rule = rule_of(finding.exposure)
     scored = score(finding)
     item = Item(name, rule, finding, scored.severity, scored.points, scored.why)
@@ -353,7 +359,11 @@ def _card(family: Family, items: Sequence[Item]) -> Card:
     )
 
 
-def _level(mine: Sequence[Item], exposed: Sequence[Item], unchecked: int) -> Level:
+def _level(
+    mine: Sequence[Item],
+    exposed: Sequence[Item],
+    unchecked: int,
+) -> Level:
     if not mine:
         return Level.NOT_TRIED
     if any(item.proved and item.share >= ALL for item in exposed):

@@ -139,7 +139,11 @@ _KEYS = {
 }
 
 
-def _layer(policy: Policy, table: Mapping[str, Any], path: Path) -> Policy:
+def _layer(
+    policy: Policy,
+    table: Mapping[str, Any],
+    path: Path,
+) -> Policy:
     """Return a policy with the settings of a table added or replaced.
 
     Its severities come before those of the policy: the first pattern that matches a
@@ -155,7 +159,11 @@ def _layer(policy: Policy, table: Mapping[str, Any], path: Path) -> Policy:
     return replace(policy, **changes)
 
 
-def _value(key: str, value: Any, path: Path) -> object:
+def _value(
+    key: str,
+    value: Any,
+    path: Path,
+) -> object:
     """Read the value of a key, or raise an InputError that says what it takes."""
     where = f"{path}, {key}"
     if key == "data":
@@ -283,13 +291,21 @@ def condition(words: str) -> Condition:
     return Condition(words, lambda item: item.finding.exposed and met(item))
 
 
-def _names(pattern: str, name: str, rule: str) -> bool:
+def _names(
+    pattern: str,
+    name: str,
+    rule: str,
+) -> bool:
     """Return whether a pattern matches the id of a finding or of its rule."""
     return fnmatchcase(name, pattern) or fnmatchcase(rule, pattern)
 
 
 def _comparing(
-    words: str, family: str, name: str, sign: str, number: str
+    words: str,
+    family: str,
+    name: str,
+    sign: str,
+    number: str,
 ) -> Callable[[Item], bool]:
     """Return the test of a comparison such as text.exact > 0.1."""
     if family not in list(Family) or name not in FIGURES:
@@ -314,7 +330,9 @@ def _comparing(
 
 
 def decided(
-    assessment: Assessment, policy: Policy, today: date | None = None
+    assessment: Assessment,
+    policy: Policy,
+    today: date | None = None,
 ) -> Assessment:
     """Return the assessment with the policy's decision, and with ignored findings marked."""
     today = today or datetime.now(UTC).date()
@@ -336,7 +354,10 @@ def decided(
 
 
 def _decision(
-    rulings: Sequence[Ruled], tried: int, policy: Policy, assessment: Assessment
+    rulings: Sequence[Ruled],
+    tried: int,
+    policy: Policy,
+    assessment: Assessment,
 ) -> Decision:
     count = Counter(ruled.ruling for ruled in rulings)
     unchecked = count[Ruling.UNCHECKED]
@@ -377,7 +398,11 @@ _EXCUSED = {  # rulings that do not fail an audit, in words for its decision
 }
 
 
-def _ruled(item: Item, policy: Policy, today: date) -> Ruled:
+def _ruled(
+    item: Item,
+    policy: Policy,
+    today: date,
+) -> Ruled:
     if item.ignored is not None:
         return Ruled(item.id, Ruling.IGNORED, _because(item.ignored))
     met = _met(item, policy)
@@ -409,7 +434,11 @@ def _is_known(item: Item, policy: Policy) -> bool:
     )
 
 
-def _skipped(skip: Skip, policy: Policy, today: date) -> Ruled:
+def _skipped(
+    skip: Skip,
+    policy: Policy,
+    today: date,
+) -> Ruled:
     """Rule on a check that could not be made, ignored by the id of its exposure or rule."""
     name = skip.exposure.id
     for ignore in _ignores_of(name, skip.exposure.rule, policy):
@@ -418,7 +447,11 @@ def _skipped(skip: Skip, policy: Policy, today: date) -> Ruled:
     return Ruled(name, Ruling.UNCHECKED, skip.reason)
 
 
-def _ignored(item: Item, policy: Policy, today: date) -> Ignore | None:
+def _ignored(
+    item: Item,
+    policy: Policy,
+    today: date,
+) -> Ignore | None:
     """Return the ignore that holds for a finding today; one that gave nothing away needs none."""
     if item.finding.outcome is Outcome.KEPT:
         return None
@@ -426,7 +459,11 @@ def _ignored(item: Item, policy: Policy, today: date) -> Ignore | None:
     return next((each for each in ignores if each.until >= today), None)
 
 
-def _expired(item: Item, policy: Policy, today: date) -> str:
+def _expired(
+    item: Item,
+    policy: Policy,
+    today: date,
+) -> str:
     ignores = _ignores_of(item.id, item.rule.id, policy)
     ends = [each.until for each in ignores if each.until < today]
     if not ends:
@@ -434,7 +471,11 @@ def _expired(item: Item, policy: Policy, today: date) -> str:
     return f" (ignored until {max(ends)}, which has passed)"
 
 
-def _ignores_of(name: str, rule: str, policy: Policy) -> list[Ignore]:
+def _ignores_of(
+    name: str,
+    rule: str,
+    policy: Policy,
+) -> list[Ignore]:
     return [each for each in policy.ignores if _names(each.finding, name, rule)]
 
 

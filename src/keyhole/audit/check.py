@@ -122,7 +122,12 @@ def one_finding(
     return Checked((finding,))
 
 
-def one_skip(exposure: Exposure, attack: str, reason: str, **more: Any) -> Checked:
+def one_skip(
+    exposure: Exposure,
+    attack: str,
+    reason: str,
+    **more: Any,
+) -> Checked:
     """Return a single skip: the attack was not tried on the exposure, for this reason."""
     return Checked((), (Skip(exposure, attack, reason, **more),))
 

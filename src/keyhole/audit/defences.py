@@ -61,12 +61,20 @@ def _is_broken(status: Status) -> bool:
     return OUTCOMES[status] is Outcome.GIVEN_AWAY
 
 
-def endpoint_checks(part: str, oracle: Oracle, seed: int) -> list[Check]:
+def endpoint_checks(
+    part: str,
+    oracle: Oracle,
+    seed: int,
+) -> list[Check]:
     """Return a check for each defence of an endpoint that scores with one head."""
     choice = cache(partial(choose, oracle, seed))
     client = cache(partial(HonestClient.of, oracle, seed))
 
-    def check(defence: Defence, exposure: Exposure, track: Track) -> Checked:
+    def check(
+        defence: Defence,
+        exposure: Exposure,
+        track: Track,
+    ) -> Checked:
         of_any_part = replace(exposure, part="")
         try:
             if (kind := choice().kind) is not Kind.HEAD:
@@ -100,7 +108,11 @@ def endpoint_checks(part: str, oracle: Oracle, seed: int) -> list[Check]:
     return checks
 
 
-def model_checks(part: str, target: TextTarget, seed: int) -> list[Check]:
+def model_checks(
+    part: str,
+    target: TextTarget,
+    seed: int,
+) -> list[Check]:
     """Return a check for each secret in front of a model's cache and hidden states."""
     checks: list[Check] = []
     for leak, form in _leaks_and_secrets(anatomy(target.loaded.model)):
@@ -189,7 +201,11 @@ def store_defences(dim: int, seed: int = 0) -> list[Defence]:
     return [*(gaussian_noise(share, dim, seed) for share in _NOISE), signs]
 
 
-def gaussian_noise(share: float, dim: int, seed: int = 0) -> Defence:
+def gaussian_noise(
+    share: float,
+    dim: int,
+    seed: int = 0,
+) -> Defence:
     """Return noise whose length is `share` of a vector's, with the ε of one release.
 
     f + σ g is (ε, δ)-private for σ = Δ·noise(ε), with Δ = 2 the largest distance of two
@@ -201,7 +217,12 @@ def gaussian_noise(share: float, dim: int, seed: int = 0) -> Defence:
     return Defence(name=name, changes=Changes.VECTORS, noise=sigma, seed=seed)
 
 
-def recall(docs: Tensor, kept: Tensor, queries: Tensor, asked: Tensor) -> float:
+def recall(
+    docs: Tensor,
+    kept: Tensor,
+    queries: Tensor,
+    asked: Tensor,
+) -> float:
     """Return the share of the texts nearest by plain vectors that are nearest by stored ones too.
 
     `docs` are the plain vectors of texts and `queries` those of queries; `kept` and

@@ -76,7 +76,11 @@ class EndpointPart(Part):
         return checks
 
     def weight_checks(
-        self, seed: int, *, as_given: bool = False, budget: int | None = None
+        self,
+        seed: int,
+        *,
+        as_given: bool = False,
+        budget: int | None = None,
     ) -> list[Check]:
         """Return a check of every row of the registry; it skips rows for other kinds of answers.
 
@@ -196,7 +200,9 @@ def _extract(
 
 
 def _input_and_output(
-    oracle: Oracle, seed: int, layer: Attention
+    oracle: Oracle,
+    seed: int,
+    layer: Attention,
 ) -> tuple[Tensor, Tensor]:
     """Return an input made up by the auditor, and the endpoint's output for it.
 
@@ -258,7 +264,9 @@ def _check_input(
 
 
 def _compare(
-    inversion: Inversion, secret: Tensor, decimals: int | None
+    inversion: Inversion,
+    secret: Tensor,
+    decimals: int | None,
 ) -> tuple[Status, str, float | None]:
     """Compare an inversion with the input: return a status, why, and the relative error."""
     candidates = inversion.solutions

@@ -165,7 +165,10 @@ def fleet(
 
 
 def _audit_member(
-    target: NamedTarget, journal: Path | None, worker: int = 0, **more: Any
+    target: NamedTarget,
+    journal: Path | None,
+    worker: int = 0,
+    **more: Any,
 ) -> Audit:
     """Audit one target in a worker, with a journal unless its folder is not on this machine."""
     if journal is not None and not is_folder(journal.parent):
@@ -202,7 +205,10 @@ def members_of(targets: Sequence[str], base: AuditOptions) -> list[Member]:
 
 
 def _targets_of_entry(
-    base: AuditOptions, entry: dict[str, Any], folder: Path, where: str
+    base: AuditOptions,
+    entry: dict[str, Any],
+    folder: Path,
+    where: str,
 ) -> list[tuple[str, NamedTarget]]:
     """Return the target of a [[target]] with its name, or all targets that its pattern matches."""
     options = _overridden(base, entry, folder, where, [*_TYPES])
@@ -221,7 +227,11 @@ def _targets_of_entry(
     return targets
 
 
-def _matches(target: str, folder: Path, where: str) -> list[str]:
+def _matches(
+    target: str,
+    folder: Path,
+    where: str,
+) -> list[str]:
     """Return the targets in a folder that a pattern matches; any other name stays as it is."""
     literal = "://" in target or not _WILDCARD.search(target)
     if literal or exists(folder / target):

@@ -42,7 +42,10 @@ _CONTROL_REMEDY = "Nothing: this is the control, what random cuts would do."
 
 
 def checks(
-    part: str, target: TextTarget, seed: int, share: float | None = None
+    part: str,
+    target: TextTarget,
+    seed: int,
+    share: float | None = None,
 ) -> list[Check]:
     """Return a check for each attacker; models that neither classify nor generate are skipped.
 
@@ -159,7 +162,9 @@ def attackers(
 
 
 def _batches(
-    loaded: Loaded, examples: Sequence[Example], progress: Progress = silent
+    loaded: Loaded,
+    examples: Sequence[Example],
+    progress: Progress = silent,
 ) -> Batches:
     return Batches(
         loaded.model,
@@ -211,7 +216,12 @@ def _cuts(loaded: Loaded, disruption: Disruption) -> tuple[Cut, ...]:
     )
 
 
-def _cut(loaded: Loaded, example: Example, outcome: Outcome, task: str) -> Cut:
+def _cut(
+    loaded: Loaded,
+    example: Example,
+    outcome: Outcome,
+    task: str,
+) -> Cut:
     config = loaded.model.config
     units = [(each.layer, each.head, each.query, each.key) for each in outcome.cut]
     layers, heads, queries, keys = zip((0, 0, 0, 0), *units, strict=True)
@@ -230,7 +240,10 @@ def _cut(loaded: Loaded, example: Example, outcome: Outcome, task: str) -> Cut:
 
 
 def _tokens(
-    tokenizer: Any, example: Example, continued: tuple[int, ...], least: int
+    tokenizer: Any,
+    example: Example,
+    continued: tuple[int, ...],
+    least: int,
 ) -> tuple[str, ...]:
     """Return at least `least` tokens: the text's, then those that the model generated."""
     batch, _ = encode(tokenizer, [example])
@@ -241,7 +254,11 @@ def _tokens(
     return (*tokens, *["?"] * (least - len(tokens)))
 
 
-def _answer(loaded: Loaded, answer: tuple[int, ...], task: str) -> str:
+def _answer(
+    loaded: Loaded,
+    answer: tuple[int, ...],
+    task: str,
+) -> str:
     """Return the name of a class, or generated tokens as text."""
     if task == "classification":
         names: Mapping[int, str] = getattr(loaded.model.config, "id2label", None) or {}

@@ -49,7 +49,11 @@ _PRECISIONS = ("float32", "bfloat16")
 _MAX_WEIGHTS = 1 << 28  # of a model whose gradient an audit computes
 
 
-def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
+def checks(
+    part: str,
+    target: TextTarget,
+    seed: int,
+) -> list[Check]:
     """Return the check of a model, or the reason why its gradients are not read."""
     del seed  # nothing here is random
     model = target.loaded.model
@@ -76,7 +80,11 @@ def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
     return [Check(exposure, partial(_check, exposure, target), weight=3)]
 
 
-def _check(exposure: Exposure, target: TextTarget, track: Track) -> Checked:
+def _check(
+    exposure: Exposure,
+    target: TextTarget,
+    track: Track,
+) -> Checked:
     loaded = target.loaded
     max_length = max_length_of(loaded.model)
     examples = [Example("", NO_LABEL, text) for text in target.texts]

@@ -216,7 +216,11 @@ _REMOTE = (TargetKind.SERVER, TargetKind.ENDPOINT, TargetKind.ROUTE)
 _WORDS = {TargetKind.FILE: "endpoint", TargetKind.ROUTE: "endpoint"}
 
 
-def expect_fitting(name: str, place: str, options: AuditOptions) -> TargetKind:
+def expect_fitting(
+    name: str,
+    place: str,
+    options: AuditOptions,
+) -> TargetKind:
     """Return the kind of the target at `place`, or raise if options do not fit it.
 
     Nothing is opened and torch is not loaded, so a mistake shows at once.

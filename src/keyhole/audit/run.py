@@ -148,12 +148,19 @@ def workers_of(processes: int, dask: str | None) -> int | str:
     return processes
 
 
-def resuming(done: int, total: int, unit: str) -> str:
+def resuming(
+    done: int,
+    total: int,
+    unit: str,
+) -> str:
     return f"resuming: {done} of {total} {unit} are done"
 
 
 def _audit_of(
-    opened: Target, options: AuditOptions, checked: Checked, seconds: float
+    opened: Target,
+    options: AuditOptions,
+    checked: Checked,
+    seconds: float,
 ) -> Audit:
     layers = [
         skip
@@ -306,7 +313,10 @@ def reason_of(error: Exception) -> str:
 
 
 def run_in_worker(
-    named: NamedTarget, identity: str, key: str, worker: int = 0
+    named: NamedTarget,
+    identity: str,
+    key: str,
+    worker: int = 0,
 ) -> Checked:
     """Open the target, which must have this `identity`, and run one check.
 

@@ -134,7 +134,11 @@ class ServerTarget(Part):
         loaded = self.loaded
 
         def add(
-            rule: str, variant: str, name: str, check: Callable[..., Checked], *on: Any
+            rule: str,
+            variant: str,
+            name: str,
+            check: Callable[..., Checked],
+            *on: Any,
         ) -> None:
             exposure = Exposure(rule, variant, name=name)
             checks.append(Check(exposure, partial(check, *on, exposure), weight=1))
@@ -178,7 +182,12 @@ class ServerTarget(Part):
         run = partial(last_layer, self.server, route, allowed, self.ledger, exposure)
         return Check(exposure, run, queries=allowed)
 
-    def _probe(self, route: Route, exposure: Exposure, _: Track) -> Checked:
+    def _probe(
+        self,
+        route: Route,
+        exposure: Exposure,
+        _: Track,
+    ) -> Checked:
         """Test whether the route answers without a key."""
         answered, _text = self._ask(route, _PROBES)
         if not answered.open and not answered.shut:
@@ -215,7 +224,11 @@ class ServerTarget(Part):
         return f"keyhole audit {url} --model {model}"
 
     def _ask(
-        self, route: Route, texts: Sequence[str], *, key: bool = False
+        self,
+        route: Route,
+        texts: Sequence[str],
+        *,
+        key: bool = False,
     ) -> tuple[Answered, str]:
         """Return the first answer and its text; with a `key`, send the API key.
 
@@ -238,7 +251,11 @@ class ServerTarget(Part):
         return answered, text
 
     def _texts(
-        self, loaded: Loaded, route: Route, exposure: Exposure, track: Track
+        self,
+        loaded: Loaded,
+        route: Route,
+        exposure: Exposure,
+        track: Track,
     ) -> Checked:
         """Send texts, and read them back from the states that the server returns."""
         layers = anatomy(loaded.model).layers
@@ -290,7 +307,11 @@ class ServerTarget(Part):
         )
 
     def _state(
-        self, loaded: Loaded, route: Route, exposure: Exposure, _: Track
+        self,
+        loaded: Loaded,
+        route: Route,
+        exposure: Exposure,
+        _: Track,
     ) -> Checked:
         """Compute the last state from log-probabilities, and compare it with the model's own."""
         if head_of(loaded.model) != "causal":
@@ -319,7 +340,11 @@ def _with_weights(identity: str, loaded: Loaded | None) -> str:
 
 
 def _first_answer(
-    server: Server, route: Route, texts: Sequence[str], *, key: bool = False
+    server: Server,
+    route: Route,
+    texts: Sequence[str],
+    *,
+    key: bool = False,
 ) -> tuple[Answered, str]:
     """Return the answer to the first text for which the route returns something, and the text."""
     answered = Answered()
@@ -339,7 +364,11 @@ def _needed(loaded: Loaded | None) -> int:
     return anatomy(loaded.model).width + 1
 
 
-def _not_given(exposure: Exposure, attack: str, answered: Answered) -> Checked:
+def _not_given(
+    exposure: Exposure,
+    attack: str,
+    answered: Answered,
+) -> Checked:
     """Return the skip of a route that is absent, or that did not answer or failed: unchecked."""
     replied = answered.status not in (0, _FAULT)
     return one_skip(
@@ -352,7 +381,9 @@ def _not_given(exposure: Exposure, attack: str, answered: Answered) -> Checked:
 
 
 def _verdict(
-    route: Route, answered: Answered, loaded: Loaded | None
+    route: Route,
+    answered: Answered,
+    loaded: Loaded | None,
 ) -> tuple[Status, str]:
     """Return the status of a route that exists, tried without a key, and the reason."""
     content = answered.content
@@ -381,7 +412,10 @@ def _verdict(
 
 
 def _compare_state(
-    loaded: Loaded, text: str, logprobs: dict[int, float], route: Route
+    loaded: Loaded,
+    text: str,
+    logprobs: dict[int, float],
+    route: Route,
 ) -> tuple[Status, str, float | None]:
     """Solve for the last state by least squares, and compare it with the model's own.
 
@@ -521,7 +555,10 @@ def _rounding_error(loaded: Loaded, count: int) -> float:
 
 
 def takes_vectors(
-    server: Server, loaded: Loaded, exposure: Exposure, _: Track
+    server: Server,
+    loaded: Loaded,
+    exposure: Exposure,
+    _: Track,
 ) -> Checked:
     """Test whether the server takes vectors as a prompt without a key."""
     if head_of(loaded.model) != "causal":
@@ -643,7 +680,11 @@ class AnswersTarget(Part):
         ]
 
 
-def _finding(exposure: Exposure, name: str, outputs: Sequence[Output]) -> Checked:
+def _finding(
+    exposure: Exposure,
+    name: str,
+    outputs: Sequence[Output],
+) -> Checked:
     """Return the finding about one output of an endpoint."""
     kind, what = _kind(name, outputs)
     status = Status.EXPOSED

@@ -221,7 +221,11 @@ def _seconds(texts: Sequence[str | None]) -> float:
     return sum(min(length, _USUAL_LENGTH) * (length + 12) / 400 for length in lengths)
 
 
-def _expect_truncated(store: Store, loaded: Loaded, pooling: Pooling) -> Pooling:
+def _expect_truncated(
+    store: Store,
+    loaded: Loaded,
+    pooling: Pooling,
+) -> Pooling:
     """Raise unless vectors that are too short hold the first numbers of the encoder's.
 
     Known texts show whether they do, or else the correlations between the numbers.
@@ -247,7 +251,10 @@ def _expect_truncated(store: Store, loaded: Loaded, pooling: Pooling) -> Pooling
 
 
 def _another_width(
-    store: Store, loaded: Loaded, but: str = "", fix: str = ""
+    store: Store,
+    loaded: Loaded,
+    but: str = "",
+    fix: str = "",
 ) -> InputError:
     width = anatomy(loaded.model).width
     return InputError(
@@ -256,7 +263,11 @@ def _another_width(
     )
 
 
-def sample(count: int, texts: int, seed: int) -> list[int]:
+def sample(
+    count: int,
+    texts: int,
+    seed: int,
+) -> list[int]:
     """Return the numbers of `texts` random rows out of `count`, in ascending order."""
     return sorted(random.Random(seed).sample(range(count), min(texts, count)))  # noqa: S311
 
@@ -363,7 +374,9 @@ def merged(
 
 
 def _check(
-    part: StoreTarget, attack: Callable[[Track], CountedReader], track: Track
+    part: StoreTarget,
+    attack: Callable[[Track], CountedReader],
+    track: Track,
 ) -> Checked:
     return read(replace(part, method=attack(track)), track)
 
@@ -438,7 +451,11 @@ def _readings(
     return result, _status(result, [recovery.status for recovery in recoveries])
 
 
-def _reading(part: StoreTarget, place: int, recovery: TextRecovery) -> Reading:
+def _reading(
+    part: StoreTarget,
+    place: int,
+    recovery: TextRecovery,
+) -> Reading:
     """Return what was read from one vector, compared with the store's own text if it has one."""
     tokenizer = part.loaded.tokenizer
     text = part.texts[place]
@@ -463,7 +480,11 @@ def _reading(part: StoreTarget, place: int, recovery: TextRecovery) -> Reading:
     )
 
 
-def _similarity(part: StoreTarget, place: int, recovery: TextRecovery) -> float | None:
+def _similarity(
+    part: StoreTarget,
+    place: int,
+    recovery: TextRecovery,
+) -> float | None:
     """Return the cosine of a vector and that of the text that was read; None if none was."""
     if not recovery.ids:
         return None

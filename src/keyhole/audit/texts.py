@@ -102,7 +102,11 @@ class TextTarget:
         return [name for name in precisions if name in self.precisions]
 
 
-def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
+def checks(
+    part: str,
+    target: TextTarget,
+    seed: int,
+) -> list[Check]:
     """Return a check for every exposure of a model from which text may be read."""
     parts = anatomy(target.loaded.model)
     checks: list[Check] = []
@@ -125,7 +129,12 @@ def checks(part: str, target: TextTarget, seed: int) -> list[Check]:
 
 
 def _check_of(
-    row: Row, layer: int | None, part: str, name: str, target: TextTarget, seed: int
+    row: Row,
+    layer: int | None,
+    part: str,
+    name: str,
+    target: TextTarget,
+    seed: int,
 ) -> Check:
     """Return the check of one exposure by the attack of this name."""
     exposure = replace(row.exposure, layer=layer, part=part)
@@ -145,7 +154,11 @@ def no_precision(exposure: Exposure) -> Skip:
 
 
 def checks_of(
-    part: str, target: TextTarget, leak: Captured, precision: str, seed: int
+    part: str,
+    target: TextTarget,
+    leak: Captured,
+    precision: str,
+    seed: int,
 ) -> list[Check]:
     """Return the checks of one exposure in one precision, by the attacks that an audit tries.
 
@@ -307,7 +320,11 @@ def unread(recoveries: Sequence[TextRecovery], reason: str) -> tuple[Status, str
     return Status.UNSOLVED, reason
 
 
-def _degraded(leak: Leak, precision: str, seed: int) -> Leak:
+def _degraded(
+    leak: Leak,
+    precision: str,
+    seed: int,
+) -> Leak:
     if precision == NOISE:
         return replace(degrade(leak, noise=0.1, seed=seed), precision=None)
     if precision in (NORMALISED, PERMUTED):
@@ -350,7 +367,11 @@ def reading_alone(
     )
 
 
-def reading_of(tokenizer: Any, original: Original, recovery: TextRecovery) -> Reading:
+def reading_of(
+    tokenizer: Any,
+    original: Original,
+    recovery: TextRecovery,
+) -> Reading:
     """Compare what was read with the text, token by token."""
     truth = original.ids
     special = special_ids(tokenizer)
@@ -381,7 +402,9 @@ def reading_of(tokenizer: Any, original: Original, recovery: TextRecovery) -> Re
 
 
 def readings_of(
-    tokenizer: Any, originals: Sequence[Original], recoveries: Sequence[TextRecovery]
+    tokenizer: Any,
+    originals: Sequence[Original],
+    recoveries: Sequence[TextRecovery],
 ) -> tuple[Reading, ...]:
     pairs = zip(originals, recoveries, strict=True)
     return tuple(reading_of(tokenizer, *pair) for pair in pairs)
@@ -437,7 +460,11 @@ Layers = Sequence[int] | Literal["all"]
 _WITH_LAYERS = ("hidden", "kv")  # the kinds of leaks that --layers applies to
 
 
-def layers_of(row: Row, chosen: Layers | None, parts: Anatomy) -> Sequence[int | None]:
+def layers_of(
+    row: Row,
+    chosen: Layers | None,
+    parts: Anatomy,
+) -> Sequence[int | None]:
     """Return the layers to attack: the `chosen` ones, or those of the registry."""
     if chosen is None or row.kind not in _WITH_LAYERS:
         return row.layers(parts)
@@ -455,7 +482,11 @@ def _all_layers(kind: str, parts: Anatomy) -> range:
     return range(1, 1 + parts.layers)
 
 
-def left_out(part: str, model: Any, chosen: Layers | None) -> tuple[Skip, ...]:
+def left_out(
+    part: str,
+    model: Any,
+    chosen: Layers | None,
+) -> tuple[Skip, ...]:
     """Return a skip for each exposure of which some layers are tried and others are not."""
     try:
         parts = anatomy(model)
@@ -544,7 +575,10 @@ def without_special(tokenizer: Any, ids: Sequence[int]) -> list[int]:
 
 
 def _agreeing(
-    ids: Sequence[int], truth: Sequence[int], *, in_place: bool
+    ids: Sequence[int],
+    truth: Sequence[int],
+    *,
+    in_place: bool,
 ) -> tuple[int, int]:
     """Return how many tokens are right, and of how many; they are aligned unless `in_place`.
 
@@ -608,7 +642,11 @@ class LeakTarget(Part):
         """Return the checks of each text in the file: of its token ids, if any, and of its leak."""
         checks: list[Check] = []
 
-        def add(exposure: Exposure, opened: Opened, attack: Attack | None) -> None:
+        def add(
+            exposure: Exposure,
+            opened: Opened,
+            attack: Attack | None,
+        ) -> None:
             exposure = replace(exposure, name=opened.name)
             checks.append(
                 Check(exposure, partial(self._check, exposure, opened.leak, attack))
@@ -623,7 +661,11 @@ class LeakTarget(Part):
         return checks
 
     def _check(
-        self, exposure: Exposure, leak: Leak, attack: Attack | None, track: Track
+        self,
+        exposure: Exposure,
+        leak: Leak,
+        attack: Attack | None,
+        track: Track,
     ) -> Checked:
         tokenizer = self.loaded.tokenizer
         given = leak.exposure

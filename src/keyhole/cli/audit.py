@@ -129,7 +129,11 @@ class _Run:
     scale: dict[str, Any]
 
 
-def _audit_one(target: str, run: _Run, baseline: Path | None) -> int:
+def _audit_one(
+    target: str,
+    run: _Run,
+    baseline: Path | None,
+) -> int:
     from keyhole import report
     from keyhole.report.formats import FORMATS
 
@@ -237,7 +241,10 @@ def _kept_for_another_try(audits: Iterable[Audit], journal: Path) -> str:
 
 
 def _audit_fleet(
-    targets: Path | Sequence[str], run: _Run, out: Path, baseline: Path | None
+    targets: Path | Sequence[str],
+    run: _Run,
+    out: Path,
+    baseline: Path | None,
 ) -> int:
     """Audit every target of a file into a folder, and return the exit code."""
     from keyhole import report
@@ -307,7 +314,10 @@ def _audit_fleet(
 
 
 def _judges(
-    judge: Judge, members: Sequence[Member], baseline: Path | None, out: Path
+    judge: Judge,
+    members: Sequence[Member],
+    baseline: Path | None,
+    out: Path,
 ) -> dict[str, Judge]:
     """Return a judge for each target; targets that the baseline lacks count as new."""
     if baseline is None:

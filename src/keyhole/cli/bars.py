@@ -26,7 +26,12 @@ EVERY = 30.0  # seconds between lines while no step ends
 
 
 @contextmanager
-def bars(command: str, unit: str = "", *, each: bool = True) -> Generator[Bars]:
+def bars(
+    command: str,
+    unit: str = "",
+    *,
+    each: bool = True,
+) -> Generator[Bars]:
     """Show progress on stderr while a command runs.
 
     `unit` is what the overall bar counts. `each` says that every step is worth a line
@@ -153,7 +158,12 @@ class _Screen(Bars):
 class _Lines(Bars):
     """Prints a line for every step if `each`, and otherwise one now and then."""
 
-    def __init__(self, command: str, unit: str, each: bool) -> None:
+    def __init__(
+        self,
+        command: str,
+        unit: str,
+        each: bool,
+    ) -> None:
         super().__init__(command, unit)
         self._each = each
         self._said = time.monotonic()

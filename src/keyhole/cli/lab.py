@@ -224,7 +224,10 @@ def capture(
 
 
 def _examples(
-    texts: list[str] | None, data: Path | None, column: str | None, limit: int | None
+    texts: list[str] | None,
+    data: Path | None,
+    column: str | None,
+    limit: int | None,
 ) -> list[Example]:
     from keyhole.data import NO_LABEL, Example, read_examples
 

@@ -133,7 +133,11 @@ def plant(
     show(f"{path}: {kind}, d = {options['dim']}, {target.unknowns:,} unknowns{done}")
 
 
-def _plant_inversion(path: Path, options: dict[str, Any], seed: int) -> str:
+def _plant_inversion(
+    path: Path,
+    options: dict[str, Any],
+    seed: int,
+) -> str:
     """Write a layer's output, and describe in a line what was planted."""
     from dataclasses import replace
 
@@ -186,7 +190,10 @@ def canonical(
     group=lab,
 )
 def same(
-    first: Heads, second: Heads, tolerance: Tolerance = 1e-9, as_json: opt.Json = False
+    first: Heads,
+    second: Heads,
+    tolerance: Tolerance = 1e-9,
+    as_json: opt.Json = False,
 ) -> None:
     """Tell whether two sets of heads, or two blocks, are one function: exit code 0, or 1 if not."""
     from keyhole.extract.canonical import difference, difference_of_blocks

@@ -267,7 +267,9 @@ _OWN_FLAGS = ("seed", "device", "corpus")
 
 
 def method_options(
-    registry: Registry[Any, Any], name: str, words: Sequence[str] | None
+    registry: Registry[Any, Any],
+    name: str,
+    words: Sequence[str] | None,
 ) -> dict[str, Any]:
     """Read the hyperparameters of a method that were given as -o name=value."""
     return settings(words, option_types(registry[name]), registry[name].name)

@@ -58,7 +58,12 @@ def show(answer: RenderableType) -> None:
     console.print(answer, markup=False, soft_wrap=plain)
 
 
-def answer(data: dict[str, Any], words: RenderableType, *, as_json: bool) -> None:
+def answer(
+    data: dict[str, Any],
+    words: RenderableType,
+    *,
+    as_json: bool,
+) -> None:
     """Print the result of a command to stdout: as JSON, or as `words` for people."""
     if as_json:
         typer.echo(dump(data))

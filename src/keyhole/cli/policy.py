@@ -71,7 +71,10 @@ class Judge:
 
     @classmethod
     def of(
-        cls, policy: Path | None, environment: str | None, baseline: Path | None
+        cls,
+        policy: Path | None,
+        environment: str | None,
+        baseline: Path | None,
     ) -> Judge:
         from keyhole.assess import Policy, find_policy, read_policy
 

@@ -199,7 +199,11 @@ def _print_json(results: list[dict[str, Any]]) -> None:
     typer.echo(json.dumps(data, indent=2, allow_nan=False))
 
 
-def _shown_batch(loaded: Loaded, file: Path, batch: BatchRecovery) -> Text:
+def _shown_batch(
+    loaded: Loaded,
+    file: Path,
+    batch: BatchRecovery,
+) -> Text:
     from keyhole.models.pieces import written
 
     line = Text(f"{file.name}: {batch.status} ({batch.reason})")

@@ -33,7 +33,11 @@ class MissingExtra(InputError):
         return f"{self.args[0]}: pip install 'keyhole[{self.extra}]'"
 
 
-def optional(module: str, message: str, extra: str) -> Any:
+def optional(
+    module: str,
+    message: str,
+    extra: str,
+) -> Any:
     """Return a module that only some of Keyhole needs; raise MissingExtra if it is not installed.
 
     It is imported by its name, because it may be missing and may have no types.
@@ -76,7 +80,10 @@ def expect_seed(seed: int) -> None:
 
 
 def expect_count(
-    name: str, value: int | None, least: int = 1, most: int = MOST
+    name: str,
+    value: int | None,
+    least: int = 1,
+    most: int = MOST,
 ) -> None:
     """Raise if a whole number is out of range; None means that it was not given."""
     if value is None or least <= value <= most:
@@ -110,14 +117,22 @@ def expect_number(
         raise InputError(f"{name} must be finite, not {value}")
 
 
-def expect_among(name: str, value: object, known: Any) -> None:
+def expect_among(
+    name: str,
+    value: object,
+    known: Any,
+) -> None:
     """Raise if a value is not one of `known`, a Literal type or a collection of names."""
     names = get_args(known) or tuple(cast("Iterable[str]", known))
     if value not in names:
         raise InputError(f"{name} must be one of {', '.join(names)}, not {value}")
 
 
-def expect_keys(given: Iterable[str], keys: Collection[str], where: str) -> None:
+def expect_keys(
+    given: Iterable[str],
+    keys: Collection[str],
+    where: str,
+) -> None:
     """Raise if a file has an unknown key, and suggest the key that was probably meant."""
     for key in given:
         if key not in keys:

@@ -163,7 +163,11 @@ def read_tensors(
         raise unreadable(what, path, error) from error
 
 
-def unreadable(what: str, path: str | Path, error: BaseException) -> KeyholeError:
+def unreadable(
+    what: str,
+    path: str | Path,
+    error: BaseException,
+) -> KeyholeError:
     return _failure(f"cannot read {path} as {what}", error)
 
 

@@ -190,7 +190,12 @@ class Estimate:
             )
 
     @classmethod
-    def of(cls, exact: int, sample: int, population: int) -> Self:
+    def of(
+        cls,
+        exact: int,
+        sample: int,
+        population: int,
+    ) -> Self:
         return cls(exact, sample, population, *hits_in_all(exact, sample, population))
 
     @property
@@ -298,7 +303,10 @@ _ROUNDING = 1e-9
 
 
 def hits_in_all(
-    hits: int, drawn: int, population: int, confidence: float = CONFIDENCE
+    hits: int,
+    drawn: int,
+    population: int,
+    confidence: float = CONFIDENCE,
 ) -> tuple[int, int]:
     """Return the least and the most hits that the whole population may have."""
     tail = (1 - confidence) / 2 * (1 + _ROUNDING)
@@ -306,7 +314,12 @@ def hits_in_all(
     return least, population - _least(drawn - hits, drawn, population, tail)
 
 
-def _least(hits: int, drawn: int, population: int, tail: float) -> int:
+def _least(
+    hits: int,
+    drawn: int,
+    population: int,
+    tail: float,
+) -> int:
     """Return the smallest K for which P(`hits` or more) exceeds `tail`.
 
     That probability grows with K, so a bisection finds it.

@@ -32,7 +32,11 @@ def identity(size: int) -> Tensor:
     return torch.eye(size, dtype=torch.float64)
 
 
-def arange(start: float, stop: float, step: float = 1) -> Tensor:
+def arange(
+    start: float,
+    stop: float,
+    step: float = 1,
+) -> Tensor:
     return torch.arange(start, stop, step, dtype=torch.float64)
 
 

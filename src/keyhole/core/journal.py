@@ -49,7 +49,10 @@ def digest(*parts: Any) -> str:
 
 
 def expect_same_run(
-    path: str | Path, mine: Run, theirs: object, fix: str = _FIX
+    path: str | Path,
+    mine: Run,
+    theirs: object,
+    fix: str = _FIX,
 ) -> None:
     """Raise if a file belongs to another run; the message says what differs and what to do."""
     # JSON turns tuples into lists, which must not count as a difference.
@@ -65,7 +68,11 @@ def expect_same_run(
         )
 
 
-def _differences(name: str, own: Any, saved: Any) -> Iterator[tuple[str, Any, Any]]:
+def _differences(
+    name: str,
+    own: Any,
+    saved: Any,
+) -> Iterator[tuple[str, Any, Any]]:
     """Yield the innermost settings that differ: the name and the two values."""
     if isinstance(own, dict) and isinstance(saved, dict):
         for key in cast("dict[str, Any]", own | saved):
@@ -117,7 +124,11 @@ class Journal:
     """
 
     def __init__(
-        self, path: str | Path | None, run: Run, *, force: bool | None = None
+        self,
+        path: str | Path | None,
+        run: Run,
+        *,
+        force: bool | None = None,
     ) -> None:
         self.path: Path | None = None
         self.records: dict[str, dict[str, Any]] = {}
@@ -169,7 +180,12 @@ class Journal:
                 f"{self.path} does not hold what a run wrote under {key} ({error}): {_REPEAT}"
             ) from error
 
-    def _open(self, path: Path, run: Run, force: bool | None) -> IO[str]:
+    def _open(
+        self,
+        path: Path,
+        run: Run,
+        force: bool | None,
+    ) -> IO[str]:
         text = ""
         try:
             if exists(path):
@@ -194,7 +210,13 @@ class Journal:
             raise unwritable(path, error) from error
         return file
 
-    def _read_records(self, path: Path, whole: str, run: Run, fix: str) -> None:
+    def _read_records(
+        self,
+        path: Path,
+        whole: str,
+        run: Run,
+        fix: str,
+    ) -> None:
         # Not splitlines, because texts may hold other ends of lines.
         first, *lines = whole.rstrip("\n").split("\n")
         expect_same_run(path, run, _line(f"{path}:1", first, AnotherRun, fix), fix)
@@ -207,7 +229,12 @@ class Journal:
             self.records[key] = record
 
 
-def _line(where: str, text: str, kind: type[InputError], fix: str) -> dict[str, Any]:
+def _line(
+    where: str,
+    text: str,
+    kind: type[InputError],
+    fix: str,
+) -> dict[str, Any]:
     """Return the object in a line, or raise an error of this kind, which says the fix."""
     try:
         record = parse(text)

@@ -23,7 +23,11 @@ Pair = tuple[Tensor, Tensor, Tensor]  # s (b, m), y (b, m), ρ (b,)
 Objective = Callable[[Tensor], tuple[Tensor, Tensor]]  # x to losses (b,) and gradients
 
 
-def two_loops(slope: Tensor, pairs: Sequence[Pair], scale: Tensor) -> Tensor:
+def two_loops(
+    slope: Tensor,
+    pairs: Sequence[Pair],
+    scale: Tensor,
+) -> Tensor:
     """Return the estimated inverse Hessian times `slope` (b, m); `pairs` are the oldest first."""
     q = slope
     shares: list[Tensor] = []
@@ -54,7 +58,12 @@ class LBFGS:
     pairs: tuple[Pair, ...] = ()
 
     @classmethod
-    def begin(cls, x: Tensor, first: float, history: int = 20) -> LBFGS:
+    def begin(
+        cls,
+        x: Tensor,
+        first: float,
+        history: int = 20,
+    ) -> LBFGS:
         whole = x.new_ones(len(x))
         return cls(x, torch.inf * whole, torch.zeros_like(x), whole, first, history)
 
@@ -99,7 +108,11 @@ class LBFGS:
         return scale
 
 
-def _pair(move: Tensor, change: Tensor, usable: Tensor) -> Pair:
+def _pair(
+    move: Tensor,
+    change: Tensor,
+    usable: Tensor,
+) -> Pair:
     curvature = (move * change).sum(-1)
     usable = usable & (curvature > 1e-10 * change.square().sum(-1))
     inverse = torch.where(usable, 1 / curvature, 0.0)

@@ -36,7 +36,10 @@ class Point:
     """
 
     def __init__(
-        self, x: Tensor, residuals: Tensor, jacobian: Callable[[], Tensor] | None = None
+        self,
+        x: Tensor,
+        residuals: Tensor,
+        jacobian: Callable[[], Tensor] | None = None,
     ) -> None:
         self.x = x
         self.residuals = residuals.flatten(1)
@@ -262,7 +265,12 @@ class Search:
     damped: Damped | None = None  # the solver at x, if known
 
     @classmethod
-    def begin(cls, linearize: Linearize, start: Tensor, options: Options) -> Search:
+    def begin(
+        cls,
+        linearize: Linearize,
+        start: Tensor,
+        options: Options,
+    ) -> Search:
         rows = torch.arange(len(start), device=start.device)
         point = linearize(start, rows)
         loss = point.loss
@@ -310,7 +318,12 @@ class Search:
             damped=damped if point is here else None,
         )
 
-    def _accelerated(self, here: Point, solve: Solve, p: Tensor) -> Tensor:
+    def _accelerated(
+        self,
+        here: Point,
+        solve: Solve,
+        p: Tensor,
+    ) -> Tensor:
         """Add half of the second-order step where it is short enough to be trusted."""
         h = 0.1
         ahead = self.linearize(here.moved(h * p), self.rows)
@@ -320,7 +333,12 @@ class Search:
         short = 2 * torch.linalg.vector_norm(a, dim=1) < 0.75 * size
         return torch.where(short.unsqueeze(1), p + a / 2, p)
 
-    def _stops(self, p: Tensor, improved: Tensor, loss: Tensor) -> Tensor:
+    def _stops(
+        self,
+        p: Tensor,
+        improved: Tensor,
+        loss: Tensor,
+    ) -> Tensor:
         options = self.options
         size = self.x.flatten(1).abs().amax(1)
         still = ~improved & (p.abs().amax(1) <= _EPS * size)

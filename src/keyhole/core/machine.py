@@ -42,7 +42,10 @@ def available(device: str | torch.device = "cpu") -> int:
 
 
 def expect_memory(
-    needed: int, what: str, device: str | torch.device = "cpu", instead: str = ""
+    needed: int,
+    what: str,
+    device: str | torch.device = "cpu",
+    instead: str = "",
 ) -> None:
     """Raise if `what` needs more bytes than are free; `instead` says what people can do then."""
     free = int(_USABLE * available(device))
@@ -80,7 +83,11 @@ def expect_device(name: str | torch.device) -> None:
         raise refusal
 
 
-def device_of(asked: str, worker: int, gpus: int | None = None) -> str:
+def device_of(
+    asked: str,
+    worker: int,
+    gpus: int | None = None,
+) -> str:
     """Return the device for the worker of this number on its machine.
 
     If there are several GPUs, `cuda` spreads workers over them; any other name stays as

@@ -30,7 +30,11 @@ def with_ridge(square: Tensor, share: float = 1e-5) -> Tensor:
     )
 
 
-def least_squares(A: Tensor, B: Tensor, rcond: float | None = None) -> Tensor:
+def least_squares(
+    A: Tensor,
+    B: Tensor,
+    rcond: float | None = None,
+) -> Tensor:
     """Return the `X` of least norm that minimises `‖AX − B‖`; batches are allowed."""
     if not (torch.isfinite(A).all() & torch.isfinite(B).all()):
         raise LinAlgError("the answers overflow")

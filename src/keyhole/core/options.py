@@ -64,7 +64,11 @@ def option(
     return dataclasses.field(default=default, metadata={"option": about})
 
 
-def declared(field: dataclasses.Field[Any], name: str, type_: Any) -> Option | None:
+def declared(
+    field: dataclasses.Field[Any],
+    name: str,
+    type_: Any,
+) -> Option | None:
     """Return the option that a field, or the default of a parameter, declares, if it does."""
     about = field.metadata.get("option")
     return about and replace(about, name=name, type=type_, default=field.default)
@@ -80,7 +84,9 @@ def options_of(options: type[Any]) -> dict[str, Option]:
 
 
 def settings(
-    words: Sequence[str] | None, types_: Mapping[str, Any], owner: str
+    words: Sequence[str] | None,
+    types_: Mapping[str, Any],
+    owner: str,
 ) -> dict[str, Any]:
     """Read words `name=value`; `types_` are the types by name, and `owner` is what has them."""
     values: dict[str, Any] = {}
@@ -131,7 +137,11 @@ def _simple(type_: Any) -> bool:
 _NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def _value(word: str, type_: Any, name: str) -> Any:
+def _value(
+    word: str,
+    type_: Any,
+    name: str,
+) -> Any:
     """Read a word as the first alternative of its field's type that it fits."""
     expected: list[str] = []
     for kind in _alternatives(type_):

@@ -20,7 +20,12 @@ from typing import Protocol, runtime_checkable
 class Progress(Protocol):
     """Called with how much of one piece of work is done; `total` is None if nobody knows."""
 
-    def __call__(self, done: int, total: int | None = None, note: str = "") -> None: ...
+    def __call__(
+        self,
+        done: int,
+        total: int | None = None,
+        note: str = "",
+    ) -> None: ...
 
 
 @runtime_checkable
@@ -36,7 +41,11 @@ class Track(Protocol):
     def __call__(self, name: str, total: int | None = None) -> Progress: ...
 
 
-def silent(done: int, total: int | None = None, note: str = "") -> None:
+def silent(
+    done: int,
+    total: int | None = None,
+    note: str = "",
+) -> None:
     """Ignore a report."""
 
 
@@ -74,7 +83,12 @@ class ProgressState:
         )
         self.changed: Callable[[bool], object] = bool
 
-    def __call__(self, done: int, total: int | None = None, note: str = "") -> None:
+    def __call__(
+        self,
+        done: int,
+        total: int | None = None,
+        note: str = "",
+    ) -> None:
         if not self.ended:
             self.changed(self.report(done, total, note))
 
@@ -82,7 +96,12 @@ class ProgressState:
         """Take the seconds left from the work itself, in place of an estimate from the count."""
         self._left = self._clock(), left
 
-    def report(self, done: int, total: int | None = None, note: str = "") -> bool:
+    def report(
+        self,
+        done: int,
+        total: int | None = None,
+        note: str = "",
+    ) -> bool:
         """Take in a report; return whether more is done than before."""
         rose = done > self.done
         self.done = max(done, self.done)

@@ -168,7 +168,11 @@ def _private_use(half: re.Match[str]) -> str:
     return chr(ord(half[0]) + 0x800)
 
 
-def typed(kind: type[T], data: object, where: str = "") -> T:
+def typed(
+    kind: type[T],
+    data: object,
+    where: str = "",
+) -> T:
     """Make a value of type `kind` from untrusted plain data, or raise an InputError.
 
     Nothing is converted but what JSON cannot tell apart: lists become tuples, words

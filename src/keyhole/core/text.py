@@ -23,7 +23,11 @@ def percent(share: float, decimals: int = 0) -> str:
     return written
 
 
-def number(count: int, single: str, several: str) -> str:
+def number(
+    count: int,
+    single: str,
+    several: str,
+) -> str:
     """Return a count with its noun, in singular or plural."""
     if count == 1:
         return f"1 {single}"

@@ -48,7 +48,12 @@ def _up(limit: Tensor, share: float) -> Tensor:
     return (limit.double() * share - 1e-9).ceil().long()
 
 
-def budget(units: Units, share: float, scope: str, least: int = 0) -> Budget:
+def budget(
+    units: Units,
+    share: float,
+    scope: str,
+    least: int = 0,
+) -> Budget:
     """Return the limits that `share` sets on these units."""
     everything = units.exists.sum(1)
     if scope == "head":
@@ -91,7 +96,11 @@ def choose(
     return order.scatter(1, index, ranks)
 
 
-def _candidates(units: Units, scores: Tensor, limits: Budget) -> tuple[Tensor, Tensor]:
+def _candidates(
+    units: Units,
+    scores: Tensor,
+    limits: Budget,
+) -> tuple[Tensor, Tensor]:
     """Return the best scores of each head and their units, as many as any head may lose."""
     values: list[Tensor] = []
     index: list[Tensor] = []

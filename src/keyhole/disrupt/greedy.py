@@ -76,7 +76,11 @@ class Greedy:
         return first_flip(queries, Ordering(goes), int(heads[heads < NEVER].max()) + 1)
 
 
-def _head_order(schedule: Greedy, queries: MaskedQueries, noise: Tensor) -> Tensor:
+def _head_order(
+    schedule: Greedy,
+    queries: MaskedQueries,
+    noise: Tensor,
+) -> Tensor:
     """The step at which each head (b, heads of all sites and sequences) is attacked, or NEVER."""
     places = queries.units.places
     counts = torch.tensor([place.shape[1] for place in places], device=noise.device)
@@ -104,7 +108,11 @@ def _positions(values: Tensor) -> Tensor:
     return values.argsort(dim=-1, descending=True, stable=True).argsort(-1)
 
 
-def _layer_drops(schedule: Greedy, queries: MaskedQueries, noise: Tensor) -> Tensor:
+def _layer_drops(
+    schedule: Greedy,
+    queries: MaskedQueries,
+    noise: Tensor,
+) -> Tensor:
     places = queries.units.places
     if schedule.order in ("random layer", "random"):
         return torch.stack([noise[:, place.start] for place in places], 1)
@@ -113,7 +121,10 @@ def _layer_drops(schedule: Greedy, queries: MaskedQueries, noise: Tensor) -> Ten
 
 
 def _head_drops(
-    schedule: Greedy, queries: MaskedQueries, noise: Tensor, counts: Tensor
+    schedule: Greedy,
+    queries: MaskedQueries,
+    noise: Tensor,
+    counts: Tensor,
 ) -> Tensor:
     """The fall in confidence without each head: (b, sites, largest number of heads)."""
     most = int(counts.max())
@@ -128,7 +139,11 @@ def _head_drops(
     return table
 
 
-def _drops(queries: MaskedQueries, sites: Tensor, heads: Tensor) -> Tensor:
+def _drops(
+    queries: MaskedQueries,
+    sites: Tensor,
+    heads: Tensor,
+) -> Tensor:
     """Minus the confidence in the labels without each of these heads, (b, len(sites))."""
     size = queries.question.size
     count = len(sites)

@@ -210,7 +210,10 @@ class HackAttend:
         )
 
     def _found(
-        self, model: Any, question: Question, units: Units
+        self,
+        model: Any,
+        question: Question,
+        units: Units,
     ) -> Iterator[dict[str, Any]]:
         """Search and judge. Yield the resulting fields of `Outcome` for each example."""
         limits = budget(units, self.share, self.scope, self.least)
@@ -239,7 +242,11 @@ class HackAttend:
         return max(1, self.batch // question.rows)
 
 
-def _noise(question: Question, units: Units, seed: int) -> Tensor:
+def _noise(
+    question: Question,
+    units: Units,
+    seed: int,
+) -> Tensor:
     """Draw uniform numbers (b, units) that depend only on the seed and the example's own input."""
     rows: list[Tensor] = []
     for number in range(question.size):

@@ -72,7 +72,11 @@ def judge(
     )
 
 
-def _within_limits(units: Units, cut: Tensor, limits: Budget) -> Tensor:
+def _within_limits(
+    units: Units,
+    cut: Tensor,
+    limits: Budget,
+) -> Tensor:
     """For each example (b,), whether only free units are cut and no limit is exceeded."""
     left = limits.left(units, cut)
     counts = torch.cat([left.heads, left.rows, left.total[:, None]], 1)
@@ -80,7 +84,10 @@ def _within_limits(units: Units, cut: Tensor, limits: Budget) -> Tensor:
 
 
 def run_control(
-    model: Any, question: Question, units: Units, batch: int
+    model: Any,
+    question: Question,
+    units: Units,
+    batch: int,
 ) -> tuple[Control, Tensor]:
     """Return how much cutting no unit changes the answers, and the logits without any cut.
 

@@ -127,7 +127,12 @@ class MaskedQueries:
             indices, lambda part: Cuts(self.units, ordering, rows[part], steps[part])
         )
 
-    def silenced(self, indices: Tensor, sites: Tensor, heads: Tensor) -> Tensor:
+    def silenced(
+        self,
+        indices: Tensor,
+        sites: Tensor,
+        heads: Tensor,
+    ) -> Tensor:
         """Logits without one head (or without a whole layer, if the head is −1) for each query."""
         return self._answers(indices, lambda part: Silenced(sites[part], heads[part]))
 
@@ -141,7 +146,11 @@ class MaskedQueries:
         return torch.cat(answers)
 
     def slopes(
-        self, cut: Tensor, indices: Tensor, loss: str, aim: int = 0
+        self,
+        cut: Tensor,
+        indices: Tensor,
+        loss: str,
+        aim: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Probabilities and gradients of the loss (len(indices), units) under masks `cut`.
 
@@ -186,7 +195,13 @@ class Search:
     loss: str
     noise: Tensor
 
-    def scores(self, units: Units, a: Tensor, g: Tensor, noise: Tensor) -> Tensor:
+    def scores(
+        self,
+        units: Units,
+        a: Tensor,
+        g: Tensor,
+        noise: Tensor,
+    ) -> Tensor:
         """The ranking's scores (b, units) from probabilities, gradients and noise."""
         return units.each(RANKINGS[self.ranking], a, g, noise)
 
@@ -200,7 +215,11 @@ class Proposal:
     steps: Tensor
 
 
-def first_flip(queries: MaskedQueries, ordering: Ordering, last: int) -> Proposal:
+def first_flip(
+    queries: MaskedQueries,
+    ordering: Ordering,
+    last: int,
+) -> Proposal:
     """Find the first of the steps 1…last that flips each example; without a flip, the last step.
 
     Steps are asked in blocks of doubling size, so that an early flip costs few queries.

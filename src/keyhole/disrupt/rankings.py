@@ -47,7 +47,11 @@ def removal(a: Tensor, g: Tensor) -> Tensor:
     return a / (1 - a).clamp(min=_LEAST) * _bracket(a, g)
 
 
-def worth_of_cut(a: Tensor, g: Tensor, returning: Tensor) -> Tensor:
+def worth_of_cut(
+    a: Tensor,
+    g: Tensor,
+    returning: Tensor,
+) -> Tensor:
     """The first-order fall of the loss if a cut unit returns with the probability `returning`."""
     return returning * _bracket(a, g)
 

@@ -94,7 +94,10 @@ class ReleasedProgram:
         return attack(self, model, question, ids, "padding", self.batch, 1, self._found)
 
     def _found(
-        self, model: Any, question: Question, units: Units
+        self,
+        model: Any,
+        question: Question,
+        units: Units,
     ) -> Iterator[dict[str, Any]]:
         yield _Program(self, model, question, units).attack()
 
@@ -267,7 +270,10 @@ class _Program:
         return sorted(range(self.heads), key=lambda i: float(sure[i]))
 
     def _ask(
-        self, question: Question, count: int, rewrite: Callable[[slice], Untouched]
+        self,
+        question: Question,
+        count: int,
+        rewrite: Callable[[slice], Untouched],
     ) -> Tensor:
         """Ask the same example `count` times, each time with its own rewrite."""
         size = max(1, self.method.batch // question.rows)
@@ -308,7 +314,11 @@ def _confidence(logits: Tensor) -> Tensor:
     return logits[:, 0].softmax(-1).amax(-1)
 
 
-def _padded(model: Any, batch: Batch, positions: int) -> Batch:
+def _padded(
+    model: Any,
+    batch: Batch,
+    positions: int,
+) -> Batch:
     """Pad a batch to `positions`, or to the model's maximum length; keep it if it is longer."""
     if "attention_mask" not in batch:
         batch = {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}

@@ -65,7 +65,12 @@ class Rerank:
             best = _better(best, self._walk(search, attempt, best.flipped))
         return best
 
-    def _walk(self, search: Search, attempt: int, done: Tensor) -> Proposal:
+    def _walk(
+        self,
+        search: Search,
+        attempt: int,
+        done: Tensor,
+    ) -> Proposal:
         walk = _Walk(self, search, attempt, done)
         if attempt % 2 == 0:
             for number in range(self.rounds):
@@ -125,7 +130,12 @@ class _Walk:
         steps = _points((order < NEVER).sum(1), self.schedule.prefixes)
         self._follow(indices, goes, steps)
 
-    def _follow(self, indices: Tensor, goes: Tensor, steps: Tensor) -> None:
+    def _follow(
+        self,
+        indices: Tensor,
+        goes: Tensor,
+        steps: Tensor,
+    ) -> None:
         """Ask for the steps (b, p) of an ordering, and move to the first flip or the last step."""
         ordering = Ordering(goes)
         margins, flips = self._ask(ordering, indices, steps)
@@ -216,7 +226,11 @@ class _Walk:
         self._settle(indices, flips[at], margins[at], sets[at])
 
     def _settle(
-        self, indices: Tensor, hit: Tensor, margin: Tensor, cut: Tensor
+        self,
+        indices: Tensor,
+        hit: Tensor,
+        margin: Tensor,
+        cut: Tensor,
     ) -> None:
         better = hit | (margin < self.least[indices])
         chosen = indices[better]
@@ -236,7 +250,13 @@ class _Walk:
             self.clean[indices] = a
         return a, g
 
-    def _scores(self, units: Units, a: Tensor, g: Tensor, indices: Tensor) -> Tensor:
+    def _scores(
+        self,
+        units: Units,
+        a: Tensor,
+        g: Tensor,
+        indices: Tensor,
+    ) -> Tensor:
         return self.search.scores(units, a, g, self.noise[indices])
 
     def _blurred(self, scores: Tensor, indices: Tensor) -> Tensor:
@@ -248,7 +268,10 @@ class _Walk:
         return scores * (normal * _BLUR).exp()
 
     def _ask(
-        self, ordering: Ordering, indices: Tensor, steps: Tensor
+        self,
+        ordering: Ordering,
+        indices: Tensor,
+        steps: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """The margins and flips (b, p) of examples `indices` at steps (b, p)."""
         (size, count) = steps.shape

@@ -94,7 +94,11 @@ def _digest(data: str | Path | None) -> str:
 
 
 def source_of(
-    model: str, task: Task | None, device: str, max_length: int, allow_pickle: bool
+    model: str,
+    task: Task | None,
+    device: str,
+    max_length: int,
+    allow_pickle: bool,
 ) -> ModelSource:
     """Return where MODEL of the command line is loaded from, and with the head of which task."""
     name = folder_of(model)

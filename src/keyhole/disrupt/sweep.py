@@ -130,7 +130,9 @@ def _task(work: Callable[..., Disruption], batch: Sequence[Example]) -> Task:
 
 
 def _results(
-    runner: Runner, work: Callable[..., Disruption], retries: int
+    runner: Runner,
+    work: Callable[..., Disruption],
+    retries: int,
 ) -> Iterator[tuple[Sequence[Example], Disruption | Exception]]:
     """Yield each batch with its result, or a single example with the error that it always raised.
 

@@ -187,7 +187,12 @@ def _task(model: Any, batch: Batch) -> Task:
     return task
 
 
-def _shaped(labels: Tensor, size: int, device: torch.device, what: str) -> Tensor:
+def _shaped(
+    labels: Tensor,
+    size: int,
+    device: torch.device,
+    what: str,
+) -> Tensor:
     labels = labels.to(device).long()
     labels = labels.unsqueeze(-1) if labels.ndim == 1 else labels
     if labels.ndim != 2 or len(labels) != size:
@@ -328,7 +333,10 @@ def answers(model: Any, batch: Batch) -> Tensor:
 
 
 def settled(
-    model: Any, batch: Batch, labels: Tensor, target: int | None = None
+    model: Any,
+    batch: Batch,
+    labels: Tensor,
+    target: int | None = None,
 ) -> Tensor:
     """Return the labels of a batch for a classifier, with the model's answer where there is none.
 

@@ -206,7 +206,11 @@ def survey(
     return Units(tuple(places), *found)
 
 
-def _rows(probabilities: Tensor, size: int, site: Site) -> Tensor:
+def _rows(
+    probabilities: Tensor,
+    size: int,
+    site: Site,
+) -> Tensor:
     if len(probabilities) % size:
         raise InputError(
             f"{site.name} has {len(probabilities)} rows, which is no multiple of {size} examples"
@@ -235,7 +239,11 @@ class _Side:
         return _Side(*(each.view(shape) for each in vars(self).values()))
 
 
-def _ends(site: Site, sides: dict[str, _Side], maps: Tensor) -> list[_Side]:
+def _ends(
+    site: Site,
+    sides: dict[str, _Side],
+    maps: Tensor,
+) -> list[_Side]:
     """Return the sides that the queries and the keys of a site's maps come from."""
     decoder = "decoder" in sides and "encoder" not in site.name.split(".")
     query = sides.get("decoder" if decoder else "encoder")
@@ -274,7 +282,11 @@ def _with_rows(values: Tensor) -> Tensor:
     return values if values.ndim == 3 else values.unsqueeze(1)
 
 
-def _guessed_special(model: Any, ids: Tensor, real: Tensor) -> Tensor:
+def _guessed_special(
+    model: Any,
+    ids: Tensor,
+    real: Tensor,
+) -> Tensor:
     """Guess the special tokens from the configuration, and for an encoder from the text's ends.
 
     BERT's configuration does not name [CLS] and [SEP]. Its texts begin with [CLS] and

@@ -81,7 +81,9 @@ def decimals_of(answers: Tensor) -> int | None:
 
 
 def exact_decimals(
-    answers: Tensor, least: int = 0, most: int = _DECIMALS
+    answers: Tensor,
+    least: int = 0,
+    most: int = _DECIMALS,
 ) -> int | None:
     """Return the fewest decimals that all numbers in float64 have, from `least` to `most`.
 
@@ -113,7 +115,10 @@ def smallest(precision: float) -> float:
 
 
 def measured_errors(
-    oracle: Oracle, sequences: Tensor, answers: Tensor, seen: Tensor
+    oracle: Oracle,
+    sequences: Tensor,
+    answers: Tensor,
+    seen: Tensor,
 ) -> tuple[float, float]:
     """Return the relative error of an answer, and the range of added noise (0 if there is none).
 
@@ -138,7 +143,10 @@ def measured_errors(
 
 
 def own_error(
-    oracle: Oracle, sequences: Tensor, answers: Tensor, precision: float
+    oracle: Oracle,
+    sequences: Tensor,
+    answers: Tensor,
+    precision: float,
 ) -> Tensor:
     """Return the absolute error of each answer (b, …) as (b,), from equivalent queries.
 
@@ -161,13 +169,21 @@ def own_error(
     return torch.stack(changes).amax(0)
 
 
-def rounding(oracle: Oracle, answers: Tensor, precision: float) -> Tensor:
+def rounding(
+    oracle: Oracle,
+    answers: Tensor,
+    precision: float,
+) -> Tensor:
     """Return the error that rounding alone causes in each answer; behind a link, in each score."""
     of_scores = stated(oracle, "rounding")
     return of_scores(answers, precision) if of_scores else precision * answers.abs()
 
 
-def exact(oracle: Oracle, answers: Tensor, precision: float) -> bool:
+def exact(
+    oracle: Oracle,
+    answers: Tensor,
+    precision: float,
+) -> bool:
     """Return whether answers have no error but the rounding of float64."""
     if precision > EXACT:
         return False

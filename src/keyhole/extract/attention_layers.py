@@ -227,7 +227,10 @@ def _heads(far: _Far, stream: torch.Generator) -> tuple[Tensor, Tensor, float]:
 
 
 def _followed(
-    far: _Far, x: Tensor, known: tuple[Tensor, Tensor, Tensor], steps: Tensor
+    far: _Far,
+    x: Tensor,
+    known: tuple[Tensor, Tensor, Tensor],
+    steps: Tensor,
 ) -> tuple[Tensor, Tensor] | None:
     """Return W̃ and Ṽ from g and u at d orthogonal steps from δ_0; `known` are δ_0 and its g and u.
 
@@ -250,7 +253,11 @@ def _followed(
     return (W, V) if left <= _TOGETHER else None
 
 
-def _fitting_length(far: _Far, x: Tensor, delta: Tensor) -> float:
+def _fitting_length(
+    far: _Far,
+    x: Tensor,
+    delta: Tensor,
+) -> float:
     """Return the length of x and δ at which f is neither linear nor saturated."""
     length = 1.0
     for _ in range(_SCALES):
@@ -272,7 +279,10 @@ Gates = Callable[[Tensor], tuple[Tensor, Tensor]]  # f and its slope
 
 
 def find_network(
-    gates: Gates, x: Tensor, wanted: Tensor, stream: torch.Generator
+    gates: Gates,
+    x: Tensor,
+    wanted: Tensor,
+    stream: torch.Generator,
 ) -> tuple[Tensor, Tensor] | None:
     """Return g (H, d) and u (H, d) with `wanted = Σ_h f(x g_h)·u_h`, or None; H is its rank."""
     sizes = torch.linalg.svdvals(wanted)
@@ -292,7 +302,10 @@ def find_network(
 
 
 def fit_network(
-    gates: Gates, x: Tensor, wanted: Tensor, g: Tensor
+    gates: Gates,
+    x: Tensor,
+    wanted: Tensor,
+    g: Tensor,
 ) -> tuple[Tensor, Tensor, bool]:
     """Return g and u by least squares, starting from g, and whether they fit."""
     heads, d = g.shape
@@ -318,7 +331,11 @@ def fit_network(
 
 
 def _assigned(
-    far: _Far, W: Tensor, V: Tensor, length: float, stream: torch.Generator
+    far: _Far,
+    W: Tensor,
+    V: Tensor,
+    length: float,
+    stream: torch.Generator,
 ) -> planted.AttentionLayers:
     """Return the assignment of heads to layers that best explains answers to ordinary tokens."""
     tokens = _ordinary(_PROBES, far.dim, length, stream)
@@ -341,7 +358,10 @@ def _assigned(
 
 
 def _in_layers(
-    far: _Far, W: Tensor, V: Tensor, layers: Tensor
+    far: _Far,
+    W: Tensor,
+    V: Tensor,
+    layers: Tensor,
 ) -> planted.AttentionLayers:
     """Return the layers, with V of their heads from Ṽ, the last layer first, and then W from W̃."""
     layers, order = layers.sort(stable=True)
@@ -367,7 +387,10 @@ def _in_layers(
 
 
 def _polished(
-    far: _Far, model: planted.AttentionLayers, length: float, stream: torch.Generator
+    far: _Far,
+    model: planted.AttentionLayers,
+    length: float,
+    stream: torch.Generator,
 ) -> planted.AttentionLayers:
     """Fit all numbers at once to answers for ordinary tokens, which have lost no digits."""
     if model.unknowns > _UNKNOWNS:
@@ -391,7 +414,12 @@ def _polished(
     return model
 
 
-def _ordinary(count: int, d: int, length: float, stream: torch.Generator) -> Tensor:
+def _ordinary(
+    count: int,
+    d: int,
+    length: float,
+    stream: torch.Generator,
+) -> Tensor:
     """Draw sequences of tokens of about this length, and of half of it."""
     tokens = normal(stream, count, _TOKENS, d)
     tokens[::2] /= 2

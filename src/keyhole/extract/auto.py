@@ -220,13 +220,21 @@ def _cost(result: Extraction) -> int:
     return result.queries + (0 if result.check is None else result.check.queries)
 
 
-def _repeated(result: Extraction, early: Witness, arithmetic: Arithmetic) -> Extraction:
+def _repeated(
+    result: Extraction,
+    early: Witness,
+    arithmetic: Arithmetic,
+) -> Extraction:
     """Repeat the first queries: the result stands only if the target still answers the same."""
     if result.check is None or result.status not in _CLAIMS:
         return result
     before = early.queries
 
-    def same(now: Tensor, before: Tensor, allowed: float) -> bool:
+    def same(
+        now: Tensor,
+        before: Tensor,
+        allowed: float,
+    ) -> bool:
         difference = max_abs(now - before)
         small = bool(difference <= 2 * arithmetic.absolute)
         return small or within(now, before, allowed)
@@ -369,7 +377,12 @@ def _choice(
     return choice(Kind.HEADS, method, why, fallbacks=fits)
 
 
-def _deep(oracle: Oracle, delta: Tensor, x: Tensor, same: float) -> bool:
+def _deep(
+    oracle: Oracle,
+    delta: Tensor,
+    x: Tensor,
+    same: float,
+) -> bool:
     """Return whether the target has several layers of attention and nothing else.
 
     Attention alone is linear in single tokens, and odd. With one layer, with or without
@@ -386,7 +399,11 @@ def _deep(oracle: Oracle, delta: Tensor, x: Tensor, same: float) -> bool:
     return max_abs(nonlinear) <= limit < max_abs(change)
 
 
-def _behind_norm(oracle: Oracle, tokens: Tensor, alone: Tensor) -> bool:
+def _behind_norm(
+    oracle: Oracle,
+    tokens: Tensor,
+    alone: Tensor,
+) -> bool:
     """Return whether a token eight times as long gets the same answer, as it does behind a norm."""
     plus, minus = alone.view(-1, 2).unbind(1)
     change = max_abs(ask(oracle, 8 * tokens[:, None]) - plus)
@@ -395,7 +412,13 @@ def _behind_norm(oracle: Oracle, tokens: Tensor, alone: Tensor) -> bool:
     return find_norm(oracle, random_stream(0)).normed
 
 
-def _one_head(oracle: Oracle, a: Tensor, b: Tensor, x: Tensor, same: float) -> bool:
+def _one_head(
+    oracle: Oracle,
+    a: Tensor,
+    b: Tensor,
+    x: Tensor,
+    same: float,
+) -> bool:
     """Return whether `z(a) + z(b) = z(a+b)`, at a scale where the gates are half open."""
     deltas = torch.stack([a, b, a + b])
     square = 1.0
@@ -435,7 +458,10 @@ _ORDER: tuple[str, ...] = ("softmax", "identity", "sigmoid", "tanh")
 
 
 def find_link(
-    oracle: Oracle, seed: int, precision: float, absolute: float = 0.0
+    oracle: Oracle,
+    seed: int,
+    precision: float,
+    absolute: float = 0.0,
 ) -> tuple[Link, bool]:
     """Return the link whose inverse makes answers linear along rays, and whether scores are odd.
 
@@ -510,7 +536,11 @@ def _possible(name: str, answers: Tensor) -> bool:
     return inside and bool(undone(name, answers[0]).isfinite().all())
 
 
-def _refutes(name: str, answers: Tensor, error: Tensor) -> tuple[bool, bool]:
+def _refutes(
+    name: str,
+    answers: Tensor,
+    error: Tensor,
+) -> tuple[bool, bool]:
     """Return whether scores at 0, ±1, ±2 are off two straight rays, and off one straight line."""
     y = undone(name, answers)
     e = uncertain(name, answers, error)

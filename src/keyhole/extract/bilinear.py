@@ -190,7 +190,11 @@ def equalised(g: Tensor, Q: Tensor) -> Tensor:
     return Q - (mirror @ Q.mT)[..., None] * (2 / square * mirror[:, None])
 
 
-def random_units(count: int, d: int, stream: Stream) -> Tensor:
+def random_units(
+    count: int,
+    d: int,
+    stream: Stream,
+) -> Tensor:
     """Return random tokens (count, d) of length one."""
     return normalized(normal(stream, count, d))
 
@@ -243,7 +247,12 @@ class BilinearForms:
     measured again.
     """
 
-    def __init__(self, oracle: Oracle, v: Tensor, headroom: float = 1.0) -> None:
+    def __init__(
+        self,
+        oracle: Oracle,
+        v: Tensor,
+        headroom: float = 1.0,
+    ) -> None:
         self._oracle = oracle
         self._v = v
         self._headroom = headroom
@@ -252,7 +261,12 @@ class BilinearForms:
         self._asked = 0
         self._repeated = 0
 
-    def grid(self, deltas: Tensor, xs: Tensor, out: Tensor) -> None:
+    def grid(
+        self,
+        deltas: Tensor,
+        xs: Tensor,
+        out: Tensor,
+    ) -> None:
         """Write `δ_iᵀ W x_j` to `out[j, i]`. If the budget ends, `out` holds what was answered."""
         index = torch.arange(out.numel())
         i = index % len(deltas)
@@ -267,7 +281,12 @@ class BilinearForms:
         return out
 
     def _measure(
-        self, deltas: Tensor, xs: Tensor, i: Tensor, j: Tensor, out: Tensor
+        self,
+        deltas: Tensor,
+        xs: Tensor,
+        i: Tensor,
+        j: Tensor,
+        out: Tensor,
     ) -> None:
         """Measure the forms of pairs (δ_i, x_j); repeat those whose scale was unsuitable."""
         v_delta = deltas @ self._v
@@ -338,7 +357,12 @@ class BilinearForms:
             self._repeated += len(rows)
             self._ask(queries, rows)
 
-    def _rescale(self, forms: Tensor, errors: Tensor, square: float) -> None:
+    def _rescale(
+        self,
+        forms: Tensor,
+        errors: Tensor,
+        square: float,
+    ) -> None:
         """Choose s² so that the largest form is about 1, unless it is near enough already."""
         sound = errors * square <= SOUND
         clear = forms[sound & _clear(forms, errors)]
@@ -359,7 +383,11 @@ class BilinearForms:
         self._square = power_of_four(wanted, *_SCALES)
 
 
-def power_of_four(wanted: float, least: float, most: float) -> float:
+def power_of_four(
+    wanted: float,
+    least: float,
+    most: float,
+) -> float:
     """Return the power of four nearest to a square of scales, between `least` and `most`."""
     return 4.0 ** round(math.log(min(max(wanted, least), most), 4))
 

@@ -182,7 +182,10 @@ class TransformerBlock(Method):
         )
 
     def _model(
-        self, view: View, peeled: Peeled | PeeledPostNorm, stream: Stream
+        self,
+        view: View,
+        peeled: Peeled | PeeledPostNorm,
+        stream: Stream,
     ) -> Block:
         """Return the block, attention included.
 
@@ -210,7 +213,11 @@ class TransformerBlock(Method):
         )
 
 
-def _fitted_together(view: View, model: Block, stream: Stream) -> Block:
+def _fitted_together(
+    view: View,
+    model: Block,
+    stream: Stream,
+) -> Block:
     """Fit all numbers at once, by least squares: each solve that needs an earlier one costs digits.
 
     In a wide block only the numbers of attention are fitted, or none if even these are
@@ -245,7 +252,11 @@ def _fitted_together(view: View, model: Block, stream: Stream) -> Block:
     )
 
 
-def _without_norm(view: View, seed: int, stream: Stream) -> Peeled:
+def _without_norm(
+    view: View,
+    seed: int,
+    stream: Stream,
+) -> Peeled:
     """Return the feed-forward layer and M of a block without norms, as explained at the top.
 
     Units and a linear map are fitted as functions of a single token v. As functions of

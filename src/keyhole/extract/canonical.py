@@ -64,7 +64,11 @@ def remarks(model: MultiHead, tolerance: float = 1e-12) -> tuple[str, ...]:
     return tuple(words)
 
 
-def same_function(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> bool:
+def same_function(
+    a: MultiHead,
+    b: MultiHead,
+    tolerance: float = 1e-9,
+) -> bool:
     """Return whether two sets of heads are the same function: whether their canonical forms agree.
 
     `tolerance` is relative to the largest entries of W and v.
@@ -72,7 +76,11 @@ def same_function(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> bool:
     return not difference(a, b, tolerance)
 
 
-def difference(a: MultiHead, b: MultiHead, tolerance: float = 1e-9) -> str:
+def difference(
+    a: MultiHead,
+    b: MultiHead,
+    tolerance: float = 1e-9,
+) -> str:
     """Say how two sets of heads differ as functions; return "" if they are the same."""
     expect_number("tolerance", tolerance, least=0, below=1)  # from 1 on, all is equal
     if a.dim != b.dim:
@@ -289,7 +297,9 @@ def _compared(first: Block, second: Block) -> dict[str, float]:
 
 
 def difference_of_blocks(
-    first: Block | Blocks, second: Block | Blocks, tolerance: float = 1e-9
+    first: Block | Blocks,
+    second: Block | Blocks,
+    tolerance: float = 1e-9,
 ) -> str:
     """Say how two blocks differ as functions; return "" if they are the same."""
     expect_number("tolerance", tolerance, least=0, below=1)  # from 1 on, all is equal

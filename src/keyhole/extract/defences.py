@@ -158,7 +158,11 @@ def try_defence(
     return Tried(str(attack), status, result, error, service)
 
 
-def _verdict(status: Status, error: float | None, honest: float) -> Status:
+def _verdict(
+    status: Status,
+    error: float | None,
+    honest: float,
+) -> Status:
     """Return the status by the copy's error on queries that the attack never saw.
 
     A copy that is better than what honest clients get counts too, unless both are

@@ -51,7 +51,11 @@ Agrees = Callable[[Tensor, Tensor, float], bool]
 Same = Callable[[Tensor, Tensor, Tensor, float], bool]
 
 
-def within(given: Tensor, answers: Tensor, allowed: float) -> bool:
+def within(
+    given: Tensor,
+    answers: Tensor,
+    allowed: float,
+) -> bool:
     """Return whether answers differ by no more than this share of the largest."""
     return max_abs(given - answers) <= allowed * max_abs(answers)
 
@@ -154,7 +158,11 @@ class Explorer:
         return domain, differs
 
     def _ask(
-        self, length: int, factor: float, *, repeats: bool = False
+        self,
+        length: int,
+        factor: float,
+        *,
+        repeats: bool = False,
     ) -> tuple[bool | None, Domain]:
         """Return whether both agree on tokens of norm about `factor` and `factor·√d`, or None.
 
@@ -209,7 +217,12 @@ class Witness:
             self.kept.append((sequences[:1].clone(), answers[:1].clone()))
         return answers
 
-    def contradicted(self, agrees: Agrees, error: float, precision: float) -> int:
+    def contradicted(
+        self,
+        agrees: Agrees,
+        error: float,
+        precision: float,
+    ) -> int:
         """Count the kept queries whose answer differs now by more than its own error."""
         changed = 0
         norms = [Domain.of([sequences]).norms[1] for sequences, _ in self.kept]

@@ -52,7 +52,13 @@ _CHOICE = 4
 _HALVINGS = 60  # of a line
 
 
-def _draw(size: float, length: int, count: int, dim: int, stream: Stream) -> Tensor:
+def _draw(
+    size: float,
+    length: int,
+    count: int,
+    dim: int,
+    stream: Stream,
+) -> Tensor:
     """Return random sequences (count, length, dim) of tokens of norm about `size`·√d."""
     return size * normal(stream, count, length, dim)
 
@@ -72,7 +78,13 @@ class SignExam(Exam):
     levels: tuple[float, ...]
 
     @classmethod
-    def near(cls, oracle: Oracle, seed: int, step: Step, finest: float) -> SignExam:
+    def near(
+        cls,
+        oracle: Oracle,
+        seed: int,
+        step: Step,
+        finest: float,
+    ) -> SignExam:
         """Return the exam with levels from 0.1 to `finest`; each level costs 40 queries."""
         decades = max(0, round(math.log10(_COARSEST / finest)))
         levels = (*(_COARSEST / 10**k for k in range(decades)), finest)
@@ -105,7 +117,12 @@ class SignExam(Exam):
             errors.append(bounds[agreeing])
         return self.check(errors)
 
-    def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
+    def agrees(
+        self,
+        given: Tensor,
+        answers: Tensor,
+        allowed: float,
+    ) -> bool:
         """Return whether the signs agree wherever `given`, the model's answer, is clear of zero."""
         labels = (given == 0) | (given == 1)  # earlier answers of the target itself
         if labels.all():
@@ -113,7 +130,12 @@ class SignExam(Exam):
         clear = given.abs() > max(allowed, NEARLY) * max_abs(given)
         return bool(((given > 0) == (answers > 0))[clear].all())
 
-    def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
+    def verdict(
+        self,
+        check: Check,
+        step: Step,
+        accepted: float,
+    ) -> tuple[Status, str]:
         # If every entry of W may be off by the guarantee, scores of long tokens may be
         # off by guarantee · d, and answers, which are small differences of values, by
         # several times that.
@@ -183,7 +205,9 @@ def _near_zero(
 
 
 def _longest_reach(
-    model: Oracle, start: Tensor, end: Tensor
+    model: Oracle,
+    start: Tensor,
+    end: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Choose the lines whose smaller answer at an end is largest; return their ends and it.
 
@@ -253,12 +277,22 @@ class AmplifiedExam(Exam):
             errors.append(residual.clamp(min=0) / scale)
         return self.check(errors)
 
-    def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
+    def agrees(
+        self,
+        given: Tensor,
+        answers: Tensor,
+        allowed: float,
+    ) -> bool:
         """Return whether answers differ by no more than 2τ and a share of the largest."""
         residual = (given - answers).abs() - 2 * self.tolerance
         return bool((residual <= max(allowed, NEARLY) * max_abs(answers)).all())
 
-    def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
+    def verdict(
+        self,
+        check: Check,
+        step: Step,
+        accepted: float,
+    ) -> tuple[Status, str]:
         """Return status and reason; errors that τ and the proved error of W explain are excused.
 
         But if the proved error is half of W's largest entry or more, and may change a
@@ -276,7 +310,12 @@ class AmplifiedExam(Exam):
         explained = all(self.explained(step, *each) for each in self.sets)
         return verdict(check, accepted, math.inf if explained else NEARLY)
 
-    def explained(self, step: Step, sequences: Tensor, answers: Tensor) -> bool:
+    def explained(
+        self,
+        step: Step,
+        sequences: Tensor,
+        answers: Tensor,
+    ) -> bool:
         """Return whether τ and the proved errors can cause the whole difference.
 
         An entrywise error e of W changes a score by s ≤ e·‖x_i‖₁‖x_N‖₁ at most. Scores
@@ -333,7 +372,11 @@ def asked_again(
 
 
 def labels_again(
-    oracle: Oracle, tokens: Tensor, positive: Tensor, pairs: Tensor, above: Tensor
+    oracle: Oracle,
+    tokens: Tensor,
+    positive: Tensor,
+    pairs: Tensor,
+    above: Tensor,
 ) -> tuple[int, int]:
     """Return how many labels of tokens (m, d) and pairs (k, 2, d) change, and of how many."""
     alone = tokens[:, None]

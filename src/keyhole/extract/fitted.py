@@ -234,7 +234,11 @@ class Fitted(Method):
         return best, miss, least
 
     def _fitted(
-        self, field: _NearField, x: Tensor, g: Tensor, v: Tensor
+        self,
+        field: _NearField,
+        x: Tensor,
+        g: Tensor,
+        v: Tensor,
     ) -> tuple[BiasedHeads, float]:
         """Fit W and c to g (tokens, H, d) at tokens x, then everything; return model and misfit."""
         b = field.b
@@ -556,7 +560,10 @@ class _NearField:
             )
 
     def settled(
-        self, model: BiasedHeads, free: tuple[str, ...], count: int
+        self,
+        model: BiasedHeads,
+        free: tuple[str, ...],
+        count: int,
     ) -> BiasedHeads:
         """Fit the model to more and more answers, until it is known better than an answer."""
         dim = len(self.x)
@@ -582,7 +589,11 @@ class _NearField:
             )
 
 
-def _signs(v: Tensor, u: Tensor, allowed: float) -> Tensor | None:
+def _signs(
+    v: Tensor,
+    u: Tensor,
+    allowed: float,
+) -> Tensor | None:
     """Return signs (H, 1) for which the values v (H, d) add up to u, within `allowed`, or None."""
     choices = torch.tensor(
         list(itertools.product((1.0, -1.0), repeat=len(v))), dtype=v.dtype
@@ -616,7 +627,11 @@ def _fit_gates(
     count = even.shape[-1]
     x = g[:, None] if fixed else torch.stack([g, v], 1)
 
-    def linearize(x: Tensor, rows: Tensor, error: Tensor) -> Point:
+    def linearize(
+        x: Tensor,
+        rows: Tensor,
+        error: Tensor,
+    ) -> Point:
         own = (delta, even, error)
         if delta.ndim == 3:
             own = (delta[rows], even[rows], error[rows])
@@ -637,7 +652,13 @@ def _fit_gates(
     return x[:, 0], v if fixed else x[:, 1], (loss / count).sqrt()
 
 
-def _gates(x: Tensor, v: Tensor, delta: Tensor, even: Tensor, error: Tensor) -> Point:
+def _gates(
+    x: Tensor,
+    v: Tensor,
+    delta: Tensor,
+    even: Tensor,
+    error: Tensor,
+) -> Point:
     """Return residuals (S, N) in units of the error at g and, if unknown, v (S, 1 or 2, H, d)."""
     tanh = torch.tanh(0.5 * x[:, 0] @ delta.mT)
     values = v @ delta.mT
@@ -652,7 +673,11 @@ def _gates(x: Tensor, v: Tensor, delta: Tensor, even: Tensor, error: Tensor) -> 
 
 
 def token_size(
-    oracle: Oracle, stream: torch.Generator, gain: float, precision: float, norm: Norm
+    oracle: Oracle,
+    stream: torch.Generator,
+    gain: float,
+    precision: float,
+    norm: Norm,
 ) -> float:
     """Return the size of tokens (behind a norm, of δ) at which gates are half open.
 

@@ -66,7 +66,12 @@ class FittedSigns(SignMethod):
 class _Scores:
     """Scores measured through signs, with NaN where −Φ/uᵀx is negative or out of range."""
 
-    def __init__(self, oracle: Oracle, u: Tensor, precision: float) -> None:
+    def __init__(
+        self,
+        oracle: Oracle,
+        u: Tensor,
+        precision: float,
+    ) -> None:
         self.dim = oracle.dim
         self.precision = precision
         self._oracle = oracle

@@ -102,7 +102,10 @@ class FullOutput(Method):
             yield replace(step, numbers=numbers)
 
     def _search(
-        self, vectors: VectorOracle, total: Tensor, stream: Stream
+        self,
+        vectors: VectorOracle,
+        total: Tensor,
+        stream: Stream,
     ) -> Iterator[Step]:
         """Try one head if the answers can be one head's, and then several."""
         # The number of heads, and so that of the unknowns, is not known yet.
@@ -117,7 +120,10 @@ class FullOutput(Method):
 
 
 def _several_heads(
-    vectors: VectorOracle, total: Tensor, stream: Stream, same: float
+    vectors: VectorOracle,
+    total: Tensor,
+    stream: Stream,
+    same: float,
 ) -> Iterator[Step]:
     """Find values, then weights, with another key if two heads look like one at the first."""
     for attempt in range(_ATTEMPTS):
@@ -138,7 +144,10 @@ def _several_heads(
 
 
 def _may_be_one_head(
-    vectors: VectorOracle, V: Tensor, stream: Stream, same: float
+    vectors: VectorOracle,
+    V: Tensor,
+    stream: Stream,
+    same: float,
 ) -> bool:
     """Return whether it can be one head; if only the last token answers, test it by a query.
 
@@ -156,7 +165,10 @@ def _may_be_one_head(
 
 
 def _one_head(
-    vectors: VectorOracle, V: Tensor, stream: Stream, same: float
+    vectors: VectorOracle,
+    V: Tensor,
+    stream: Stream,
+    same: float,
 ) -> Generator[Step, None, bool]:
     """Read the answers as those of one head with values V; return whether that was right."""
     d = vectors.dim
@@ -207,7 +219,11 @@ def key_basis(V: Tensor) -> tuple[Tensor, int]:
     return keys, rank
 
 
-def _all_heads(vectors: VectorOracle, V: Tensor, stream: Stream) -> Tensor:
+def _all_heads(
+    vectors: VectorOracle,
+    V: Tensor,
+    stream: Stream,
+) -> Tensor:
     """Return W of every head, with as many keys in a sequence as have independent values."""
     d = vectors.dim
     keys = random_orthogonal(d, stream)
@@ -296,7 +312,12 @@ class VectorOracle:
     def layer_of_values(self, V: Tensor) -> Attention:
         return self.layer(zeros(len(V), self.dim, self.dim), V)
 
-    def agrees(self, layer: Attention, stream: Stream, same: float) -> bool:
+    def agrees(
+        self,
+        layer: Attention,
+        stream: Stream,
+        same: float,
+    ) -> bool:
         """Test the heads by one query with two keys and scores of about 1."""
         keys = random_units(2, self.dim, stream)
         x = random_units(1, self.dim, stream)
@@ -309,7 +330,11 @@ class VectorOracle:
         return max_abs(residual) <= same * max_abs(expected)
 
     def respond(
-        self, keys: Tensor, xs: Tensor, square: float = 1.0, padding: int = 0
+        self,
+        keys: Tensor,
+        xs: Tensor,
+        square: float = 1.0,
+        padding: int = 0,
     ) -> Tensor:
         """Return `o_i / T`, (groups, len(xs), m), for groups of keys (groups, p, d) and each x."""
         s = math.sqrt(square)
@@ -392,7 +417,9 @@ def open_vectors(oracle: Oracle) -> tuple[VectorOracle, Tensor]:
 
 
 def solve_scores(
-    answers: Tensor, values: Tensor, references: Tensor
+    answers: Tensor,
+    values: Tensor,
+    references: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the scores z and bounds on their rounding errors, both (…, k, H, p).
 
@@ -443,7 +470,12 @@ class LayerForms:
     What is measured is a tensor of two rows: the forms, and bounds on their errors.
     """
 
-    def __init__(self, vectors: VectorOracle, V: Tensor, blocks: list[Tensor]) -> None:
+    def __init__(
+        self,
+        vectors: VectorOracle,
+        V: Tensor,
+        blocks: list[Tensor],
+    ) -> None:
         self._vectors = vectors
         self._V = V
         self._blocks = blocks
@@ -475,7 +507,12 @@ class LayerForms:
         self._repeat_unsuitable(block, xs, measured)
         return measured
 
-    def _at(self, square: float, block: Tensor, xs: Tensor) -> Tensor:
+    def _at(
+        self,
+        square: float,
+        block: Tensor,
+        xs: Tensor,
+    ) -> Tensor:
         """Return forms and errors (2, k, H, p) from one query each, all at one scale."""
         padding = len(block) - 1  # as much weight on the references as on the keys
         answers = self._vectors.respond(block[None], xs, square, padding)[0]
@@ -499,7 +536,12 @@ class LayerForms:
         best = measured[1].argmin(0)
         return measured.gather(1, best.expand(2, 1, *best.shape))[:, 0]
 
-    def _rescale(self, measured: Tensor, first: float, last: float) -> bool:
+    def _rescale(
+        self,
+        measured: Tensor,
+        first: float,
+        last: float,
+    ) -> bool:
         """Change the scale unless the forms fit between two rungs of it; False if they do."""
         forms, errors = measured
         low = first * self._square
@@ -519,7 +561,12 @@ class LayerForms:
         self._square = power_of_four(wanted, *_SQUARES)
         return self._square != before
 
-    def _repeat_unsuitable(self, block: Tensor, xs: Tensor, measured: Tensor) -> None:
+    def _repeat_unsuitable(
+        self,
+        block: Tensor,
+        xs: Tensor,
+        measured: Tensor,
+    ) -> None:
         """Measure again, at another scale, what was saturated or too faint; keep the better."""
         forms, errors = measured
         for factor in (1 / 8, 1 / 64, 2.0**-12, 2.0**-18):
@@ -538,7 +585,12 @@ class LayerForms:
                 self._repeat(square, every_row, block, xs, measured)
 
     def _repeat(
-        self, square: float, rows: Tensor, block: Tensor, xs: Tensor, measured: Tensor
+        self,
+        square: float,
+        rows: Tensor,
+        block: Tensor,
+        xs: Tensor,
+        measured: Tensor,
     ) -> None:
         """Measure some rows at another scale, within the limit on repeated queries."""
         count = int(rows.sum())
@@ -592,7 +644,10 @@ class _Gates:
 
 
 def separate_values(
-    vectors: VectorOracle, total: Tensor, stream: Stream, pairs: int = 16
+    vectors: VectorOracle,
+    total: Tensor,
+    stream: Stream,
+    pairs: int = 16,
 ) -> Tensor:
     """Return `V_h` of all heads, (H, d, m), from `Σ_h V_h` and far-field answers.
 
@@ -610,7 +665,9 @@ def separate_values(
 
 
 def _far_field(
-    vectors: VectorOracle, keys: Tensor, xs: Tensor
+    vectors: VectorOracle,
+    keys: Tensor,
+    xs: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return answers (keys, xs, m), and the weight that a key of score 0 has in each."""
     far_keys = (keys * vectors.far)[:, None]
@@ -653,7 +710,10 @@ def _at_one_key(
 
 
 def _pairs(
-    vectors: VectorOracle, whole: Tensor, key: Tensor, xs: Tensor
+    vectors: VectorOracle,
+    whole: Tensor,
+    key: Tensor,
+    xs: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return `o(x) − o(−x)` and `o(x) + o(−x)` for each x, without a constant head."""
     both = torch.stack([xs, -xs], 1).flatten(0, 1)
@@ -671,7 +731,12 @@ def _pairs(
     return answers[:, 0] - answers[:, 1] - weight * constant, total
 
 
-def _orient(signs: Tensor, U: Tensor, total: Tensor, whole: Tensor) -> _Gates:
+def _orient(
+    signs: Tensor,
+    U: Tensor,
+    total: Tensor,
+    whole: Tensor,
+) -> _Gates:
     """Run step 2: find the sign of each pair of s_h and value, from the sum `total` of the values.
 
     `whole` is that sum with the value of a constant head, if there is one.
@@ -702,7 +767,11 @@ def _sign_vectors(basis: Tensor) -> Tensor:
     return vectors[:, fits].round()
 
 
-def _pivots(rows: Tensor, count: int, before: Tensor) -> list[int]:
+def _pivots(
+    rows: Tensor,
+    count: int,
+    before: Tensor,
+) -> list[int]:
     """Return up to `count` rows, each the furthest from the span of `before` and earlier ones."""
     chosen: list[int] = []
     if len(before):
@@ -719,7 +788,11 @@ def _pivots(rows: Tensor, count: int, before: Tensor) -> list[int]:
 
 
 def _solve_maps(
-    vectors: VectorOracle, total: Tensor, basis: ProbeBasis, gates: _Gates, xs: Tensor
+    vectors: VectorOracle,
+    total: Tensor,
+    basis: ProbeBasis,
+    gates: _Gates,
+    xs: Tensor,
 ) -> Tensor:
     """Return V_h of all heads but a constant one, from linear maps at enough x."""
     d = vectors.dim

@@ -63,7 +63,11 @@ class Pairs:
 _BY_QR = Options(solver=qr, shrink=10, grow=10, most=1e8, patience=20)
 
 
-def levenberg(model: Model, start: Tensor, steps: int = 80) -> tuple[Tensor, float]:
+def levenberg(
+    model: Model,
+    start: Tensor,
+    steps: int = 80,
+) -> tuple[Tensor, float]:
     """Run Levenberg–Marquardt on `model(unknowns)`; return the point and its residual norm."""
 
     def linearize(x: Tensor, _: Tensor) -> Point:
@@ -113,7 +117,9 @@ def _by_parameters(
 
 
 def uncertainty(
-    model: Parametric, free: Sequence[str], asked: Asked
+    model: Parametric,
+    free: Sequence[str],
+    asked: Asked,
 ) -> Callable[[Tensor], Tensor]:
     """Return the standard error of a fitted model's answers, as a function of sequences.
 
@@ -175,7 +181,11 @@ class _Answers(Point):
         return self._both[1]
 
 
-def refined(model: _Model, free: Sequence[str], asked: Asked) -> _Model:
+def refined(
+    model: _Model,
+    free: Sequence[str],
+    asked: Asked,
+) -> _Model:
     """Fit the `free` parameters of the model to answers, by least squares from their values.
 
     The Jacobian comes from automatic differentiation, a row for each answer.

@@ -198,7 +198,13 @@ class Forms:
         for part, answers in in_batches(self.oracle, len(indices), pairs.questions):
             self._note(indices[part], xi[part], g[part], answers)
 
-    def _note(self, rows: Tensor, xi: Tensor, g: Tensor, answers: Tensor) -> None:
+    def _note(
+        self,
+        rows: Tensor,
+        xi: Tensor,
+        g: Tensor,
+        answers: Tensor,
+    ) -> None:
         """Narrow the intervals of these forms by the answers."""
         i = rows // len(self.X)
         j = rows % len(self.X)

@@ -182,16 +182,31 @@ class Exam:
             errors.append((residual / scale[:, None]).flatten())
         return self.check(errors)
 
-    def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:
+    def agrees(
+        self,
+        given: Tensor,
+        answers: Tensor,
+        allowed: float,
+    ) -> bool:
         """Return whether a model's answers equal the target's up to this relative error."""
         return within(given, answers, allowed)
 
-    def explained(self, step: Step, sequences: Tensor, answers: Tensor) -> bool:
+    def explained(
+        self,
+        step: Step,
+        sequences: Tensor,
+        answers: Tensor,
+    ) -> bool:
         """Return whether proved bounds explain a difference; for exact scores they never do."""
         del step, sequences, answers
         return False
 
-    def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
+    def verdict(
+        self,
+        check: Check,
+        step: Step,
+        accepted: float,
+    ) -> tuple[Status, str]:
         """Return status and reason for a step whose errors are `check`."""
         status, reason = verdict(check, accepted, self.excused)
         if not self.own or status is Status.RECOVERED:
@@ -226,7 +241,9 @@ class Exam:
 
 
 def verdict(
-    check: Check, accepted: float, excused: float = NEARLY
+    check: Check,
+    accepted: float,
+    excused: float = NEARLY,
 ) -> tuple[Status, str]:
     """Return the status and reason for these errors.
 
@@ -238,7 +255,11 @@ def verdict(
     return Status.INEXACT if check.worst <= excused else Status.MISMATCH, measured
 
 
-def differences(model: Oracle, sequences: Tensor, answers: Tensor) -> Tensor:
+def differences(
+    model: Oracle,
+    sequences: Tensor,
+    answers: Tensor,
+) -> Tensor:
     """Return the model's errors: infinite if it overflows or answers in another shape."""
     try:
         given = ask(model, sequences)
@@ -249,7 +270,11 @@ def differences(model: Oracle, sequences: Tensor, answers: Tensor) -> Tensor:
     return (given - answers).abs()
 
 
-def judge(oracle: Oracle, model: Oracle, seed: int = 0) -> Check:
+def judge(
+    oracle: Oracle,
+    model: Oracle,
+    seed: int = 0,
+) -> Check:
     """Compare a model with an oracle on fresh random queries."""
     return Exam.draw(oracle, seed).grade(model)
 
@@ -323,7 +348,10 @@ def _attempt(
 
 
 def _examine(
-    found: Extraction, method: Method, witness: Witness, steps: list[tuple[int, Step]]
+    found: Extraction,
+    method: Method,
+    witness: Witness,
+    steps: list[tuple[int, Step]],
 ) -> tuple[Extraction, Step]:
     """Return the extraction with its verdict, and the last step, without a refuted proof."""
     _, last = steps[-1]
@@ -387,7 +415,12 @@ def _explore(
 
     oracle = witness.inner
 
-    def same(sequences: Tensor, given: Tensor, answers: Tensor, error: float) -> bool:
+    def same(
+        sequences: Tensor,
+        given: Tensor,
+        answers: Tensor,
+        error: float,
+    ) -> bool:
         if exam.agrees(given, answers, error):
             return True
         if exam.explained(step, sequences, answers):
@@ -409,7 +442,11 @@ def _without_proof(step: Step, why: str = "") -> Step:
     return replace(step, guarantee=None, guarantee_v=None, remark=remark)
 
 
-def _confirmed(step: Step, status: Status, oracle: Oracle) -> Step:
+def _confirmed(
+    step: Step,
+    status: Status,
+    oracle: Oracle,
+) -> Step:
     """Return the step, without its guarantee if what that assumes does not hold."""
     if step.guarantee is None or status in (Status.MISMATCH, Status.WITHIN):
         return _without_proof(step)
@@ -428,7 +465,11 @@ def _confirmed(step: Step, status: Status, oracle: Oracle) -> Step:
     return _without_proof(step, f"not proved: {why}")
 
 
-def _full_reason(status: Status, reason: str, last: Step | None) -> str:
+def _full_reason(
+    status: Status,
+    reason: str,
+    last: Step | None,
+) -> str:
     """Return the reason with what the last step adds: the known share, a remark, a proof."""
     if last and last.layer:
         return f"{reason}; {last.layer}"

@@ -106,7 +106,12 @@ def degrees_of_freedom(d: int, r: int) -> int:
 class _Cross:
     """Columns and rows of `Z = Δ W Xᵀ`, measured one pair at a time."""
 
-    def __init__(self, forms: BilinearForms, deltas: Tensor, X: Tensor) -> None:
+    def __init__(
+        self,
+        forms: BilinearForms,
+        deltas: Tensor,
+        X: Tensor,
+    ) -> None:
         self._forms = forms
         self._deltas = deltas
         self._X = X

@@ -206,7 +206,10 @@ def _sum_of_values(oracle: Oracle, stream: Stream) -> Tensor:
 
 
 def _attempt(
-    oracle: Oracle, v: Tensor, stream: Stream, caution: float
+    oracle: Oracle,
+    v: Tensor,
+    stream: Stream,
+    caution: float,
 ) -> Generator[Step, None, Step]:
     """Run one extraction from a fresh x_0; caution keeps the other tokens near it."""
     lines, rays = find_rays(oracle, v, stream)
@@ -397,7 +400,13 @@ class Columns:
         self._find_low_ranks(live, stop)
         self.done = stop
 
-    def _read(self, deltas: Tensor, rays: Tensor, start: int, stop: int) -> Tensor:
+    def _read(
+        self,
+        deltas: Tensor,
+        rays: Tensor,
+        start: int,
+        stop: int,
+    ) -> Tensor:
         """Return the logits (J, w, k) of probes (w, k, d) of some rays, for a range of columns."""
         some = slice(start, stop)
         used = torch.arange(deltas.shape[1]) < self.rank[rays, None]

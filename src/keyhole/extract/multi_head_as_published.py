@@ -110,7 +110,11 @@ class MultiHeadAsPublished(Method):
             )
 
     def _separated(
-        self, oracle: Oracle, delta: Tensor, x: Tensor, alone: Tensor
+        self,
+        oracle: Oracle,
+        delta: Tensor,
+        x: Tensor,
+        alone: Tensor,
     ) -> Tensor:
         """Return a_h and δᵀW_hx of all heads, (n, H, 2), for n pairs (δ, x) with f([x]) `alone`."""
         if not len(x):
@@ -153,7 +157,11 @@ def _residues_and_forms(p: Tensor, q: Tensor) -> Tensor:
     return torch.stack([powers @ p / apart.prod(1), -(-poles).log()], 1)
 
 
-def _in_order(anchor: Tensor, other: Tensor, sums: Tensor) -> Tensor:
+def _in_order(
+    anchor: Tensor,
+    other: Tensor,
+    sums: Tensor,
+) -> Tensor:
     """Return the rows (a_h, form) of `other` in the order of `anchor`.
 
     Rows of one head add up to a row of `sums`, in whatever place: the distance is a

@@ -76,7 +76,12 @@ class NuclearNorm(Method):
         W = self._program(deltas, xs, y)
         yield Step(Head(W, v), known=min(unknowns, d + count), unknowns=unknowns)
 
-    def _program(self, deltas: Tensor, xs: Tensor, y: Tensor) -> Tensor:
+    def _program(
+        self,
+        deltas: Tensor,
+        xs: Tensor,
+        y: Tensor,
+    ) -> Tensor:
         """Solve the convex program for W."""
         cp = _cvxpy()
         d = deltas.shape[1]

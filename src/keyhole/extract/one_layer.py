@@ -186,7 +186,10 @@ class _InOneRegion:
 
 
 def _ask_pairs(
-    oracle: Oracle, first: Tensor, second: Tensor, answer: Callable[[Tensor], Tensor]
+    oracle: Oracle,
+    first: Tensor,
+    second: Tensor,
+    answer: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Return `answer` of the pairs (n, 2) of scores; if the budget ends, that of whole pairs."""
 

@@ -74,7 +74,10 @@ def usual_norm_of(dim: int) -> float:
 
 
 def ordinary_sequences(
-    count: int, length: int, dim: int, stream: torch.Generator
+    count: int,
+    length: int,
+    dim: int,
+    stream: torch.Generator,
 ) -> Tensor:
     """Return random unit tokens (count, length, dim), none along an axis or another token."""
     kept = list[Tensor]()
@@ -125,7 +128,11 @@ class OrdinaryQuestions(Method):
         return usual_norm_of(dim) if self.usual_norm is None else self.usual_norm
 
     def draw(
-        self, count: int, dim: int, factor: float, stream: torch.Generator
+        self,
+        count: int,
+        dim: int,
+        factor: float,
+        stream: torch.Generator,
     ) -> Tensor:
         """Return ordinary sequences (count, n, d) of tokens of `factor` times the usual norm."""
         return (
@@ -240,7 +247,11 @@ class OrdinaryLabels(OrdinaryQuestions):
             yield Step(model, known=known, unknowns=unknowns)
 
 
-def _fitted(X: Tensor, y: Tensor, start: Head) -> Head:
+def _fitted(
+    X: Tensor,
+    y: Tensor,
+    start: Head,
+) -> Head:
     """Return the nearest minimum of the logistic loss, by L-BFGS."""
     W = start.W.clone().requires_grad_()
     v = start.v.clone().requires_grad_()
@@ -275,11 +286,21 @@ class LabelExam(Exam):
         wrong = float(((model(questions) > 0) != (labels > 0)).double().mean())
         return Check(wrong, wrong, len(labels))
 
-    def agrees(self, given: Tensor, answers: Tensor, allowed: float) -> bool:  # noqa: ARG002
+    def agrees(
+        self,
+        given: Tensor,
+        answers: Tensor,
+        allowed: float,  # noqa: ARG002
+    ) -> bool:
         clear = given.abs() > _DOUBT * max_abs(given)
         return bool(((given > 0) == (answers > 0))[clear].all())
 
-    def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:  # noqa: ARG002
+    def verdict(
+        self,
+        check: Check,
+        step: Step,  # noqa: ARG002
+        accepted: float,  # noqa: ARG002
+    ) -> tuple[Status, str]:
         right = round((1 - check.worst) * check.queries)
         reason = f"{right} of {check.queries} fresh labels are right"
         return (Status.INEXACT if check.worst <= _WRONG else Status.MISMATCH), reason

@@ -164,7 +164,12 @@ class OrthogonalHeads(Method):
         """The relative size below which rows of W_h are zero; they inherit errors of Hessians."""
         return min(max(1e-7, 100 * self.noise), 1e-2)
 
-    def _blocks(self, oracle: Oracle, v: Tensor, stream: Stream) -> list[Tensor]:
+    def _blocks(
+        self,
+        oracle: Oracle,
+        v: Tensor,
+        stream: Stream,
+    ) -> list[Tensor]:
         """Return a part of each head's subspace (d×k) that holds its v_h."""
         forms = QuadraticForms(oracle, v, self.step, self.levels)
         xs = random_orthogonal(oracle.dim, stream)[: self.points]
@@ -174,7 +179,11 @@ class OrthogonalHeads(Method):
         return [block for block in blocks if lengths(block.mT @ v) > least]
 
 
-def _one_head(oracle: Oracle, v: Tensor, stream: Stream) -> Tensor:
+def _one_head(
+    oracle: Oracle,
+    v: Tensor,
+    stream: Stream,
+) -> Tensor:
     """Apply Theorem 4.1 with v known: d² queries."""
     probes = ProbeBasis.draw(v, stream)
     X = random_orthogonal(len(v), stream)
@@ -261,14 +270,22 @@ class _Growth:
         return directions[sizes > least]
 
 
-def _constant_direction(heads: list[_Growth], v: Tensor, resolution: float) -> Tensor:
+def _constant_direction(
+    heads: list[_Growth],
+    v: Tensor,
+    resolution: float,
+) -> Tensor:
     """Return the direction of what the heads leave of v, as a row; no row if they leave nothing."""
     constant = v - torch.stack([head.v for head in heads]).sum(0)
     found = bool(lengths(constant) > resolution * lengths(v))
     return normalized(constant)[None][: int(found)]
 
 
-def _step(heads: list[_Growth], v: Tensor, resolution: float) -> Step:
+def _step(
+    heads: list[_Growth],
+    v: Tensor,
+    resolution: float,
+) -> Step:
     """Return what is known: the heads so far, and one with W = 0 for what they leave of v."""
     d = len(v)
     parts = [(head.weights(), head.v) for head in heads]
@@ -374,7 +391,12 @@ class QuadraticForms:
         entries.diagonal().copy_(H.diagonal())
         return Q.mT @ entries @ Q
 
-    def _extrapolated(self, deltas: Tensor, x: Tensor, square: float) -> Tensor:
+    def _extrapolated(
+        self,
+        deltas: Tensor,
+        x: Tensor,
+        square: float,
+    ) -> Tensor:
         """Extrapolate by Richardson: errors are even powers of the scale, halved each time."""
         table: list[Tensor] = []
         for level in range(self.levels):
@@ -384,7 +406,12 @@ class QuadraticForms:
             table = row
         return table[-1]
 
-    def _forms(self, deltas: Tensor, x: Tensor, square: float) -> Tensor:
+    def _forms(
+        self,
+        deltas: Tensor,
+        x: Tensor,
+        square: float,
+    ) -> Tensor:
         """Return `(φ_x(tδ) − ½t·vᵀδ) / t²` with `t·x` in place of x: the score is square·δᵀWx."""
         short = square / _REACH
         last = short * x
@@ -411,7 +438,11 @@ class QuadraticForms:
         raise Unsuccessful(Status.SATURATED, "no scale shows how the answers curve")
 
 
-def finest_blocks(hessians: list[Tensor], noise: float, stream: Stream) -> list[Tensor]:
+def finest_blocks(
+    hessians: list[Tensor],
+    noise: float,
+    stream: Stream,
+) -> list[Tensor]:
     """Return orthonormal bases (d×k) of the finest subspaces that all symmetric matrices preserve.
 
     `noise` is the error of the matrices, relative to the largest.

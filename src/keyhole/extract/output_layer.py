@@ -180,7 +180,12 @@ class _Look:
     cliff: Cliff
 
     @classmethod
-    def at(cls, rows: Tensor, answers: Answers, stream: Stream) -> _Look:
+    def at(
+        cls,
+        rows: Tensor,
+        answers: Answers,
+        stream: Stream,
+    ) -> _Look:
         """Find the cliff in these rows; raise Unsuccessful if more rows cannot show one."""
         normalised = isinstance(answers, ChosenTokens) or is_normalised(rows)
         decimals = decimals_of(rows[:8])
@@ -297,7 +302,11 @@ class Cliff:
     blocks: int = 0
 
 
-def cliff(answers: Tensor, spare: int, step: float | None = None) -> Cliff:
+def cliff(
+    answers: Tensor,
+    spare: int,
+    step: float | None = None,
+) -> Cliff:
     """Find the cliff of answers (n, m), at least `spare` before the last singular value.
 
     `step` is that of their rounding, if it is known.
@@ -319,7 +328,11 @@ def cliff(answers: Tensor, spare: int, step: float | None = None) -> Cliff:
     return replace(found, constant=constant, blocks=blocks)
 
 
-def _blocks(values: list[float], rank: int, constant: int) -> int:
+def _blocks(
+    values: list[float],
+    rank: int,
+    constant: int,
+) -> int:
     """Return how many directions are one for each 32 of the others, after a fall of their own."""
     blocks, rest = divmod(rank - constant, _BLOCK + 1)
     width = blocks * _BLOCK + constant
@@ -341,7 +354,11 @@ def _steepest(values: list[float], spare: int) -> Cliff:
     return Cliff(rank, values[rank - 1], values[rank], seen=True)
 
 
-def _beyond(values: list[float], edge: float, spare: int) -> Cliff:
+def _beyond(
+    values: list[float],
+    edge: float,
+    spare: int,
+) -> Cliff:
     """Return the fall at `edge`, the largest singular value of rounding errors."""
     rank = sum(value > edge for value in values)
     if rank in (0, len(values)):
@@ -378,7 +395,11 @@ def equations(dim: int, shifted: bool) -> int:
     return int(_EQUATIONS * (dim * (dim + 1) // 2 + shifted * dim)) + 2 * _KEPT
 
 
-def ellipsoid(z: Tensor, width: int, shifted: bool) -> tuple[Tensor, float] | None:
+def ellipsoid(
+    z: Tensor,
+    width: int,
+    shifted: bool,
+) -> tuple[Tensor, float] | None:
     """Return (C Cᵀ)^½ from coordinates (n, r) of answers, and the error of |n|² = d on unused ones.
 
     Return None if the equations are not regular, or if their solution is no ellipsoid.
@@ -442,7 +463,12 @@ class LayerExam(Exam):
     layer: LastLayer
 
     @classmethod
-    def fresh(cls, step: LayerStep, layer: LastLayer, prompts: Prompts) -> LayerExam:
+    def fresh(
+        cls,
+        step: LayerStep,
+        layer: LastLayer,
+        prompts: Prompts,
+    ) -> LayerExam:
         rows = torch.stack([step.answers.fresh(prompts) for _ in range(_FRESH)])
         rows = centred(rows, layer.log_probabilities)
         return cls(((rows, rows),), outside=step.model.outside(rows), layer=layer)
@@ -457,7 +483,12 @@ class LayerExam(Exam):
         residual = self.outside.abs() / rows.abs().amax(1, keepdim=True).clamp(min=TINY)
         return self.check([residual.flatten()])
 
-    def verdict(self, check: Check, step: Step, accepted: float) -> tuple[Status, str]:
+    def verdict(
+        self,
+        check: Check,
+        step: Step,
+        accepted: float,
+    ) -> tuple[Status, str]:
         status, reason = super().verdict(check, step, accepted)
         if status is Status.MISMATCH and self.layer.decimals is not None:
             ((rows, _),) = self.sets
@@ -506,7 +537,10 @@ def compared(result: Extraction, reference: str | Path) -> Extraction:
 
 
 def distance(
-    model: OutputMatrix, truth: Tensor, *, centred: bool
+    model: OutputMatrix,
+    truth: Tensor,
+    *,
+    centred: bool,
 ) -> tuple[float, float]:
     """Return the RMS of W − B A − 1 cᵀ for the best map, and relative to that of W."""
     W = truth[model.tokens.long()]

@@ -91,7 +91,10 @@ def tolerant(
 
 
 def tolerant_as_published(
-    answer_error: float, bound: float, margin: float, seed: int = 0
+    answer_error: float,
+    bound: float,
+    margin: float,
+    seed: int = 0,
 ) -> TolerantAsPublished:
     """Make TolerantAsPublished; `answer_error` is the theorem's τ."""
     return TolerantAsPublished(answer_error, bound, margin, seed)

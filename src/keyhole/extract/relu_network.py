@@ -116,7 +116,10 @@ class ReluNetwork(Method):
         yield Step(model, unknowns, unknowns)
 
     def _round(
-        self, target: _Target, frame: Tensor, stream: torch.Generator
+        self,
+        target: _Target,
+        frame: Tensor,
+        stream: torch.Generator,
     ) -> Generator[Step, None, Folds]:
         """Return the folds that the target's remainder shows on one half circle."""
         d = len(frame)
@@ -172,7 +175,12 @@ class _Target:
     folds: Folds
 
     @classmethod
-    def measure(cls, oracle: Oracle, frame: Tensor, resolution: float) -> _Target:
+    def measure(
+        cls,
+        oracle: Oracle,
+        frame: Tensor,
+        resolution: float,
+    ) -> _Target:
         """Measure `ℓᵀq = (φ(q) − φ(−q))/2` for an orthonormal frame, with 2d queries.
 
         Later answers are in units of the largest of these, so that no size of weights
@@ -219,7 +227,12 @@ class _Target:
 class _Gradients:
     """The gradients G_j of the target, one for each piece of the half circle."""
 
-    def __init__(self, target: _Target, frame: Tensor, pieces: Pieces) -> None:
+    def __init__(
+        self,
+        target: _Target,
+        frame: Tensor,
+        pieces: Pieces,
+    ) -> None:
         self._target = target
         self._plane = frame[:2]
         self._across = frame[2:]
@@ -293,7 +306,12 @@ class _Gradients:
         missing = self._target.remainder(x) - folds(x)
         self._gradients[worst] += least_squares(rows, missing).reshape(-1, d)
 
-    def _between(self, folds: Folds, j: int, stream: torch.Generator) -> Tensor:
+    def _between(
+        self,
+        folds: Folds,
+        j: int,
+        stream: torch.Generator,
+    ) -> Tensor:
         """Return unit vectors between the two folds of piece j, and far from all others."""
         d = len(self._centres[0])
         units = folds.normals / lengths(folds.normals)[:, None]
@@ -365,7 +383,9 @@ def _signs(values: Tensor) -> Tensor:
 
 
 def find_pieces(
-    values: Callable[[Tensor], Tensor], tolerance: Callable[[Tensor], float], limit: int
+    values: Callable[[Tensor], Tensor],
+    tolerance: Callable[[Tensor], float],
+    limit: int,
 ) -> Pieces:
     """Return every kink of `values`, a function of angles with period π.
 
@@ -393,7 +413,12 @@ class _Search:
     first.
     """
 
-    def __init__(self, t: Tensor, y: Tensor, tolerance: float) -> None:
+    def __init__(
+        self,
+        t: Tensor,
+        y: Tensor,
+        tolerance: float,
+    ) -> None:
         self._t = t
         self._y = y
         self._tolerance = tolerance
@@ -469,7 +494,11 @@ class _Search:
         return Pieces(kinks, _fit(kinks, t, self._y))
 
 
-def _fit(kinks: Tensor, t: Tensor, y: Tensor) -> Tensor:
+def _fit(
+    kinks: Tensor,
+    t: Tensor,
+    y: Tensor,
+) -> Tensor:
     """Return p and q (m, 2) of each piece by least squares."""
     m = len(kinks)
     half = _widths(kinks) / 2
@@ -531,7 +560,11 @@ class Folds:
 
 
 def neurons(
-    folds: Folds, linear: Tensor, *, orient: bool = True, exact: float = _EXACT
+    folds: Folds,
+    linear: Tensor,
+    *,
+    orient: bool = True,
+    exact: float = _EXACT,
 ) -> tuple[ReluFfn, int]:
     """Return a network with these folds and this linear part, and the number of its unknowns.
 
@@ -552,7 +585,11 @@ def neurons(
     return ReluFfn(A, w), A.numel() - len(remainder)  # two neurons, one vector
 
 
-def _orientations(halves: Tensor, linear: Tensor, exact: float) -> Tensor:
+def _orientations(
+    halves: Tensor,
+    linear: Tensor,
+    exact: float,
+) -> Tensor:
     """Return signs o with `oᵀ halves = ℓ` if they are found, and other signs if not."""
     inverse = torch.linalg.pinv(halves)  # (d, m)
     allowed = exact * lengths(halves).sum()

@@ -122,7 +122,12 @@ class SignOnly(SignMethod):
 class _Forms:
     """Brackets for the forms `p_iᵀ W x_j`, flattened; W = Pᵀ F X since both are orthonormal."""
 
-    def __init__(self, oracle: Oracle, direction: Ratios, stream: Stream) -> None:
+    def __init__(
+        self,
+        oracle: Oracle,
+        direction: Ratios,
+        stream: Stream,
+    ) -> None:
         self._oracle = oracle
         self._direction = direction
         self._stream = stream

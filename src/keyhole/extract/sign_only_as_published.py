@@ -68,7 +68,11 @@ def mean_length(d: int) -> float:
     return math.exp(math.lgamma(d / 2) - math.lgamma((d + 1) / 2)) / math.sqrt(math.pi)
 
 
-def _average(oracle: Oracle, stream: Stream, count: int) -> Tensor:
+def _average(
+    oracle: Oracle,
+    stream: Stream,
+    count: int,
+) -> Tensor:
     """Return the paper's v̂ from `count` signs, with an error of the same size in every entry."""
     d = oracle.dim
     if count > _MAX_SAMPLES:
@@ -97,7 +101,13 @@ class Plan:
     levels: int
 
     @classmethod
-    def of(cls, accuracy: float, bound: float, margin: float, dim: int) -> Plan:
+    def of(
+        cls,
+        accuracy: float,
+        bound: float,
+        margin: float,
+        dim: int,
+    ) -> Plan:
         """Compute the plan from the theorem's ε, B, η and d."""
         # what either term of the bound may be
         half = accuracy / dim / 2 / (bound * _SLOPE)
@@ -204,7 +214,11 @@ class _Entries:
     """A bracket for the λ of every entry (i, j), flattened."""
 
     def __init__(
-        self, method: SignOnlyAsPublished, oracle: Oracle, v: Tensor, plan: Plan
+        self,
+        method: SignOnlyAsPublished,
+        oracle: Oracle,
+        v: Tensor,
+        plan: Plan,
     ) -> None:
         d = len(v)
         self.v = v

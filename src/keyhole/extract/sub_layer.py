@@ -204,7 +204,11 @@ def _fitting_length(
     return length
 
 
-def _positions_matter(view: Surroundings, length: float, stream: Stream) -> bool:
+def _positions_matter(
+    view: Surroundings,
+    length: float,
+    stream: Stream,
+) -> bool:
     """Return whether an answer changes if a key moves by one position."""
     x, key = length * random_orthogonal(view.dim, stream)[:2]
     if view.last_norm is not None:
@@ -297,7 +301,10 @@ def read_factors(
 
 
 def _keys_of(
-    scores: list[Tensor], places: Tensor, k: int, noise: float
+    scores: list[Tensor],
+    places: Tensor,
+    k: int,
+    noise: float,
 ) -> tuple[Tensor, Planes | None]:
     """κ of every key at x's own place (d, k), and the planes in which positions rotate it.
 
@@ -382,7 +389,9 @@ class Planes:
 
 
 def find_planes(
-    keys: Tensor, moved: Sequence[Tensor], steps: tuple[int, int]
+    keys: Tensor,
+    moved: Sequence[Tensor],
+    steps: tuple[int, int],
 ) -> Planes:
     """Planes from keys (n, k) and, for each of two `steps`, the first keys that much earlier."""
     short, long = (least_squares(keys[: len(part)], part) for part in moved)
@@ -465,7 +474,12 @@ class Reader:
         read = torch.einsum("nd,hdk->nhk", tokens, self.values)
         return torch.einsum("nhk,hkm->nhm", read, self.outputs)
 
-    def scores(self, keys: Tensor, xs: Tensor, gap: int = 0) -> Tensor:
+    def scores(
+        self,
+        keys: Tensor,
+        xs: Tensor,
+        gap: int = 0,
+    ) -> Tensor:
         """Scores z (len(xs), H, p), with `gap` zero tokens between the keys and x.
 
         If keys are added to x, scores are relative to that of x with itself.

@@ -151,7 +151,12 @@ def open_surroundings(oracle: Oracle, stream: torch.Generator) -> Surroundings:
     return replace(plain, epsilon=_epsilon(plain, x, near, residual), residual=residual)
 
 
-def _epsilon(plain: Surroundings, x: Tensor, near: Tensor, residual: bool) -> float:
+def _epsilon(
+    plain: Surroundings,
+    x: Tensor,
+    near: Tensor,
+    residual: bool,
+) -> float:
     """Return the ε of an RMS norm, from short tokens; x has a mean square of 1."""
     added = x if residual else torch.zeros_like(near)
     ordinary = near - plain.b - added  # √(1 + ε) times shorter than for long tokens
@@ -165,7 +170,11 @@ def _epsilon(plain: Surroundings, x: Tensor, near: Tensor, residual: bool) -> fl
     raise _another_kind()
 
 
-def _same(one: Tensor, other: Tensor, allowed: float) -> bool:
+def _same(
+    one: Tensor,
+    other: Tensor,
+    allowed: float,
+) -> bool:
     return max_abs(one - other) <= allowed * max_abs(other)
 
 
@@ -180,7 +189,11 @@ def _another_kind() -> Unsuccessful:
     )
 
 
-def read_total(view: Surroundings, length: float, stream: torch.Generator) -> Tensor:
+def read_total(
+    view: Surroundings,
+    length: float,
+    stream: torch.Generator,
+) -> Tensor:
     """Return `Σ_h M_h` (d×m), plus 1 with a residual connection: one query for each row."""
     d = view.dim
     rows = view.answer(length * identity(d)[:, None]) / length
@@ -219,7 +232,10 @@ class Probe:
         return 1.0 if self.positions else 0.2
 
     def points(
-        self, count: int, stream: torch.Generator, axes: int
+        self,
+        count: int,
+        stream: torch.Generator,
+        axes: int,
     ) -> tuple[Tensor, Tensor]:
         """Coordinates (count, axes) of points, and factors τ up to 1."""
         xi = normal(stream, count, axes)
@@ -243,7 +259,12 @@ class Probe:
             delta = normalize(delta, dim=0) - self.subspace[0]
         return self.length * normalize(delta, dim=0)
 
-    def rows(self, deltas: Tensor, xi: Tensor, tau: Tensor) -> Tensor:
+    def rows(
+        self,
+        deltas: Tensor,
+        xi: Tensor,
+        tau: Tensor,
+    ) -> Tensor:
         """Return A·V (…, N, m) of differences (…, d)."""
         points = xi @ self.subspace[: xi.shape[1]]
         shifted = points + tau[:, None] * deltas[..., None, :]
@@ -258,7 +279,11 @@ def linear_features(xi: Tensor, tau: Tensor) -> Tensor:
     return tau[:, None] * torch.cat([torch.ones_like(xi[:, :1]), xi], 1)
 
 
-def all_features(xi: Tensor, tau: Tensor, positions: bool) -> Tensor:
+def all_features(
+    xi: Tensor,
+    tau: Tensor,
+    positions: bool,
+) -> Tensor:
     """Return all features: with positions also quadratic ones, as the two tokens' places differ."""
     linear = linear_features(xi, tau)
     if not positions:
@@ -289,7 +314,9 @@ class Anchor:
 
 
 def find_anchor(
-    probe: Probe, stream: torch.Generator, delta: Tensor | None = None
+    probe: Probe,
+    stream: torch.Generator,
+    delta: Tensor | None = None,
 ) -> Anchor:
     """Find the heads at one difference, from random starts; try others if not all are found."""
     axes = 3 if probe.positions else len(probe.subspace)
@@ -309,7 +336,10 @@ def find_anchor(
 
 
 def _enough_points(
-    probe: Probe, delta: Tensor, stream: torch.Generator, axes: int
+    probe: Probe,
+    delta: Tensor,
+    stream: torch.Generator,
+    axes: int,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Return points, factors and rows, more than heads and features, and the number of heads."""
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -360,7 +390,11 @@ def _anchored(
     return Anchor(delta, values, xi, tau, rest / (1 - other), slopes)
 
 
-def strengthened(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Probe:
+def strengthened(
+    probe: Probe,
+    anchor: Anchor,
+    stream: torch.Generator,
+) -> Probe:
     """Return a probe whose points have large scores although a norm bounds them: d − 1 queries.
 
     In random directions scores are √d times smaller than in the heads' own directions
@@ -386,7 +420,11 @@ def strengthened(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Probe
     return replace(probe, subspace=torch.cat([kept, combined]))
 
 
-def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
+def follow(
+    probe: Probe,
+    anchor: Anchor,
+    stream: torch.Generator,
+) -> Tensor:
     """Return `ωM_h` (some ω, H, m), from differences as long as δ, `(δ + η·ω) / √(1 + η²)`."""
     omega = torch.stack([probe.difference(stream, anchor.delta) for _ in range(_BATCH)])
     deltas = (anchor.delta + probe.aside * omega) / math.hypot(1, probe.aside)
@@ -408,7 +446,11 @@ def follow(probe: Probe, anchor: Anchor, stream: torch.Generator) -> Tensor:
     return torch.cat(vectors)
 
 
-def _starts(anchor: Anchor, spread: float, stream: torch.Generator) -> Tensor:
+def _starts(
+    anchor: Anchor,
+    spread: float,
+    stream: torch.Generator,
+) -> Tensor:
     """Return θ of the anchor and others around it, (ω, starts, H, p)."""
     around = normal(stream, _BATCH, _STARTS, *anchor.theta.shape)
     around[:, 0] = 0
@@ -416,7 +458,10 @@ def _starts(anchor: Anchor, spread: float, stream: torch.Generator) -> Tensor:
 
 
 def _nearest(
-    anchor: Anchor, theta: Tensor, outside: Tensor, rows: Tensor
+    anchor: Anchor,
+    theta: Tensor,
+    outside: Tensor,
+    rows: Tensor,
 ) -> Tensor | None:
     """Return values if κ identifies heads: the best of each head's own solutions."""
     best = outside.argmin(0)
@@ -427,7 +472,10 @@ def _nearest(
 
 
 def _matched(
-    anchor: Anchor, theta: Tensor, outside: Tensor, rows: Tensor
+    anchor: Anchor,
+    theta: Tensor,
+    outside: Tensor,
+    rows: Tensor,
 ) -> Tensor | None:
     """Return values if κ does not identify heads: all solutions, in the order of the anchor's."""
     solutions = distinct(theta[outside < ARRIVED])
@@ -441,7 +489,11 @@ def _matched(
     return values[order] if len(order.unique()) == len(order) else None
 
 
-def _values(anchor: Anchor, theta: Tensor, rows: Tensor) -> Tensor | None:
+def _values(
+    anchor: Anchor,
+    theta: Tensor,
+    rows: Tensor,
+) -> Tensor | None:
     gates = torch.sigmoid(theta @ anchor.features.mT + anchor.shift).mT
     if torch.linalg.cond(gates) < _PARTED:
         return least_squares(gates, rows)
@@ -449,7 +501,9 @@ def _values(anchor: Anchor, theta: Tensor, rows: Tensor) -> Tensor | None:
 
 
 def read_vectors(
-    probe: Probe, anchor: Anchor, stream: torch.Generator
+    probe: Probe,
+    anchor: Anchor,
+    stream: torch.Generator,
 ) -> tuple[Tensor, int]:
     """Return `ωM_h` (n, H, m) of enough ω, and the dimension k of each head's row space."""
     heads, m = anchor.values.shape
@@ -471,7 +525,9 @@ def read_vectors(
 
 
 def find_residual(
-    view: Surroundings, total: Tensor, anchor: Anchor
+    view: Surroundings,
+    total: Tensor,
+    anchor: Anchor,
 ) -> tuple[Surroundings, Tensor]:
     """Find out whether the input is added: the heads' values then do not add up to the answers."""
     delta = anchor.delta
@@ -501,7 +557,10 @@ def column_space(rows: Tensor, heads: int) -> Tensor:
 
 
 def follow_gates(
-    U: Tensor, features: Tensor, shift: Tensor, starts: Tensor
+    U: Tensor,
+    features: Tensor,
+    shift: Tensor,
+    starts: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return θ (…, S, p) near the starts, and how far outside the column space their gates are.
 
@@ -585,7 +644,12 @@ class Values:
     groups: list[list[int]]
 
     @classmethod
-    def of(cls, total: Tensor, vectors: Tensor, k: int) -> Values:
+    def of(
+        cls,
+        total: Tensor,
+        vectors: Tensor,
+        k: int,
+    ) -> Values:
         """Return all values, given `ωM_h` of some ω and `Σ_h M_h`.
 
         In a group `ωM_h = (ωV)·O_h` with the same ωV for all heads, so the O_h of a

@@ -179,7 +179,12 @@ class _State:
                 f"v cannot be distinguished from 0 by answers within ±{self._method.tolerance:g}"
             )
 
-    def forms(self, oracle: Oracle, probes: ProbeBasis, X: Tensor) -> Forms:
+    def forms(
+        self,
+        oracle: Oracle,
+        probes: ProbeBasis,
+        X: Tensor,
+    ) -> Forms:
         """Send each probe alone for vᵀδ, and return the forms to measure with these probes."""
         deltas = normalized(probes.deltas)
         v = self.v
@@ -268,7 +273,12 @@ class _State:
         rounding = (4 * len(W) + 16) * self._method.precision * scores
         return W, inverse.abs() @ (forms.interval.radius + rounding) @ forms.X.abs()
 
-    def _ask_alone(self, oracle: Oracle, tokens: Tensor, reach: float) -> Interval:
+    def _ask_alone(
+        self,
+        oracle: Oracle,
+        tokens: Tensor,
+        reach: float,
+    ) -> Interval:
         """Return `vᵀx` for unit tokens, each sent as a sequence of its own."""
         scaled = reach * tokens
         answers = ask_scores(oracle, scaled[:, None])

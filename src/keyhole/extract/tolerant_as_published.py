@@ -62,12 +62,22 @@ _SUM = math.sqrt(0.5)
 _SLOPE = 2 + 2 * math.cosh(_SUM)  # κ: the largest slope of the logit at these α
 
 
-def accuracy_for(tolerance: float, bound: float, margin: float, dim: int) -> float:
+def accuracy_for(
+    tolerance: float,
+    bound: float,
+    margin: float,
+    dim: int,
+) -> float:
     """Return ε, the accuracy that the theorem states for answers within ±τ."""
     return tolerance * max(2 * _SLOPE * dim * (12 * bound + 8) / margin, math.sqrt(dim))
 
 
-def tolerance_for(accuracy: float, bound: float, margin: float, dim: int) -> float:
+def tolerance_for(
+    accuracy: float,
+    bound: float,
+    margin: float,
+    dim: int,
+) -> float:
     """Return τ(ε, B, η, d), how exact answers must be for the theorem to state ε."""
     return accuracy / accuracy_for(1.0, bound, margin, dim)
 
@@ -147,7 +157,10 @@ class TolerantAsPublished(Method):
         return size < self.margin / 2
 
     def _step(
-        self, v: Tensor, probes: _Probes, asked: list[SingleTokens | Pairs]
+        self,
+        v: Tensor,
+        probes: _Probes,
+        asked: list[SingleTokens | Pairs],
     ) -> Step:
         W, interval = probes.solve()
         d = len(v)

@@ -133,7 +133,12 @@ class _Heads:
         return self.B @ delta - 2 * across[:, None] * delta
 
     @classmethod
-    def of(cls, deltas: Tensor, g: Tensor, moved: Tensor) -> _Heads:
+    def of(
+        cls,
+        deltas: Tensor,
+        g: Tensor,
+        moved: Tensor,
+    ) -> _Heads:
         """Return the heads, given g_h (n, H, e) and δM_h (n, H, d) at δ (n, e) of one length."""
         n, e = deltas.shape
         square = deltas[0].square().sum()
@@ -207,7 +212,11 @@ def _read_heads(view: View, stream: Stream) -> _Heads:
     )
 
 
-def _fitted_heads(pairs: _Pairs, deltas: Tensor, starts: Tensor) -> _Heads | None:
+def _fitted_heads(
+    pairs: _Pairs,
+    deltas: Tensor,
+    starts: Tensor,
+) -> _Heads | None:
     """Return the heads from g_h that are fitted at each δ, given starts; None if a fit fails."""
     g: list[Tensor] = []
     moved: list[Tensor] = []
@@ -306,7 +315,12 @@ class _Shares(Parametric):
         return x
 
 
-def _assigned(view: View, units: Units, heads: _Heads, stream: Stream) -> Blocks:
+def _assigned(
+    view: View,
+    units: Units,
+    heads: _Heads,
+    stream: Stream,
+) -> Blocks:
     """Return the fewest blocks of these heads and units that explain answers to single tokens."""
     width = len(units.A)
     count = len(heads.M)
@@ -338,7 +352,11 @@ def _assigned(view: View, units: Units, heads: _Heads, stream: Stream) -> Blocks
     )
 
 
-def _polished(view: View, model: Blocks, stream: Stream) -> Blocks:
+def _polished(
+    view: View,
+    model: Blocks,
+    stream: Stream,
+) -> Blocks:
     """Fit all numbers at once, by least squares: long tokens have lost half of the digits."""
     free = [name for name in model.NUMBERS if getattr(model, name).numel()]
     unknowns = sum(getattr(model, name).numel() for name in free)

@@ -266,7 +266,11 @@ def _mask(units: Units, cut: Sequence[Unit]) -> Tensor:
     return mask
 
 
-def lowered(batches: Batches, method: HackAttend, seed: int) -> Measured:
+def lowered(
+    batches: Batches,
+    method: HackAttend,
+    seed: int,
+) -> Measured:
     """Measure masks that lower the confidence in a wrong label, as if it were right."""
 
     def flipped() -> Iterator[tuple[Tensor, Tensor]]:
@@ -281,12 +285,21 @@ def lowered(batches: Batches, method: HackAttend, seed: int) -> Measured:
     return _count(flipped(), queries=_rounds(method) + 1.0)
 
 
-def lowering(model: Any, batch: Batch, wrong: Tensor, method: HackAttend) -> Cuts:
+def lowering(
+    model: Any,
+    batch: Batch,
+    wrong: Tensor,
+    method: HackAttend,
+) -> Cuts:
     """Cut the units that lower the confidence in the `wrong` labels; the labels are not used."""
     made = AttackMasks(share=method.share, rounds=_rounds(method))
     cuts = Cuts()
 
-    def differentiate(_module: Any, _args: Any, output: Tensor) -> None:
+    def differentiate(
+        _module: Any,
+        _args: Any,
+        output: Tensor,
+    ) -> None:
         output.requires_grad_()  # so that maps have gradients even if weights are frozen
 
     embeddings = (table(model).register_forward_hook, differentiate)
@@ -302,7 +315,11 @@ def _rounds(method: HackAttend) -> int:
     return method.schedule.rounds if isinstance(method.schedule, Rerank) else 1
 
 
-def raised(batches: Batches, method: HackAttend, seed: int) -> Measured:
+def raised(
+    batches: Batches,
+    method: HackAttend,
+    seed: int,
+) -> Measured:
     """Measure masks that lead to a wrong label; the search gets the prediction, not the label."""
     found: list[Disruption] = []
     for part, batch, labels in batches:
@@ -315,7 +332,10 @@ def raised(batches: Batches, method: HackAttend, seed: int) -> Measured:
 
 
 def wrong_labels(
-    model: Any, batch: Batch, part: Sequence[Example], seed: int
+    model: Any,
+    batch: Batch,
+    part: Sequence[Example],
+    seed: int,
 ) -> Tensor:
     """Draw a class other than the predicted one for each example, independent of its batch."""
     with torch.no_grad():

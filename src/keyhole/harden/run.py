@@ -287,7 +287,12 @@ class _Course:
             )
         return loaded, has_head
 
-    def _trained(self, loaded: Loaded, seed: int, part: str) -> Training:
+    def _trained(
+        self,
+        loaded: Loaded,
+        seed: int,
+        part: str,
+    ) -> Training:
         training = train(
             loaded.model,
             loaded.tokenizer,
@@ -305,7 +310,10 @@ class _Course:
         return training
 
     def _measured(
-        self, loaded: Loaded, when: str, before: Evaluation | None = None
+        self,
+        loaded: Loaded,
+        when: str,
+        before: Evaluation | None = None,
     ) -> Evaluation:
         """Evaluate the model on the held-out examples.
 

@@ -97,7 +97,13 @@ class Smoothing:
         """The number of parts of a partition, which is 1 if ρ is 0 or 1."""
         return round(1 / (self.keep or 1))
 
-    def ballot(self, model: Any, batch: Batch, label: int, name: str = "0") -> Ballot:
+    def ballot(
+        self,
+        model: Any,
+        batch: Batch,
+        label: int,
+        name: str = "0",
+    ) -> Ballot:
         """Vote on one text (or one question with its choices), and certify the answer."""
         question, units = self.asked(model, batch, label)
         stream = self.stream(question)
@@ -131,7 +137,12 @@ class Smoothing:
             progress(len(ballots), len(examples))
         return Smoothed(tuple(ballots), self, k, time.perf_counter() - started)
 
-    def asked(self, model: Any, batch: Batch, label: int) -> tuple[Question, Units]:
+    def asked(
+        self,
+        model: Any,
+        batch: Batch,
+        label: int,
+    ) -> tuple[Question, Units]:
         question = ask(
             model, batch, torch.tensor([max(0, label)] * len(batch["input_ids"]))
         )
@@ -170,7 +181,11 @@ class Smoothing:
         return total
 
     def drawn(
-        self, units: Units, rows: int, count: int, stream: torch.Generator
+        self,
+        units: Units,
+        rows: int,
+        count: int,
+        stream: torch.Generator,
     ) -> Iterator[Tensor]:
         """Yield the units that `count` masks keep, or all masks if exact: (m, units) at a time."""
         device = units.free.device
@@ -215,7 +230,11 @@ _ANY = 2**62  # more units than any model has
 _ROUNDING = 1e-9
 
 
-def at_least(hits: int, drawn: int, doubt: float) -> float:
+def at_least(
+    hits: int,
+    drawn: int,
+    doubt: float,
+) -> float:
     """Return Clopper and Pearson's lower bound of a probability, wrong with chance `doubt`."""
     from scipy.special import betaincinv  # part of the extra `models`
 

@@ -202,7 +202,9 @@ def _batches(
 
 
 def _batched(
-    examples: list[Example], run: Run, stream: torch.Generator
+    examples: list[Example],
+    run: Run,
+    stream: torch.Generator,
 ) -> Iterator[list[Example]]:
     """Split the examples into batches. With a pool, those of a batch have similar lengths."""
     size = run.batch * run.pool
@@ -226,13 +228,21 @@ def _optimizer(model: nn.Module, run: Run) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=run.rate)
 
 
-def _schedule(step: int, steps: int, warmup: float) -> float:
+def _schedule(
+    step: int,
+    steps: int,
+    warmup: float,
+) -> float:
     """Return the factor of the rate at a step: linear warm-up, then linear decay to zero."""
     warm = max(1, round(warmup * steps))
     return min((step + 1) / warm, (steps - step) / max(1, steps - warm))
 
 
-def _stream(seed: int, epoch: int, use: str) -> torch.Generator:
+def _stream(
+    seed: int,
+    epoch: int,
+    use: str,
+) -> torch.Generator:
     """Seed each epoch and use; torch's numbers of neighbouring seeds are unrelated."""
     own = (seed * 1_000_003 + epoch) * 2 + (use == "order")
     return torch.Generator().manual_seed(own)
@@ -288,7 +298,12 @@ class State:
     step: int = 0
 
 
-def save(folder: Path, run: Run, state: State, epochs: int) -> None:
+def save(
+    folder: Path,
+    run: Run,
+    state: State,
+    epochs: int,
+) -> None:
     """Save a checkpoint after so many epochs, and delete the earlier ones."""
     partial = folder / f"epoch-{epochs}.partial"
     complete = folder / f"epoch-{epochs}"
@@ -318,7 +333,12 @@ def _saved(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isascii() and name.isdecimal())
 
 
-def resume(folder: Path, run: Run, state: State, device: torch.device) -> int:
+def resume(
+    folder: Path,
+    run: Run,
+    state: State,
+    device: torch.device,
+) -> int:
     """Load the last complete checkpoint, and return its number of epochs."""
     saved = _saved(folder)
     if not saved:

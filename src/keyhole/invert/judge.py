@@ -45,7 +45,12 @@ def residual_of(problem: Problem, X: Tensor) -> float:
     return float((problem.output(X) - problem.B).abs().max() / sizes.clamp(min=1e-300))
 
 
-def judge(problem: Problem, X: Tensor, *, unique: bool = False) -> Verdict:
+def judge(
+    problem: Problem,
+    X: Tensor,
+    *,
+    unique: bool = False,
+) -> Verdict:
     """Decide whether an input solves the problem.
 
     With `unique`, X is known to be the only solution for another reason (leaked maps

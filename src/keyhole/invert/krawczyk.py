@@ -95,7 +95,11 @@ class Certificate(Result):
 
 
 def certify(
-    problem: Problem, X: Tensor, *, tolerance: float | None = None, bits: int = BITS
+    problem: Problem,
+    X: Tensor,
+    *,
+    tolerance: float | None = None,
+    bits: int = BITS,
 ) -> Certificate:
     """Prove that a solution lies near X, or say why that cannot be proved.
 
@@ -162,7 +166,11 @@ def _unfit(problem: Problem, X: Tensor) -> str:
     return ""
 
 
-def _attempt(problem: Problem, X: Tensor, blank: Certificate) -> Certificate:
+def _attempt(
+    problem: Problem,
+    X: Tensor,
+    blank: Certificate,
+) -> Certificate:
     J = Equations.of(problem, "cpu").jacobian(X.unsqueeze(0))[0]
     J = J[:, problem.unknown.cpu().flatten()]
     if not J.isfinite().all():
@@ -243,7 +251,13 @@ class _Krawczyk:
     defect: arb_mat  # row sums of |I − Y J(X)|
 
     @classmethod
-    def at(cls, problem: Problem, X: Tensor, inverse: Tensor, mix: Tensor) -> _Krawczyk:
+    def at(
+        cls,
+        problem: Problem,
+        X: Tensor,
+        inverse: Tensor,
+        mix: Tensor,
+    ) -> _Krawczyk:
         layer = Balls.of(problem, mix)
         centre = exact(X)
         Y = exact(inverse)
@@ -429,7 +443,13 @@ class Balls:
             J += self._rows(i, blocks, own, d)
         return make(J)
 
-    def _rows(self, i: int, blocks: list[arb], own: list[arb], d: int) -> Rows:
+    def _rows(
+        self,
+        i: int,
+        blocks: list[arb],
+        own: list[arb],
+        d: int,
+    ) -> Rows:
         """Return the m rows of J for token i, without the columns of known entries."""
         m = self.B.ncols()
         for a, b in itertools.product(range(m), range(d)):
@@ -445,7 +465,13 @@ class Balls:
             for a in range(m)
         ]
 
-    def _head(self, X: arb_mat, widths: arb_mat, box: arb_mat, h: int) -> _Head:
+    def _head(
+        self,
+        X: arb_mat,
+        widths: arb_mat,
+        box: arb_mat,
+        h: int,
+    ) -> _Head:
         W = self.W[h]
         at = self._queries(X, h)
         keys_at = X * W.transpose()

@@ -186,7 +186,11 @@ class Problem:
         return problem
 
 
-def _number(metadata: dict[str, str], name: str, path: str | Path) -> float:
+def _number(
+    metadata: dict[str, str],
+    name: str,
+    path: str | Path,
+) -> float:
     """Return a number from a file's metadata, 0 if it is missing."""
     word = metadata.get(name, "0")
     try:

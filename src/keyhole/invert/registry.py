@@ -56,7 +56,9 @@ _BRIEF = {"starts": 16, "seconds": 60.0}
 
 
 def closed_form(
-    seconds: float | None = None, device: str = "cpu", seed: int = 0
+    seconds: float | None = None,
+    device: str = "cpu",
+    seed: int = 0,
 ) -> ClosedForm:
     """Make a ClosedForm whose final search, for rounded maps, has these options."""
     return ClosedForm(
@@ -64,7 +66,11 @@ def closed_form(
     )
 
 
-def _search(name: str, method: type[Solve], note: str = "") -> Entry[Solve, Row]:
+def _search(
+    name: str,
+    method: type[Solve],
+    note: str = "",
+) -> Entry[Solve, Row]:
     """Return the entry of a search from many starts."""
     return Entry(name, partial(method, starts=STARTS), method=method, note=note)
 

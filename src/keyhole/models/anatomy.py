@@ -99,7 +99,13 @@ class Anatomy(Structure):
     def device(self) -> torch.device:
         return self.tokens.weight.device
 
-    def at_once(self, seen: int, kept: float = 0.0, *, modest: bool = True) -> int:
+    def at_once(
+        self,
+        seen: int,
+        kept: float = 0.0,
+        *,
+        modest: bool = True,
+    ) -> int:
         """Return how many tokens that attend to `seen` others fit into one pass by the free memory.
 
         `kept` is how many numbers are kept of each token until the end of the pass. A
@@ -145,12 +151,22 @@ class Anatomy(Structure):
         path = self.closing_paths[layer]
         return self.base.get_submodule(path) if path else None
 
-    def unrotated(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
+    def unrotated(
+        self,
+        layer: int,
+        keys: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
         """Remove positions (b, n) from the keys (b, heads, n, k) of a cache's layer (from 0)."""
         rotation = self.rotations[layer]
         return keys if rotation is None else rotation.undo(self.base, keys, positions)
 
-    def rotated(self, layer: int, keys: Tensor, positions: Tensor) -> Tensor:
+    def rotated(
+        self,
+        layer: int,
+        keys: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
         """Rotate keys (b, heads, n, k) to positions (b, n), as in a cache's layer (from 0)."""
         rotation = self.rotations[layer]
         return keys if rotation is None else rotation.turn(self.base, keys, positions)
@@ -227,7 +243,11 @@ def positions(model: Any) -> int | None:
     return limit if isinstance(limit, int) and 0 < limit < NO_LIMIT else None
 
 
-def fitting(model: Any, tokenizer: Any, max_length: int | None) -> int | None:
+def fitting(
+    model: Any,
+    tokenizer: Any,
+    max_length: int | None,
+) -> int | None:
     """Return the length at which a text is cut off: `max_length`, or where the positions end.
 
     It must leave tokens of the text between the special tokens that frame it.

@@ -36,7 +36,11 @@ _NAMES = {
 
 
 def sub_layer(
-    model: nn.Module, layer: int, *, residual: bool = False, every_token: bool = False
+    model: nn.Module,
+    layer: int,
+    *,
+    residual: bool = False,
+    every_token: bool = False,
 ) -> SubLayer:
     """Return the attention of block `layer`, counted from 0, with the norm in front of it if any.
 
@@ -142,13 +146,21 @@ def _double(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float64)
 
 
-def _weight_of_heads(projection: Projection, heads: int, gain: Tensor) -> Tensor:
+def _weight_of_heads(
+    projection: Projection,
+    heads: int,
+    gain: Tensor,
+) -> Tensor:
     """Return the weight of each head, (heads, d, k), times the gain of the norm in front."""
     weight = _double(projection.weight) * _double(gain)
     return weight.unflatten(0, (heads, -1)).mT.contiguous()
 
 
-def _bias_of_heads(bias: Tensor | None, heads: int, k: int) -> Tensor:
+def _bias_of_heads(
+    bias: Tensor | None,
+    heads: int,
+    k: int,
+) -> Tensor:
     if bias is None:
         return zeros(heads, k)
     return _double(bias).view(heads, k)

@@ -87,7 +87,12 @@ class Branches:
         self._window = window or NO_LIMIT
 
     def update(
-        self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any
+        self,
+        keys: Tensor,
+        values: Tensor,
+        layer_idx: int,
+        *_: Any,
+        **__: Any,
     ) -> tuple[Tensor, Tensor]:
         if self._final_pass and layer_idx:
             self.layers[layer_idx - 1] = _Layer()
@@ -141,7 +146,10 @@ class Branches:
         return exposed
 
     def _with_cache(
-        self, exposure: Exposure, chain: Tensor, ids: Tensor
+        self,
+        exposure: Exposure,
+        chain: Tensor,
+        ids: Tensor,
     ) -> dict[str, Tensor]:
         size = ids.shape[1]
         device = ids.device
@@ -166,7 +174,12 @@ class Branches:
         return {name: tensor[..., -size:, :] for name, tensor in exposed.items()}
 
     def _without_cache(
-        self, exposure: Exposure, prefix: Tensor, start: int, chain: bool, chunk: Tensor
+        self,
+        exposure: Exposure,
+        prefix: Tensor,
+        start: int,
+        chain: bool,
+        chunk: Tensor,
     ) -> dict[str, Tensor]:
         """Run one text's prefix again: once before a chain, else before each token."""
         after = chunk[None] if chain else chunk[:, None]
@@ -186,7 +199,11 @@ class Branches:
         }
 
     def each(
-        self, exposure: Exposure, row: int, length: int, tokens: Tensor
+        self,
+        exposure: Exposure,
+        row: int,
+        length: int,
+        tokens: Tensor,
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return the exposure of tokens (k,), each alone after a text's first `length` tokens.
 
@@ -206,7 +223,11 @@ class Branches:
         return flat, prefix.positions.flatten()[None, : len(tokens)]
 
     def chains(
-        self, exposure: Exposure, row: int, length: int, ids: Tensor
+        self,
+        exposure: Exposure,
+        row: int,
+        length: int,
+        ids: Tensor,
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return the exposure of chains `ids` (k, q) after a text's first `length` tokens.
 
@@ -225,7 +246,12 @@ class Branches:
         kept = 2 * heads * parts.head_dim * (1 + length / _CHUNK)
         return _CHUNK * max(1, parts.at_once(length + _CHUNK, kept=kept) // _CHUNK)
 
-    def _repeated(self, row: int, count: int, length: int) -> Branches:
+    def _repeated(
+        self,
+        row: int,
+        count: int,
+        length: int,
+    ) -> Branches:
         """Return the first `length` tokens of one text's prefix, `count` times."""
         other = Branches(self.model, self.starts[row].expand(count))
         other.lengths = torch.full_like(other.starts, length)
@@ -241,7 +267,12 @@ class Branches:
                 )
         return other
 
-    def accept(self, first: Tensor, counts: Tensor, rows: Tensor) -> None:
+    def accept(
+        self,
+        first: Tensor,
+        counts: Tensor,
+        rows: Tensor,
+    ) -> None:
         """Keep, for the texts `rows` (r,), `counts` (r,) tokens of the chunk from `first` (r,) on.
 
         The rest of the chunk is dropped, and so are the other texts.

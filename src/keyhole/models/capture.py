@@ -170,7 +170,9 @@ Read = Callable[[tuple[Any, ...], dict[str, Any], Any], dict[str, Tensor]]
 
 
 def _hooks(
-    parts: Anatomy, exposure: Exposure, tensors: dict[str, Tensor]
+    parts: Anatomy,
+    exposure: Exposure,
+    tensors: dict[str, Tensor],
 ) -> list[Wanted]:
     """Return the hooks that fill `tensors` and end the forward pass there."""
     kind = exposure.kind
@@ -180,14 +182,22 @@ def _hooks(
         kind != "hidden" or number == parts.layers or not _stops(parts, number)
     ):
 
-        def take_output(_m: nn.Module, _i: Any, output: Any) -> None:
+        def take_output(
+            _m: nn.Module,
+            _i: Any,
+            output: Any,
+        ) -> None:
             tensors.update(_of_output(exposure, output, type(parts.base).__name__))
 
         return [(parts.base.register_forward_hook, take_output)]
 
     entered = 0  # how many blocks were entered: one module may serve several layers
 
-    def enter(_m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(
+        _m: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         nonlocal entered
         if kind == "hidden" and entered == number:
             tensors["values"] = cast("Tensor", state_among(args, kwargs))
@@ -196,7 +206,10 @@ def _hooks(
 
     def take(read: Read) -> Callable[..., None]:
         def hook(
-            _m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+            _m: nn.Module,
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            output: Any,
         ) -> None:
             if entered == number:
                 tensors.update(read(args, kwargs, output))
@@ -219,7 +232,11 @@ def _hooks(
     ]
 
 
-def _of_output(exposure: Exposure, output: Any, model: str) -> dict[str, Tensor]:
+def _of_output(
+    exposure: Exposure,
+    output: Any,
+    model: str,
+) -> dict[str, Tensor]:
     """Read the model's output: hidden states, those to pool, or what its pooler makes of them."""
     if exposure.kind == "hidden":
         if output.hidden_states is None:
@@ -232,7 +249,11 @@ def _of_output(exposure: Exposure, output: Any, model: str) -> dict[str, Tensor]
     return {"values": output.pooler_output}
 
 
-def _reads(parts: Anatomy, kind: str, number: int) -> list[tuple[nn.Module, Read]]:
+def _reads(
+    parts: Anatomy,
+    kind: str,
+    number: int,
+) -> list[tuple[nn.Module, Read]]:
     """Return the modules of block `number` to read, and what to read of their calls."""
     if kind == "attention":
         return [
@@ -249,7 +270,9 @@ def _reads(parts: Anatomy, kind: str, number: int) -> list[tuple[nn.Module, Read
     if parts.causal:
 
         def cached(
-            args: tuple[Any, ...], kwargs: dict[str, Any], _: Any
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            _: Any,
         ) -> dict[str, Tensor]:
             cache = cache_among(args, kwargs)
             if cache is None or cache.layers[number - 1].keys is None:
@@ -265,7 +288,9 @@ def _reads(parts: Anatomy, kind: str, number: int) -> list[tuple[nn.Module, Read
 
     def projected(name: str, projection: Projection) -> tuple[nn.Module, Read]:
         def read(
-            _a: tuple[Any, ...], _k: dict[str, Any], output: Tensor
+            _a: tuple[Any, ...],
+            _k: dict[str, Any],
+            output: Tensor,
         ) -> dict[str, Tensor]:
             shape = (parts.key_heads, parts.head_dim)
             heads = projection.of(output).unflatten(-1, shape)
@@ -277,7 +302,11 @@ def _reads(parts: Anatomy, kind: str, number: int) -> list[tuple[nn.Module, Read
     return [projected("keys", key), projected("values", value)]
 
 
-def pool(exposure: Exposure, states: Tensor, mask: Tensor | None) -> Tensor:
+def pool(
+    exposure: Exposure,
+    states: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
     """Return one vector for each text, as sentence-transformers does."""
     weights = torch.ones_like(states[..., 0]) if mask is None else mask.to(states)
     if exposure.pooling == "last":
@@ -355,7 +384,9 @@ def bfloat16_arithmetic(model: nn.Module) -> Generator[None]:
     """Compute every linear map in bfloat16, and round the output of every module to it."""
 
     def rounded(
-        module: nn.Module, inputs: tuple[Any, ...], output: Any
+        module: nn.Module,
+        inputs: tuple[Any, ...],
+        output: Any,
     ) -> Tensor | None:
         if not isinstance(output, Tensor):
             return None

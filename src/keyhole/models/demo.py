@@ -50,7 +50,9 @@ EXAMPLES = tuple(
 
 
 def load_demo(
-    task: str = "base", device: str = "cpu", hardened: bool = False
+    task: str = "base",
+    device: str = "cpu",
+    hardened: bool = False,
 ) -> Loaded:
     """Load the classifier, with its head if the task is "classification".
 

@@ -162,7 +162,11 @@ def _same(first: Tensor | None, second: Tensor | None) -> bool:
     return first.data_ptr() == second.data_ptr() or torch.equal(first, second)
 
 
-def _differ(rows: Tensor, others: Tensor, tolerance: float) -> bool:
+def _differ(
+    rows: Tensor,
+    others: Tensor,
+    tolerance: float,
+) -> bool:
     """Return whether rows differ by more than the rounding of their precision."""
     tolerance = max(tolerance, torch.finfo(rows.dtype).eps / 8)
     rows = rows.float()
@@ -300,7 +304,11 @@ def special_tokens(config: Any) -> list[int]:
     return [token for tokens in listed for token in tokens if isinstance(token, int)]
 
 
-def _takes_embeddings(base: nn.Module, words: Tensor, last: Tensor) -> bool:
+def _takes_embeddings(
+    base: nn.Module,
+    words: Tensor,
+    last: Tensor,
+) -> bool:
     """Return whether the embeddings of a text give the same last states as its ids."""
     try:
         output = base(inputs_embeds=words, output_hidden_states=True, return_dict=True)
@@ -486,7 +494,9 @@ def _is_linear(call: _Call, state: Tensor) -> bool:
 
 
 def _mixing(
-    block: _Block, maps: list[_Call], fill: Callable[[Tensor], Tensor]
+    block: _Block,
+    maps: list[_Call],
+    fill: Callable[[Tensor], Tensor],
 ) -> tuple[str | None, dict[str, tuple[Tensor, Tensor]]]:
     """Find the first map whose last input row depends on what maps before gave at other positions.
 
@@ -517,7 +527,11 @@ def _mixing(
             mixed.append(names[module])
             raise _Mixed
 
-    def after(module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    def after(
+        module: nn.Module,
+        _args: Any,
+        output: Tensor,
+    ) -> Tensor:
         outputs[names[module]] = fill(output.detach()).requires_grad_()
         return outputs[names[module]]
 
@@ -543,7 +557,11 @@ def _path_between(block: _Block, state: Tensor | None) -> str | None:
 # The keys of a cache, and whether they are rotated
 
 
-def _with_keys(base: nn.Module, found: Structure, repeated: Tensor) -> Structure:
+def _with_keys(
+    base: nn.Module,
+    found: Structure,
+    repeated: Tensor,
+) -> Structure:
     """Add what one repeated token shows: rotary positions, and the cache of a causal model."""
     output, calls = _run(base, repeated, use_cache=True)
     embedded = output.hidden_states[0]
@@ -577,7 +595,9 @@ def _with_keys(base: nn.Module, found: Structure, repeated: Tensor) -> Structure
 
 
 def _cached(
-    found: Structure, output: Any, calls: list[_Call]
+    found: Structure,
+    output: Any,
+    calls: list[_Call],
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Return the cached keys and values of the blocks that were given the cache."""
     given = {

@@ -513,7 +513,11 @@ def is_model(thing: object) -> bool:
 
 
 @contextmanager
-def lent(model: Any, tokenizer: Any, name: str | None = None) -> Generator[Loaded]:
+def lent(
+    model: Any,
+    tokenizer: Any,
+    name: str | None = None,
+) -> Generator[Loaded]:
     """Give the model as attacks need it: in eval mode, without gradients, on a CPU in float32.
 
     Its modes, its gradients and the random state are restored. It is copied only to
@@ -613,7 +617,12 @@ class _NomicFile:
             architectures=["NomicBertModel"],
         )
 
-    def model(self, task: str, dtype: torch.dtype, device: str | torch.device) -> Any:
+    def model(
+        self,
+        task: str,
+        dtype: torch.dtype,
+        device: str | torch.device,
+    ) -> Any:
         if task != "base":
             raise InputError(f"a GGUF file of {NOMIC} has no head for {task}")
         with torch.random.fork_rng():

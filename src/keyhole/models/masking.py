@@ -168,7 +168,10 @@ class _Watch:
                 yield after, self._leave
 
     def _enter(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         self._depth += 1  # before anything can raise: `_leave` is called in any case
         if self._depth > 1:
@@ -186,7 +189,12 @@ class _Watch:
             # back to the model's own implementation, until `_leave`
             self.setting.__exit__()
 
-    def _leave(self, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _leave(
+        self,
+        _module: nn.Module,
+        _args: Any,
+        output: Any,
+    ) -> None:
         self._depth -= 1
         if self._depth:
             return
@@ -227,7 +235,9 @@ def _kind(name: str, module: nn.Module) -> str:
 
 
 def _named(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the arguments of a forward pass by name, also positional ones with known names."""
     return {**inspect.signature(module.forward).bind_partial(*args).arguments, **kwargs}
@@ -329,7 +339,10 @@ def _as_float(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _expect(
-    what: str, given: Tensor | None, site: Site, shape: torch.Size
+    what: str,
+    given: Tensor | None,
+    site: Site,
+    shape: torch.Size,
 ) -> Tensor | None:
     """Return what a rewrite gave; raise InputError if it does not fit the scores."""
     if given is None:

@@ -51,7 +51,9 @@ def behind(decoder: nn.Module, states: Tensor) -> Generator[None]:
     cached = _cross_cache(decoder, states)
 
     def pass_states(
-        _m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        _m: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
         texts = next(len(each) for each in given if each is not None)
@@ -86,7 +88,11 @@ def _cross_cache(decoder: nn.Module, states: Tensor) -> Any:
     return cached
 
 
-def _shared(cached: Any, own: Any, texts: int) -> Any:
+def _shared(
+    cached: Any,
+    own: Any,
+    texts: int,
+) -> Any:
     """Return the cache for a batch: the states' keys and values, expanded without copies.
 
     They stand next to the batch's `own` cache of its tokens, if it has one.

@@ -45,20 +45,38 @@ class Rotation:
     neighbours: bool = False
     last: bool = False
 
-    def turn(self, base: nn.Module, keys: Tensor, positions: Tensor) -> Tensor:
+    def turn(
+        self,
+        base: nn.Module,
+        keys: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
         """Rotate keys (b, heads, n, k) as a cache holds them at positions (b, n)."""
         return self._rotated(keys, *self._cos_sin(base, keys, positions))
 
-    def undo(self, base: nn.Module, keys: Tensor, positions: Tensor) -> Tensor:
+    def undo(
+        self,
+        base: nn.Module,
+        keys: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
         """Remove positions (b, n) from the keys (b, heads, n, k) of a cache."""
         return self.undone(keys, *self._cos_sin(base, keys, positions))
 
-    def undone(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def undone(
+        self,
+        keys: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor:
         factor = cos.square() + sin.square()  # squared
         return self._rotated(keys, cos / factor, -sin / factor)
 
     def _cos_sin(
-        self, base: nn.Module, keys: Tensor, positions: Tensor
+        self,
+        base: nn.Module,
+        keys: Tensor,
+        positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines (b, 1, n, planes) that the model rotates keys by."""
         current = {_POSITIONS: positions, _STATES: keys.new_zeros(1)}
@@ -69,7 +87,12 @@ class Rotation:
         cos, sin = cast("tuple[Tensor, Tensor]", pair)
         return cos[..., self.angles].unsqueeze(1), sin[..., self.angles].unsqueeze(1)
 
-    def _rotated(self, keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _rotated(
+        self,
+        keys: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor:
         size = 2 * cos.shape[-1]
         axis = -1 if self.neighbours else -2
         start = keys.shape[-1] - size if self.last else 0
@@ -84,7 +107,11 @@ Turn = tuple[Rotation, Tensor, Tensor]
 
 
 def turn_of(
-    module: str, args: Sequence[Any], kwargs: dict[str, Any], output: Any, length: int
+    module: str,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    output: Any,
+    length: int,
 ) -> Turn | None:
     """Return the rotation if a call mapped `length` positions to cosines and sines, else None."""
     given = [*enumerate(args), *kwargs.items()]

@@ -176,7 +176,10 @@ class Block(Parametric):
         return self.E * self.normed(y, self.epsilon_behind) + self.e
 
     def added(
-        self, tokens: Tensor, epsilon: float | Tensor, behind: float | Tensor
+        self,
+        tokens: Tensor,
+        epsilon: float | Tensor,
+        behind: float | Tensor,
     ) -> Tensor:
         """Return the answers of a block without norms behind the sums, for any two ε."""
         h = self._asking(tokens) + self.sub_layer.answers(self.normed(tokens, epsilon))

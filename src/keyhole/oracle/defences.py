@@ -69,7 +69,11 @@ class Defended(Wrapper):
         return (answers > 0).double() if defence.sign_only else answers
 
 
-def _errors(question: Tensor, count: int, seed: int) -> Tensor:
+def _errors(
+    question: Tensor,
+    count: int,
+    seed: int,
+) -> Tensor:
     """Return `count` numbers between 0 and 1, always the same for one question."""
     data = question.detach().cpu().contiguous().numpy().tobytes()
     digest = hashlib.blake2b(data, digest_size=8, salt=seed.to_bytes(8, "little"))
@@ -139,7 +143,12 @@ class Noisy(Defended):
     """Adds an error within ±`tolerance` to answers; with `fresh` a new one each time."""
 
     def __init__(
-        self, inner: Oracle, tolerance: float, seed: int = 0, *, fresh: bool = False
+        self,
+        inner: Oracle,
+        tolerance: float,
+        seed: int = 0,
+        *,
+        fresh: bool = False,
     ) -> None:
         if fresh:
             defence = Defence(fresh_noise=tolerance, seed=seed)

@@ -87,7 +87,12 @@ class Limits:
 class Refused(OracleError):
     """The server answered with the error `status`; `text` is the beginning of its answer."""
 
-    def __init__(self, message: str, status: int, text: str = "") -> None:
+    def __init__(
+        self,
+        message: str,
+        status: int,
+        text: str = "",
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.text = text
@@ -105,7 +110,10 @@ class _Transient(Exception):
     """
 
     def __init__(
-        self, why: str, wait: float | None = None, restarting: bool = False
+        self,
+        why: str,
+        wait: float | None = None,
+        restarting: bool = False,
     ) -> None:
         super().__init__(why)
         self.wait = wait
@@ -177,7 +185,10 @@ class Http:
         self._pool.close()
 
     def request(
-        self, verb: str, url: str, content: dict[str, Any] | None = None
+        self,
+        verb: str,
+        url: str,
+        content: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the JSON object that `url` answers with."""
         return self.ask(verb, url, content, lambda data: as_object(data, url))
@@ -231,7 +242,11 @@ class Http:
         raise OracleError(f"no answer from {url}: the connection was closed")
 
     def _wait_to_retry(
-        self, url: str, trouble: _Transient, attempt: int, deadline: float
+        self,
+        url: str,
+        trouble: _Transient,
+        attempt: int,
+        deadline: float,
     ) -> None:
         """Sleep until the next attempt; raise if that would be after the deadline."""
         pause = min(_FIRST_PAUSE * 2 ** min(attempt, 10), _MAX_PAUSE)
@@ -473,7 +488,11 @@ class _RateLimit:
 # pieces, parsed.
 
 
-def _body(reply: httpcore.Response, url: str, limit: int) -> Iterator[bytes]:
+def _body(
+    reply: httpcore.Response,
+    url: str,
+    limit: int,
+) -> Iterator[bytes]:
     """Yield the decompressed body; raise as soon as it is known to be longer than `limit`."""
 
     def bounded(pieces: Iterable[bytes], how: str) -> Iterator[bytes]:
@@ -498,7 +517,9 @@ def _body(reply: httpcore.Response, url: str, limit: int) -> Iterator[bytes]:
 
 
 def _decompressed(
-    pieces: Iterable[bytes], reply: httpcore.Response, url: str
+    pieces: Iterable[bytes],
+    reply: httpcore.Response,
+    url: str,
 ) -> Iterator[bytes]:
     """Yield the body before gzip or deflate, in pieces that are small even for a zip bomb."""
     coding = _header(reply, "content-encoding").strip().lower()
@@ -527,7 +548,11 @@ def _decompressed(
         raise Garbled(f"the {coding} body from {url} ends too early")
 
 
-def _parsed(body: bytearray, url: str, limits: Limits) -> object:
+def _parsed(
+    body: bytearray,
+    url: str,
+    limits: Limits,
+) -> object:
     """Return the JSON of a body, and clear the body; refuse one that would take too much memory."""
     parts = sum(body.count(mark) for mark in b'[{",')
     if parts > limits.parts:

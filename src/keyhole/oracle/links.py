@@ -86,7 +86,11 @@ def undone(name: str, answers: Tensor) -> Tensor:
             return answers
 
 
-def uncertain(name: str, answers: Tensor, error: Tensor) -> Tensor:
+def uncertain(
+    name: str,
+    answers: Tensor,
+    error: Tensor,
+) -> Tensor:
     """Return how far scores are off if answers are off by `error`; infinite if they saturate.
 
     The probabilities of a softmax are rounded separately, so their errors add up.
@@ -104,7 +108,11 @@ def uncertain(name: str, answers: Tensor, error: Tensor) -> Tensor:
     return parts + parts.mean(-1, keepdim=True)
 
 
-def _inside(answers: Tensor, low: float, high: float) -> Tensor:
+def _inside(
+    answers: Tensor,
+    low: float,
+    high: float,
+) -> Tensor:
     """Move saturated answers to the end of the range, where the inverse is infinite."""
     answers = answers.masked_fill(answers - low < _SATURATED, low)
     return answers.masked_fill(high - answers < _SATURATED, high)

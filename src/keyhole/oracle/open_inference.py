@@ -343,7 +343,9 @@ class OpenInference(ServedModel):
 
 
 def _with_gaps(
-    answers: Sequence[Tensor | None], parts: Sequence[Tensor], like: Tensor
+    answers: Sequence[Tensor | None],
+    parts: Sequence[Tensor],
+    like: Tensor,
 ) -> Tensor:
     """Join the answers up to the last that arrived, with NaN for those that did not."""
     last = max(number for number, answer in enumerate(answers) if answer is not None)
@@ -419,7 +421,11 @@ class TakesTexts(InputError):
         )
 
 
-def tensor_specs(metadata: dict[str, Any], kind: str, url: str) -> list[TensorSpec]:
+def tensor_specs(
+    metadata: dict[str, Any],
+    kind: str,
+    url: str,
+) -> list[TensorSpec]:
     """Return the inputs or outputs of a model; empty if the server does not list them."""
     listed = metadata.get(kind) or []
     items = _as_objects(listed)
@@ -430,7 +436,11 @@ def tensor_specs(metadata: dict[str, Any], kind: str, url: str) -> list[TensorSp
     return [_tensor_spec(item, kind.removesuffix("s"), url) for item in items]
 
 
-def _tensor_spec(item: dict[str, Any], kind: str, url: str) -> TensorSpec:
+def _tensor_spec(
+    item: dict[str, Any],
+    kind: str,
+    url: str,
+) -> TensorSpec:
     def wrong(what: str, got: object) -> OracleError:
         return OracleError(
             f"expected the {what} of an {kind} from {url}, got {_describe(got)}"
@@ -449,7 +459,9 @@ def _tensor_spec(item: dict[str, Any], kind: str, url: str) -> TensorSpec:
 
 
 def _vector_input(
-    inputs: Sequence[TensorSpec], name: str | None, url: str
+    inputs: Sequence[TensorSpec],
+    name: str | None,
+    url: str,
 ) -> TensorSpec:
     """Return the tensor that takes vectors: the one of that name, or the only one."""
     if not inputs:
@@ -475,7 +487,11 @@ def _vector_input(
     return sequences[0]
 
 
-def find_tensor(tensors: Sequence[TensorSpec], name: str, url: str) -> TensorSpec:
+def find_tensor(
+    tensors: Sequence[TensorSpec],
+    name: str,
+    url: str,
+) -> TensorSpec:
     for tensor in tensors:
         if tensor.name == name:
             return tensor
@@ -504,7 +520,11 @@ def _least(limits: Sequence[object]) -> int | None:
     return min(counts, default=None)
 
 
-def _signs(labels: Sequence[str], positive: str | None, url: str) -> Tensor:
+def _signs(
+    labels: Sequence[str],
+    positive: str | None,
+    url: str,
+) -> Tensor:
     """Return 1 for each positive label and 0 for each other."""
     if positive is not None:
         answers = [label == positive for label in labels]
@@ -545,7 +565,11 @@ def _as_strings(data: object, count: int) -> list[str] | None:
     return None
 
 
-def _as_numbers(data: object, shape: Sequence[int], url: str) -> Tensor:
+def _as_numbers(
+    data: object,
+    shape: Sequence[int],
+    url: str,
+) -> Tensor:
     """Return the numbers of a list, flat or nested, if there are as many as the shape takes."""
     count = math.prod(shape)
     items = data if isinstance(data, list) else None

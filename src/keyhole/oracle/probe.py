@@ -105,7 +105,13 @@ class Server:
             by_path.setdefault(route.path, route)
         return list(by_path.values())
 
-    def try_route(self, route: Route, text: str, *, key: bool = False) -> Answered:
+    def try_route(
+        self,
+        route: Route,
+        text: str,
+        *,
+        key: bool = False,
+    ) -> Answered:
         """Ask a route about a text; if it refuses to give many log-probabilities, ask for fewer."""
         first = MANY if self.kind in _TAKES_MANY else SAFE
         with closing(self.http(key=key)) as http:
@@ -120,7 +126,12 @@ class Server:
         return answered
 
     def ask_tokens(
-        self, route: Route, text: str, tokens: Sequence[int], *, key: bool = False
+        self,
+        route: Route,
+        text: str,
+        tokens: Sequence[int],
+        *,
+        key: bool = False,
     ) -> Answered:
         """Ask for the log-probabilities of these tokens, `route.chosen` of them at a time."""
         content = route.asked(text, self.model, 1)
@@ -138,7 +149,12 @@ class Server:
                 found |= answered.content
         return Answered(found, requests=len(groups), chosen=True)
 
-    def _ask(self, http: Http, route: Route, content: dict[str, Any]) -> Answered:
+    def _ask(
+        self,
+        http: Http,
+        route: Route,
+        content: dict[str, Any],
+    ) -> Answered:
         url = f"{self.url}{route.path.partition('#')[0]}"
         try:
             answer = http.ask("POST", url, content)
@@ -210,7 +226,12 @@ class Route:
     def name(self) -> str:
         return f"POST {re.split('[?#]', self.path)[0]} of {self.server}"
 
-    def asked(self, text: str, model: str, count: int = SAFE) -> dict[str, Any]:
+    def asked(
+        self,
+        text: str,
+        model: str,
+        count: int = SAFE,
+    ) -> dict[str, Any]:
         """Return the request about a text, for `count` log-probabilities."""
         values = {"$text": text, "$model": model, "$count": count}
         return _filled(dict(self.content), values)

@@ -206,7 +206,10 @@ class Counted(Wrapper):
     """
 
     def __init__(
-        self, inner: Oracle, budget: int | None = None, progress: Progress = silent
+        self,
+        inner: Oracle,
+        budget: int | None = None,
+        progress: Progress = silent,
     ) -> None:
         if budget is not None and budget < 0:
             raise InputError(f"a budget must be 0 queries or more, not {budget}")

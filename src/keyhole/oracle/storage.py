@@ -145,7 +145,11 @@ def _normals(seed: int) -> Callable[..., Tensor]:
 
 
 def plant_orthogonal(
-    dim: int, heads: int, *, scale: float = 1.0, seed: int = 0
+    dim: int,
+    heads: int,
+    *,
+    scale: float = 1.0,
+    seed: int = 0,
 ) -> tuple[MultiHead, list[Tensor]]:
     """Return heads in random orthogonal subspaces of nearly equal size, and their bases (d, k).
 
@@ -171,7 +175,9 @@ def plant_orthogonal(
 
 
 def save(
-    target: Planted | Linked, path: str | Path, defence: Defence | None = None
+    target: Planted | Linked,
+    path: str | Path,
+    defence: Defence | None = None,
 ) -> None:
     """Write a target; the one that `load` returns has the same answers, bit for bit.
 
@@ -217,7 +223,9 @@ def load_plain(path: str | Path) -> tuple[Planted | Linked, Defence]:
 
 
 def from_tensors(
-    metadata: dict[str, str], tensors: dict[str, Tensor], origin: str | Path
+    metadata: dict[str, str],
+    tensors: dict[str, Tensor],
+    origin: str | Path,
 ) -> Planted | Linked:
     """Return the target of the kind that `metadata` names, made of `tensors` and the settings.
 

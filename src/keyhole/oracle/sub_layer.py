@@ -159,7 +159,12 @@ class SubLayer(Parametric):
         mixed = torch.einsum("bghmn,bngv->bmghv", weights, values)
         return mixed.flatten(2) @ O + self.b
 
-    def _turned(self, vectors: Tensor, positions: Tensor, each: int) -> Tensor:
+    def _turned(
+        self,
+        vectors: Tensor,
+        positions: Tensor,
+        each: int,
+    ) -> Tensor:
         """Apply R_p to vectors (batch, n, heads, k); `each` consecutive heads share frequencies."""
         angles = positions[:, None, None] * self.frequencies.repeat_interleave(each, 0)
         return rotated(vectors, angles)

@@ -29,7 +29,9 @@ ABSENT = -1e6
 
 
 def question(
-    prompt: Tensor, raised: Tensor | None = None, biases: Tensor | None = None
+    prompt: Tensor,
+    raised: Tensor | None = None,
+    biases: Tensor | None = None,
 ) -> Tensor:
     """Return a question (1, n, 2) of a prompt's token ids and of tokens to raise by `biases`."""
     rows = torch.stack([prompt.double(), zeros(len(prompt))], 1)

@@ -91,7 +91,13 @@ class VectorPrompts:
     may_change = True  # the server may load another model under the same address
     precision = 2.0**-9  # relative; servers compute in bfloat16
 
-    def __init__(self, server: Server, dim: int, *, key: bool = True) -> None:
+    def __init__(
+        self,
+        server: Server,
+        dim: int,
+        *,
+        key: bool = True,
+    ) -> None:
         if server.kind not in FORMS:
             known = " or ".join(FORMS)
             raise InputError(

@@ -41,7 +41,12 @@ class TokenCount:
         self._progress = progress
         self._fitting: dict[int, int] = {}
 
-    def set(self, number: int, tokens: int, note: str = "") -> None:
+    def set(
+        self,
+        number: int,
+        tokens: int,
+        note: str = "",
+    ) -> None:
         """Report that `tokens` tokens of leak `number` fit."""
         self._fitting[number] = tokens
         note = ", ".join(filter(None, ("tokens", note)))
@@ -132,7 +137,10 @@ class Target:
 
     @torch.no_grad()
     def exposed(
-        self, exposure: Exposure, ids: Tensor, mask: Tensor | None = None
+        self,
+        exposure: Exposure,
+        ids: Tensor,
+        mask: Tensor | None = None,
     ) -> Iterator[dict[str, Tensor]]:
         """Yield what this model exposes of texts `ids` (b, n), a batch at a time.
 
@@ -203,7 +211,12 @@ class Target:
             nearest = [every.gather(-1, best.indices)]
         return nearest[0]
 
-    def remembered(self, what: str, key: Any, make: Callable[[], Made]) -> Made:
+    def remembered(
+        self,
+        what: str,
+        key: Any,
+        make: Callable[[], Made],
+    ) -> Made:
         """Return what `make` gives for this model and `key`, from a cache if it was the last key.
 
         For every `what` the latest value alone is kept, as long as the model lives.

@@ -476,7 +476,9 @@ def load_leak(path: str | Path) -> Leak:
 
 
 def own_leak(
-    metadata: dict[str, str], tensors: dict[str, Tensor], path: str | Path
+    metadata: dict[str, str],
+    tensors: dict[str, Tensor],
+    path: str | Path,
 ) -> Leak:
     """Return the leak in a file of Keyhole's own format, by its metadata and its tensors."""
     if metadata.get("keyhole") != FORMAT or metadata.get("leak") not in TYPES:

@@ -39,7 +39,12 @@ class Original:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, tokenizer: Any, text: str, max_length: int) -> Original:
+    def of(
+        cls,
+        tokenizer: Any,
+        text: str,
+        max_length: int,
+    ) -> Original:
         """Return the text as the model takes it, cut off after `max_length` tokens."""
         start = opening(text, max_length)
         ids = list(
@@ -109,7 +114,11 @@ def names_and_numbers(text: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _unknown_words(tokenizer: Any, text: str, ids: list[int]) -> str:
+def _unknown_words(
+    tokenizer: Any,
+    text: str,
+    ids: list[int],
+) -> str:
     """Return a note on the words that the tokenizer has no token for; empty if there are none."""
     unknown = unknown_token(tokenizer)
     if unknown is None or unknown not in ids:

@@ -34,7 +34,11 @@ def secret(form: str) -> Defence:
     return Defence(name=form, changes=Changes.STATES, forms=(f"{form}:{_KEY}",))
 
 
-def hidden(leak: Leak, defence: Defence, seed: int) -> Leak:
+def hidden(
+    leak: Leak,
+    defence: Defence,
+    seed: int,
+) -> Leak:
     """Return the leak of one text behind a defence; `seed` draws what is new for each text."""
     return defended(leak, defence, random_stream(seed))
 
@@ -65,7 +69,11 @@ def own_texts(
     ]
 
 
-def undone(known: Pairs, leaks: Sequence[Leak], defence: Defence) -> list[Leak]:
+def undone(
+    known: Pairs,
+    leaks: Sequence[Leak],
+    defence: Defence,
+) -> list[Leak]:
     """Return the leaks without the secret, as far as the known texts determine it."""
     if defence.name == "rotated":
         return unrotated(known, leaks)

@@ -77,7 +77,12 @@ class Verdict:
     similarity: float | None = None
 
     @classmethod
-    def without_fit(cls, status: Status, reason: str, tokens: int) -> Verdict:
+    def without_fit(
+        cls,
+        status: Status,
+        reason: str,
+        tokens: int,
+    ) -> Verdict:
         """Return the verdict on `tokens` ids that cannot be compared with the leak."""
         return cls(status, reason, False, None, None, (Mark.UNKNOWN,) * tokens)
 

@@ -217,7 +217,11 @@ ATTACKS: Registry[Attack, Row] = Registry(
 WITH_CORPUS = "counted-reader"  # the attack that takes --corpus
 
 
-def readers(kind: str, causal: bool, permuted: bool = False) -> list[str]:
+def readers(
+    kind: str,
+    causal: bool,
+    permuted: bool = False,
+) -> list[str]:
     """Return the names of the attacks that read a kind of leak, the default first."""
     names = [
         entry.name

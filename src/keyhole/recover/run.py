@@ -119,7 +119,11 @@ def run(
     originals = _originals(target, truth, len(opened))
     done: dict[int, TextRecovery] = {}
 
-    def read_of(number: int, recovery: TextRecovery, before: bool = False) -> LeakRead:
+    def read_of(
+        number: int,
+        recovery: TextRecovery,
+        before: bool = False,
+    ) -> LeakRead:
         file = opened[number]
         return LeakRead(number, file.name, file.leak.digest, recovery, before)
 
@@ -162,7 +166,11 @@ def run(
     return [done[number] for number in range(len(opened))]
 
 
-def _compared(read: LeakRead, original: Original | None, tokenizer: Any) -> LeakRead:
+def _compared(
+    read: LeakRead,
+    original: Original | None,
+    tokenizer: Any,
+) -> LeakRead:
     """Return what was read with the padding id, and a comparison with the true text if known."""
     read = replace(read, padding=getattr(tokenizer, "pad_token_id", None))
     if original is None:
@@ -174,7 +182,9 @@ def _compared(read: LeakRead, original: Original | None, tokenizer: Any) -> Leak
 
 
 def _identity(
-    loaded: Loaded, method: str | Attack | None, corpus: str | Path | None
+    loaded: Loaded,
+    method: str | Attack | None,
+    corpus: str | Path | None,
 ) -> dict[str, Any]:
     """Return what determines the results: an `out` file of another run is refused."""
     settings = method if isinstance(method, str | None) else repr(method)
@@ -185,7 +195,9 @@ def _identity(
 
 
 def _originals(
-    target: Target, truth: Sequence[str] | None, count: int
+    target: Target,
+    truth: Sequence[str] | None,
+    count: int,
 ) -> Sequence[Original | None]:
     """Return the true texts as the model takes them, one for each leak."""
     if truth is None:
@@ -197,7 +209,10 @@ def _originals(
 
 
 def _named_attack(
-    target: Target, leak: Leak, method: str | Attack | None, corpus: str | Path | None
+    target: Target,
+    leak: Leak,
+    method: str | Attack | None,
+    corpus: str | Path | None,
 ) -> Attack | None:
     """Return the attack of that name if it reads such a leak; None leaves the choice open."""
     names = readers(leak.kind, target.parts.causal, leak.in_no_order)

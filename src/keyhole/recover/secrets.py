@@ -122,7 +122,10 @@ class Secret(NamedTuple):
 
 
 def secrets_of(
-    leak: Leak, form: str, key: int, stream: torch.Generator
+    leak: Leak,
+    form: str,
+    key: int,
+    stream: torch.Generator,
 ) -> list[Secret]:
     """Return a secret for each matrix of a leak.
 
@@ -157,7 +160,11 @@ def _filled(rows: Tensor) -> Tensor:
     return torch.nn.functional.pad(rows, (0, 0, 0, -len(rows) % BLOCK), value=large)
 
 
-def _cloak(rows: Tensor, secret: torch.Generator, stream: torch.Generator) -> Secret:
+def _cloak(
+    rows: Tensor,
+    secret: torch.Generator,
+    stream: torch.Generator,
+) -> Secret:
     """Return KV-Cloak's secret for one head's keys or values, with its default settings."""
     half = rows.shape[1] // 2
     angles = 2 * torch.pi * torch.rand(half, generator=secret, dtype=torch.float64)
@@ -246,7 +253,11 @@ def by_lengths(target: Target, leaks: Sequence[Leak]) -> Pairs:
         rows = torch.stack([matrix.norm(dim=1) for matrix in matrices_of(leak)], 1)
         length = 1 if target.parts.rotary else len(rows)
 
-        def misfit(tokens: Tensor, rows: Tensor = rows, length: int = length) -> Tensor:
+        def misfit(
+            tokens: Tensor,
+            rows: Tensor = rows,
+            length: int = length,
+        ) -> Tensor:
             given = capture(
                 target.model, exposure, ids=tokens[:, None].expand(-1, length)
             )

@@ -90,7 +90,11 @@ def leak_of(
     return TYPES[exposure.kind](**tensors, **about)
 
 
-def token_ids(tokenizer: Any, text: str, max_length: int) -> list[int]:
+def token_ids(
+    tokenizer: Any,
+    text: str,
+    max_length: int,
+) -> list[int]:
     """Return the ids of a text, cut off after `max_length` tokens."""
     given = opening(text, max_length)
     ids = tokenizer(given, truncation=True, max_length=max_length)["input_ids"]
@@ -131,7 +135,11 @@ def degrade(
     return defended(leak, defence, stream)
 
 
-def defended(leak: Leak, defence: Defence, stream: torch.Generator) -> Leak:
+def defended(
+    leak: Leak,
+    defence: Defence,
+    stream: torch.Generator,
+) -> Leak:
     """Return the leak behind a defence of states."""
     forms = parse_forms(defence.forms)
     possible = (*_POSSIBLE.get(leak.kind, ()), *SECRETS)
@@ -171,7 +179,12 @@ def parse_forms(forms: Sequence[str]) -> dict[str, int]:
     return {name: parsed[name] for name in FORMS if name in parsed}
 
 
-def _reshaped(leak: Leak, form: str, number: int, stream: torch.Generator) -> Leak:
+def _reshaped(
+    leak: Leak,
+    form: str,
+    number: int,
+    stream: torch.Generator,
+) -> Leak:
     """Return the leak in a form that is no secret."""
     values = leak.tensors["values"]
     if form == "truncated":

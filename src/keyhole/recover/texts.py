@@ -66,7 +66,11 @@ def recovering(
     )
 
 
-def target_of(model: Any, tokenizer: Any, leaks: Sequence[Leak]) -> Target:
+def target_of(
+    model: Any,
+    tokenizer: Any,
+    leaks: Sequence[Leak],
+) -> Target:
     """Return the model that leaked; if the leaks hold an encoder's states, that is the decoder."""
     states = getattr(leaks[0], "encoder", None) if leaks else None
     if states is None:
@@ -77,7 +81,9 @@ def target_of(model: Any, tokenizer: Any, leaks: Sequence[Leak]) -> Target:
 
 
 def recover_each(
-    target: Target, leaks: Mapping[int, Leak], method: Attack | None = None
+    target: Target,
+    leaks: Mapping[int, Leak],
+    method: Attack | None = None,
 ) -> Iterator[tuple[int, TextRecovery]]:
     """Yield the number of each checked leak with its recovery; the leak decides without `method`.
 
@@ -104,7 +110,9 @@ def recover_each(
 
 
 def _attack_and_judge(
-    target: Target, leaks: Mapping[int, Leak], attack: Attack | None
+    target: Target,
+    leaks: Mapping[int, Leak],
+    attack: Attack | None,
 ) -> Iterator[tuple[int, TextRecovery]]:
     """Attack leaks of one kind, judge every proposal, and time each of them."""
     since = time.perf_counter()
@@ -144,7 +152,10 @@ def _default_attack(target: Target, leak: Leak) -> Attack:
 
 
 def _recovery(
-    target: Target, leak: Leak, attack: Attack, proposal: Proposal
+    target: Target,
+    leak: Leak,
+    attack: Attack,
+    proposal: Proposal,
 ) -> TextRecovery:
     """Judge a proposal, and explain the verdict for this kind of leak."""
     ids = proposal.ids
@@ -189,7 +200,11 @@ def _recovery(
     )
 
 
-def _lost(target: Target, leak: Leak, ids: list[int]) -> list[str]:
+def _lost(
+    target: Target,
+    leak: Leak,
+    ids: list[int],
+) -> list[str]:
     """Return notes on what the text had and its tokens do not show."""
     notes: list[str] = []
     unknown = unknown_token(target.tokenizer)

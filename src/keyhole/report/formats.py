@@ -255,7 +255,12 @@ def _skipped(skip: Skip, assessment: Assessment) -> Element:
     return case
 
 
-def _testcase(family: str, part: str, name: str, seconds: float) -> Element:
+def _testcase(
+    family: str,
+    part: str,
+    name: str,
+    seconds: float,
+) -> Element:
     classname = f"keyhole.{family}"
     if part:
         classname += f".{words.slug(part)}"

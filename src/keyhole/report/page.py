@@ -216,7 +216,10 @@ def picture(cut: Cut) -> Picture:
 
 
 def _drawn(
-    cut: Cut, layer: int, head: int, pairs: Sequence[tuple[int, int]]
+    cut: Cut,
+    layer: int,
+    head: int,
+    pairs: Sequence[tuple[int, int]],
 ) -> tuple[str, str]:
     """Return what was cut of a head, in words and as a path."""
     title = f"layer {layer + 1}, head {head + 1}"
@@ -307,7 +310,11 @@ def parts(assessment: Assessment) -> list[Part]:
     return list(made.values())
 
 
-def _place(part: Part, item: Item, texts: Sequence[Readings]) -> None:
+def _place(
+    part: Part,
+    item: Item,
+    texts: Sequence[Readings],
+) -> None:
     exposure = item.finding.exposure
     column = str(exposure.layer) if exposure.layer is not None else WHOLE
     kind = words.exposure(replace(exposure, layer=None))

@@ -147,7 +147,11 @@ def cosine(value: float) -> str:
     return f"{math.floor(value * 1e4) / 1e4:.4f}"
 
 
-def _span(readings: list[Reading], first: int, last: float) -> Span:
+def _span(
+    readings: list[Reading],
+    first: int,
+    last: float,
+) -> Span:
     # A vector of which nothing was read counts among the shortest.
     inside = [r for r in readings if first <= max(1, r.tokens or 0) <= last]
     missed = [r for r in inside if not (r.exact and r.verified)]

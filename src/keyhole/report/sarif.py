@@ -82,7 +82,9 @@ def written(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def run(
-    assessment: Assessment, name: str, keep: Callable[[dict[str, Any]], bool] = bool
+    assessment: Assessment,
+    name: str,
+    keep: Callable[[dict[str, Any]], bool] = bool,
 ) -> dict[str, Any]:
     """Return the run of an audit, with a name of its own; `keep` chooses the results."""
     items = (*assessment.items, *assessment.gone, *assessment.untried)

@@ -162,7 +162,9 @@ def _widths(rows: Sequence[Sequence[Text]], width: int) -> tuple[list[int], int]
 
 
 def _columns(
-    widths: Sequence[int], gap: int, rows: Iterable[Sequence[Text]]
+    widths: Sequence[int],
+    gap: int,
+    rows: Iterable[Sequence[Text]],
 ) -> Padding:
     view = Table.grid(padding=(0, gap, 0, 0))
     sides: list[JustifyMethod] = ["left", "left", "left", "right", "right"]

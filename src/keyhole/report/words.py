@@ -214,7 +214,10 @@ def begins(sample: int, population: int) -> str:
 
 
 def so_far(
-    last: Sequence[Reading], tried: Sequence[Reading], sample: int, population: int
+    last: Sequence[Reading],
+    tried: Sequence[Reading],
+    sample: int,
+    population: int,
 ) -> str:
     """Say what was just read of a store, and what share of its texts can be read.
 

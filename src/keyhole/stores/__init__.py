@@ -60,7 +60,9 @@ def kind_of(target: str) -> Kind | None:
 
 @contextmanager
 def open_store(
-    target: str, known: Sequence[str] = (), shown: str | None = None
+    target: str,
+    known: Sequence[str] = (),
+    shown: str | None = None,
 ) -> Generator[Store]:
     """Open the store that TARGET names, for the length of a block.
 

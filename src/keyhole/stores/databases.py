@@ -155,7 +155,11 @@ def open_qdrant(place: Place) -> Generator[Store]:
         yield _qdrant_store(database, place, name)
 
 
-def _qdrant_store(database: sqlite3.Connection, place: Place, name: str) -> Store:
+def _qdrant_store(
+    database: sqlite3.Connection,
+    place: Place,
+    name: str,
+) -> Store:
     where = f"{place.path}, {name}"
     listed = database.execute("SELECT rowid FROM points ORDER BY rowid")
     row_ids = array("q", (row_id for (row_id,) in listed))
@@ -276,7 +280,11 @@ def _milvus_client(address: str, shown: str) -> Generator[Any]:
         ) from error
 
 
-def _milvus_store(client: Any, place: Place, note: str) -> Store:
+def _milvus_store(
+    client: Any,
+    place: Place,
+    note: str,
+) -> Store:
     name = place.choice("collection", sorted(client.list_collections()), "collection")
     where = f"{place.path}, {name}"
     if note:  # a copy of ours
@@ -350,7 +358,11 @@ def open_weaviate(place: Place) -> Generator[Store]:
         ) from error
 
 
-def _connect_weaviate(client: Any, grpc: Any, public: str) -> None:
+def _connect_weaviate(
+    client: Any,
+    grpc: Any,
+    public: str,
+) -> None:
     try:
         client.connect()
     # raised by the answers of another program
@@ -437,7 +449,11 @@ def open_postgres(place: Place) -> Generator[Store]:
         ) from error
 
 
-def _postgres_store(sql: Any, connection: Any, place: Place) -> Store:
+def _postgres_store(
+    sql: Any,
+    connection: Any,
+    place: Place,
+) -> Store:
     tables: dict[str, dict[str, str]] = {}  # the type of each column
     identifiers: dict[str, Any] = {}
     for schema, relation, column, kind in connection.execute(_COLUMNS).fetchall():
@@ -521,7 +537,10 @@ def _only_model(http: Http, url: str) -> str:
 
 
 def _embedded(
-    http: Http, url: str, model: str, texts: Sequence[str]
+    http: Http,
+    url: str,
+    model: str,
+    texts: Sequence[str],
 ) -> list[list[float]]:
     content = {"model": model, "input": list(texts), "encoding_format": "float"}
     answer = http.request("POST", url, content)

@@ -78,7 +78,9 @@ def open_json_lines(place: Place) -> Generator[Store]:
 
 
 def _readable(
-    file: IO[bytes], starts: array[int], place: Place
+    file: IO[bytes],
+    starts: array[int],
+    place: Place,
 ) -> Iterator[dict[str, Any]]:
     for row in range(len(starts)):
         with suppress(InputError):  # it is reported when the row is read
@@ -96,7 +98,12 @@ def _line_starts(file: IO[bytes]) -> array[int]:
     return starts
 
 
-def _row(file: IO[bytes], starts: array[int], row: int, path: str) -> dict[str, Any]:
+def _row(
+    file: IO[bytes],
+    starts: array[int],
+    row: int,
+    path: str,
+) -> dict[str, Any]:
     file.seek(starts[row])
     line = file.readline()
     try:
@@ -154,7 +161,10 @@ def open_parquet(place: Place) -> Generator[Store]:
 
 
 def arrow_store(
-    place: Place, schema: Any, count: int, read: Callable[[str, Sequence[int]], Any]
+    place: Place,
+    schema: Any,
+    count: int,
+    read: Callable[[str, Sequence[int]], Any],
 ) -> Store:
     """Return the store of a table; `read(column, rows)` gives rows of a column in their order."""
     types = library("pyarrow").types

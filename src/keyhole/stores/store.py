@@ -103,7 +103,12 @@ class Place:
     options: Mapping[str, str] = field(default_factory=dict[str, str])
     known: tuple[str, ...] = ()
 
-    def choice(self, option: str, names: Sequence[str], what: str) -> str:
+    def choice(
+        self,
+        option: str,
+        names: Sequence[str],
+        what: str,
+    ) -> str:
         """Return the name that the option gives, or the only one."""
         if not names:
             raise InputError(f"{self.path} has no {what}")

@@ -111,7 +111,11 @@ def assert_withstands(
 
 
 @contextmanager
-def _opened(target: Any, tokenizer: Any, options: AuditOptions) -> Generator[Target]:
+def _opened(
+    target: Any,
+    tokenizer: Any,
+    options: AuditOptions,
+) -> Generator[Target]:
     """Yield whatever a test has at hand as an open target."""
     if is_model(target):
         with lent(target, tokenizer) as loaded:
@@ -136,7 +140,9 @@ def _model_target(loaded: Loaded, options: AuditOptions) -> Target:
 
 
 def _with_texts(
-    target: Target, texts: Sequence[str] | None, examples: Sequence[Example]
+    target: Target,
+    texts: Sequence[str] | None,
+    examples: Sequence[Example],
 ) -> Target:
     """Return the target with a test's own texts in place of those that ship with Keyhole."""
     if texts is None and not examples:

@@ -52,7 +52,10 @@ class Sequences:
 
     @classmethod
     def drawn(
-        cls, attention: SubLayer, stream: torch.Generator, length: float | None = None
+        cls,
+        attention: SubLayer,
+        stream: torch.Generator,
+        length: float | None = None,
     ) -> Sequences:
         """Draw as many as the numbers of attention need.
 

@@ -97,7 +97,11 @@ class Layer:
         return replace(made, epsilon=self.epsilon, epsilon_behind=self.epsilon_behind)
 
     def undone(
-        self, hats: Tensor, sums: Tensor, basis: Tensor, start: Tensor
+        self,
+        hats: Tensor,
+        sums: Tensor,
+        basis: Tensor,
+        start: Tensor,
     ) -> Tensor:
         """Return u (n, r) such that sums `sums + u·basis` give `hats` (n, q, e), or NaN.
 
@@ -138,11 +142,21 @@ class Layer:
         right = size < _ROUGH**2 * hats.square().sum((1, 2))
         return torch.where(right[:, None], u, math.nan)
 
-    def _made(self, sums: Tensor, basis: Tensor, u: Tensor) -> Tensor:
+    def _made(
+        self,
+        sums: Tensor,
+        basis: Tensor,
+        u: Tensor,
+    ) -> Tensor:
         """Return the output of the second norm (n, q, e)."""
         return self.hats(sums + (u @ basis)[:, None])
 
-    def _slopes_of_made(self, sums: Tensor, basis: Tensor, u: Tensor) -> Tensor:
+    def _slopes_of_made(
+        self,
+        sums: Tensor,
+        basis: Tensor,
+        u: Tensor,
+    ) -> Tensor:
         """Return its derivative by u (n, q·e, r), through both norms and the layer."""
         radius = math.sqrt(sums.shape[2] + 1)
         h = sums + (u @ basis)[:, None]
@@ -188,7 +202,12 @@ class Fitted:
 
     @classmethod
     def started(
-        cls, units: Units, n: Tensor, y: Tensor, radius: float, exact: bool
+        cls,
+        units: Units,
+        n: Tensor,
+        y: Tensor,
+        radius: float,
+        exact: bool,
     ) -> Fitted:
         """Return a start: linear numbers and lengths of answers, fitted in turns."""
         affine = with_ones(n)
@@ -283,7 +302,12 @@ class _Preconditioner:
     sizes: Tensor
 
     @classmethod
-    def of(cls, fit: Fitted, affine: Tensor, numbers: Numbers) -> _Preconditioner:
+    def of(
+        cls,
+        fit: Fitted,
+        affine: Tensor,
+        numbers: Numbers,
+    ) -> _Preconditioner:
         A = numbers["A"]
         C = numbers["linear"][: len(numbers["A"])]
         r = len(A)
@@ -405,7 +429,11 @@ def fitted(
 
 
 def _reshaped(
-    fit: Fitted, units: Units, doubtful: Tensor, value: Value, stream: torch.Generator
+    fit: Fitted,
+    units: Units,
+    doubtful: Tensor,
+    value: Value,
+    stream: torch.Generator,
 ) -> Units:
     """Return the units with lengths and offsets from a great circle through each unit's own row.
 
@@ -439,7 +467,11 @@ def _reshaped(
 
 
 def _with_rare(
-    fit: Fitted, n: Tensor, y: Tensor, value: Value, stream: torch.Generator
+    fit: Fitted,
+    n: Tensor,
+    y: Tensor,
+    value: Value,
+    stream: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
     """Return n and y with more points, at which units that are nearly always off, or on, change.
 
@@ -523,13 +555,22 @@ def _across(R: Tensor, hats: Tensor) -> Tensor:
     return (R * hats).sum(1, keepdim=True) * hats - R
 
 
-def _amounts(R: Tensor, hats: Tensor, c: Tensor) -> Tensor:
+def _amounts(
+    R: Tensor,
+    hats: Tensor,
+    c: Tensor,
+) -> Tensor:
     """Return how much of c the sums have in addition to R (n)."""
     own = c - (hats @ c)[:, None] * hats
     return (_across(R, hats) * own).sum(1) / own.square().sum(1)
 
 
-def _fit(sines: Tensor, wanted: Tensor, activation: str, affine: Tensor) -> Tensor:
+def _fit(
+    sines: Tensor,
+    wanted: Tensor,
+    activation: str,
+    affine: Tensor,
+) -> Tensor:
     """Return offset, slope and size such that `size·φ(offset + slope·sine)` is near `wanted` (n).
 
     Up to the columns `affine`; by Levenberg–Marquardt, from the best of some starts.

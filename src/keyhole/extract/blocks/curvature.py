@@ -166,7 +166,10 @@ class _Hessians:
 
     @classmethod
     def measured(
-        cls, field: Field, frame: _Frame, stream: torch.Generator
+        cls,
+        field: Field,
+        frame: _Frame,
+        stream: torch.Generator,
     ) -> _Hessians:
         q = len(frame.U)
         count = max(_POINTS, math.ceil(_BEYOND * q * (q + 1) / 2 / field.numbers))
@@ -203,7 +206,12 @@ def _rank_one_parts(values: Tensor) -> tuple[Tensor, Tensor]:
     return left[..., 0] * sizes[:, :1], right[:, 0]
 
 
-def _plain(field: Field, frame: _Frame, hessians: _Hessians, units: Tensor) -> Units:
+def _plain(
+    field: Field,
+    frame: _Frame,
+    hessians: _Hessians,
+    units: Tensor,
+) -> Units:
     q = len(frame.U)
     products = torch.cat([symmetric(units, units), _identity(field, q)])
     numbers, directions = _rank_one_parts(
@@ -239,7 +247,10 @@ def _first_order_weights(features: Tensor, first: Tensor) -> Tensor:
 
 
 def _mixed(
-    field: Field, frame: _Frame, hessians: _Hessians, unknowns: int
+    field: Field,
+    frame: _Frame,
+    hessians: _Hessians,
+    unknowns: int,
 ) -> tuple[Tensor, Tensor]:
     """Return some e (n, d) in U, and D²F_p(e, w) for each w of W: (|W|, P, n, m).
 
@@ -260,7 +271,11 @@ def _mixed(
 
 
 def _gated(
-    field: Field, frame: _Frame, hessians: _Hessians, units: Tensor, gates: Tensor
+    field: Field,
+    frame: _Frame,
+    hessians: _Hessians,
+    units: Tensor,
+    gates: Tensor,
 ) -> Units:
     q = len(frame.U)
     r = len(units)

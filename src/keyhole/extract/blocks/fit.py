@@ -71,7 +71,9 @@ AnyInputs = TypeVar("AnyInputs", bound=Inputs)
 
 
 def fit(
-    units: Units, inputs: AnyInputs, y: Tensor
+    units: Units,
+    inputs: AnyInputs,
+    y: Tensor,
 ) -> tuple[Units, AnyInputs, Tensor, float]:
     """Return the units and inputs that explain the answers (n, m), Λ, and the relative error."""
     size = float(y.square().sum())
@@ -121,7 +123,11 @@ def expect_fitted(left: float, most: float = 1e-6) -> None:
         )
 
 
-def _normal(units: Units, inputs: Inputs, rest: Tensor) -> tuple[Tensor, Tensor]:
+def _normal(
+    units: Units,
+    inputs: Inputs,
+    rest: Tensor,
+) -> tuple[Tensor, Tensor]:
     u = inputs.u
     z = u @ units.A.mT + units.a
     parts = derivative(units.activation, 1)(z)[:, :, None] * with_ones(u)[:, None]
@@ -154,7 +160,11 @@ def _normal(units: Units, inputs: Inputs, rest: Tensor) -> tuple[Tensor, Tensor]
     return torch.cat([top, bottom]), torch.cat([slope, J.mT @ rest.flatten()])
 
 
-def _solved(square: Tensor, ridge: Tensor, slope: Tensor) -> Tensor:
+def _solved(
+    square: Tensor,
+    ridge: Tensor,
+    slope: Tensor,
+) -> Tensor:
     try:
         lower = torch.linalg.cholesky(square + ridge.diag())
     except LinAlgError:

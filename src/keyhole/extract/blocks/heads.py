@@ -118,7 +118,12 @@ def _at_one(
     return x, BiasedHeads(W, v.contiguous(), torch.zeros_like(v), zero)
 
 
-def _inside(count: int, dim: int, radius: float, stream: torch.Generator) -> Tensor:
+def _inside(
+    count: int,
+    dim: int,
+    radius: float,
+    stream: torch.Generator,
+) -> Tensor:
     xi = normal(stream, count, dim)
     length = 0.3 + 0.7 * torch.rand(count, 1, generator=stream, dtype=torch.float64)
     return _WIDEST * radius * length * normalize(xi, dim=1)

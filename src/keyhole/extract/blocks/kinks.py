@@ -76,7 +76,9 @@ _SAME = 1e-3  # of cosines
 
 
 def straight(
-    value: Callable[[Tensor], Tensor], d: int, stream: torch.Generator
+    value: Callable[[Tensor], Tensor],
+    d: int,
+    stream: torch.Generator,
 ) -> bool:
     """Return whether answers are linear in short steps from nearly all random points."""
     x = normal(stream, _POINTS, d)
@@ -108,7 +110,11 @@ def straight_on_sphere(
     return float(bend.median()) < (1e-12 if lost else 3e-10)
 
 
-def _bend(y: Tensor, angle: float, lost: bool) -> Tensor:
+def _bend(
+    y: Tensor,
+    angle: float,
+    lost: bool,
+) -> Tensor:
     """Return what is left of samples (4, n, m) by a filter that removes 1, cos and sin: (n)."""
     if lost:
         return torch.linalg.svdvals(y.transpose(0, 1))[:, -1]
@@ -125,7 +131,10 @@ def _lengths(features: Tensor, y: Tensor) -> tuple[Tensor, float]:
 
 
 def find_relu_units(
-    value: Callable[[Tensor], Tensor], d: int, seed: int, stream: torch.Generator
+    value: Callable[[Tensor], Tensor],
+    d: int,
+    seed: int,
+    stream: torch.Generator,
 ) -> Units:
     """Return the units, with rows and biases only: C is left to a fit."""
     one = _Homogeneous(value, d, stream)
@@ -152,7 +161,10 @@ class _Homogeneous:
     """`E(x, t) + L·(x, t)` of one number of the answers, as an oracle of one token (x, t)."""
 
     def __init__(
-        self, value: Callable[[Tensor], Tensor], d: int, stream: torch.Generator
+        self,
+        value: Callable[[Tensor], Tensor],
+        d: int,
+        stream: torch.Generator,
     ) -> None:
         self._value = value
         self.dim = d + 1
@@ -282,7 +294,13 @@ class _Circle:
             found.append(_Kink(middle + t, clear, sign * c, numbers, beside))
         return found
 
-    def _waves(self, first: int, last: int, middle: float, centre: Tensor) -> Tensor:
+    def _waves(
+        self,
+        first: int,
+        last: int,
+        middle: float,
+        centre: Tensor,
+    ) -> Tensor:
         """Return A, B, C (3, m) of an arc, θ relative to `middle`; up to a factor, if `lost`."""
         at = torch.arange(
             first, last + 1, 1 + (last - first) // _ENOUGH if self.lost else 1
@@ -325,7 +343,11 @@ def _wave(t: float) -> Tensor:
     return tensor([math.cos(t), math.sin(t), 1.0])
 
 
-def _root(a: float, b: float, constant: float) -> float:
+def _root(
+    a: float,
+    b: float,
+    constant: float,
+) -> float:
     """Return the t next to 0 with a cos t + b sin t + constant = 0, or NaN."""
     size = math.hypot(a, b)
     if not size > abs(constant):

@@ -95,7 +95,11 @@ def _basis(columns: Tensor) -> Tensor:
     return vectors[:, : int((sizes > _RANK * sizes[0]).sum())]
 
 
-def _repeated(values: Tensor, rank: int, lost: int) -> Tensor | None:
+def _repeated(
+    values: Tensor,
+    rank: int,
+    lost: int,
+) -> Tensor | None:
     """Return the eigenvalues that occur k times, or k − 1 times with others between them.
 
     H·k is the `rank`. Most eigenvalues of a head must be closer to each other than to
@@ -126,7 +130,13 @@ def _repeated(values: Tensor, rank: int, lost: int) -> Tensor | None:
     return None
 
 
-def _left(J: Tensor, one: Tensor, two: Tensor, ratio: float, k: int) -> Tensor:
+def _left(
+    J: Tensor,
+    one: Tensor,
+    two: Tensor,
+    ratio: float,
+    k: int,
+) -> Tensor:
     """Return Z (k, d) of one head: from one pencil, then from all of them together."""
     Z = torch.linalg.svd(one - ratio * two)[0][:, -k:].mT
     for _ in range(_TURNS):
@@ -139,7 +149,12 @@ def _left(J: Tensor, one: Tensor, two: Tensor, ratio: float, k: int) -> Tensor:
 
 
 def _apart(
-    J: Tensor, one: Tensor, two: Tensor, found: Tensor, left: Tensor, right: Tensor
+    J: Tensor,
+    one: Tensor,
+    two: Tensor,
+    found: Tensor,
+    left: Tensor,
+    right: Tensor,
 ) -> Apart:
     k = J.shape[1] // len(found)
     Z = torch.stack([_left(J, one, two, float(ratio), k) for ratio in found])
@@ -243,7 +258,11 @@ def read_placed(
     )
 
 
-def _at(places: Tensor, copies: int, keys: int) -> Tensor:
+def _at(
+    places: Tensor,
+    copies: int,
+    keys: int,
+) -> Tensor:
     """Return what β adds to the scores of keys, relative to all copies of x: (H, keys)."""
     every = places[
         :, (copies + keys - torch.arange(keys)).clamp(max=places.shape[1] - 1)
@@ -252,7 +271,10 @@ def _at(places: Tensor, copies: int, keys: int) -> Tensor:
 
 
 def _read_places(
-    reader: Reader, near: Tensor, keys: Tensor, xs: Tensor
+    reader: Reader,
+    near: Tensor,
+    keys: Tensor,
+    xs: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return β (H, distances), given those at 0 to 3, and the scores of the keys (xs, H, keys)."""
     p = len(keys)

@@ -155,7 +155,11 @@ class FirstSum:
 
     @classmethod
     def read(
-        cls, ask: Value, d: int, stream: torch.Generator, step: float = _SHORT
+        cls,
+        ask: Value,
+        d: int,
+        stream: torch.Generator,
+        step: float = _SHORT,
     ) -> FirstSum:
         """Read x₀ and T; `ask` takes sequences (n, tokens, d), `step` is that of differences."""
         directions = random_orthogonal(d, stream)[:2]
@@ -201,7 +205,12 @@ class FirstSum:
 
 
 def _slopes_of_copies(
-    ask: Value, step: float, basis: Tensor, x: Tensor, tokens: int = 1, place: int = 0
+    ask: Value,
+    step: float,
+    basis: Tensor,
+    x: Tensor,
+    tokens: int = 1,
+    place: int = 0,
 ) -> Tensor:
     """Return dy/dδ (d, m), up to a factor, of tokens that are all x, except for one x + δ.
 
@@ -426,7 +435,11 @@ class PeeledPostNorm:
         return math.sqrt(self.dim) * normalize(y, dim=1)
 
     def _undone(
-        self, hats: Tensor, sums: Tensor, basis: Tensor, start: Tensor
+        self,
+        hats: Tensor,
+        sums: Tensor,
+        basis: Tensor,
+        start: Tensor,
     ) -> Tensor:
         layer = self.layer.to(self.device)
         basis = basis.to(self.device)
@@ -445,7 +458,10 @@ class PeeledPostNorm:
 
 
 def read(
-    ask: Value, d: int, device: torch.device, stream: torch.Generator
+    ask: Value,
+    d: int,
+    device: torch.device,
+    stream: torch.Generator,
 ) -> PeeledPostNorm:
     """Return everything but the heads; `ask` maps sequences (n, tokens, d) to the last vectors."""
     return attempted(
@@ -454,7 +470,10 @@ def read(
 
 
 def _read(
-    ask: Value, d: int, device: torch.device, stream: torch.Generator
+    ask: Value,
+    d: int,
+    device: torch.device,
+    stream: torch.Generator,
 ) -> PeeledPostNorm:
     tokens = normal(stream, 2 * d + _SPARE, 1, d)
     second = SecondNorm.read(ask(tokens))

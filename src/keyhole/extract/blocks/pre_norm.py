@@ -59,7 +59,11 @@ _ROUGH = 1e-12  # relative squared error of the fits before the last one
 _BLOCK = 8  # coordinates that are rotated together
 
 
-def read(view: View, device: torch.device, stream: torch.Generator) -> Peeled:
+def read(
+    view: View,
+    device: torch.device,
+    stream: torch.Generator,
+) -> Peeled:
     """Return everything but the heads, which are then read through it."""
     if view.wide and not view.scores:
         return _read_wide(view, device, stream)
@@ -87,7 +91,11 @@ def tokens_of_lengths(
     return torch.cat([view.tokens(count, length, stream) for length in lengths])
 
 
-def _count(view: View, units: Units, more: float = _MORE) -> int:
+def _count(
+    view: View,
+    units: Units,
+    more: float = _MORE,
+) -> int:
     """Return how many answers a fit of the units and of a linear map needs."""
     width, e = units.A.shape
     numbers = width * (e + 1) * (2 if len(units.G) else 1) + width * view.numbers
@@ -175,7 +183,10 @@ class _Shifted:
 
 
 def _rough(
-    view: View, units: Units, linear: Tensor, stream: torch.Generator
+    view: View,
+    units: Units,
+    linear: Tensor,
+    stream: torch.Generator,
 ) -> tuple[Units, _Shifted]:
     """Return M, b and units of the right signs, from shorter and shorter tokens."""
     d, e = view.axes.shape
@@ -236,7 +247,11 @@ def _attention_sum(
     return both[: e * d].view(e, d), both[e * d :]
 
 
-def _read_wide(view: View, device: torch.device, stream: torch.Generator) -> Peeled:
+def _read_wide(
+    view: View,
+    device: torch.device,
+    stream: torch.Generator,
+) -> Peeled:
     """Return everything but the heads of a wide block that answers with vectors."""
     axes = view.axes
 
@@ -295,7 +310,12 @@ class _Fits:
         inside = ACTIVATIONS[self.activation](z[:, : self.width])
         return inside * z[:, self.width :] if len(A) > self.width else inside
 
-    def inverses(self, numbers: Numbers, affine: Tensor, extra: Tensor) -> Numbers:
+    def inverses(
+        self,
+        numbers: Numbers,
+        affine: Tensor,
+        extra: Tensor,
+    ) -> Numbers:
         """Return inverses of blocks of the normal equations: of A, and of the linear numbers."""
         A = numbers["A"]
         C = numbers["linear"][: self.width]
@@ -362,7 +382,11 @@ class _Fits:
             x, y = self.asked(math.ceil(_MORE * len(M)), (length,))
             t = self.normed(x)
 
-            def model(numbers: Numbers, x: Tensor = x, t: Tensor = t) -> Tensor:
+            def model(
+                numbers: Numbers,
+                x: Tensor = x,
+                t: Tensor = t,
+            ) -> Tensor:
                 M = numbers["M"]
                 u = self.normed(x + t @ M)
                 rest = self.features(A, u) @ C + kappa - M[-1]

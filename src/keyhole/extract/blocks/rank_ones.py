@@ -88,7 +88,11 @@ def _distinct(vectors: Tensor, same: float) -> Tensor:
     return numbers[first == numbers]
 
 
-def _in_plane(first: Tensor, second: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+def _in_plane(
+    first: Tensor,
+    second: Tensor,
+    outside: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Return a and w in the planes of orthonormal vectors (n, q).
 
     `outside` (n, 3, …) is what first², √2·first·second and second² have outside S.
@@ -192,7 +196,11 @@ def _times(forms: Tensor, x: Tensor) -> Tensor:
     return (forms * x[:, None]).sum(2)
 
 
-def _gauss_newton(a: Tensor, flat: Tensor, allowed: float) -> Tensor:
+def _gauss_newton(
+    a: Tensor,
+    flat: Tensor,
+    allowed: float,
+) -> Tensor:
     """Return the solutions that iterates reach if partners are left out of account.
 
     Those with partners are reached as well, only slowly.
@@ -218,7 +226,11 @@ def _is_flat(a: Tensor, flat: Tensor) -> bool:
     return float((sizes[:, 1] / sizes.mean(1)).median()) < _FLAT
 
 
-def _with_partners(a: Tensor, flat: Tensor, allowed: float) -> Tensor:
+def _with_partners(
+    a: Tensor,
+    flat: Tensor,
+    allowed: float,
+) -> Tensor:
     """Return the solutions that Gauss–Newton reaches, each with its partner: (n, 2, q)."""
     ended: list[Tensor] = []
     q = a.shape[1]

@@ -77,7 +77,11 @@ class _Shapes:
         length = theta[:, :1]
         inner = torch.stack([self.gates[which], t, torch.ones_like(t)], 2)
 
-        def rows(first: Tensor, second: Tensor, twice: Tensor) -> Tensor:
+        def rows(
+            first: Tensor,
+            second: Tensor,
+            twice: Tensor,
+        ) -> Tensor:
             upper = torch.stack([first, zero, zero], 2)
             lower = second[..., None] * inner
             lower[..., 1] += 2 * twice
@@ -143,7 +147,12 @@ class _Shapes:
         best = torch.einsum("tsp,rp->rts", shapes, self.wanted).abs().argmax(2)
         return theta[torch.arange(_TRIES), best]
 
-    def grid_starts(self, count: int, furthest: float, many: int) -> Tensor:
+    def grid_starts(
+        self,
+        count: int,
+        furthest: float,
+        many: int,
+    ) -> Tensor:
         """Return starts (r, lengths, 2): for each of `count` lengths the best of `many` offsets."""
         r = len(self.numbers)
         device = self.numbers.device
@@ -164,7 +173,10 @@ class _Shapes:
 
 
 def random_shapes(
-    numbers: Tensor, places: Tensor, order: int, activations: Sequence[str]
+    numbers: Tensor,
+    places: Tensor,
+    order: int,
+    activations: Sequence[str],
 ) -> tuple[str, Tensor, Tensor]:
     """Return the activation, θ (r, p + 1) and sizes (r) of `size·φ⁽ᵒʳᵈᵉʳ⁾(θ·(place, 1))`.
 
@@ -205,7 +217,9 @@ def _grid_shapes(shapes: _Shapes) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def grid_shapes(
-    numbers: Tensor, along: Tensor, gates: Tensor | None
+    numbers: Tensor,
+    along: Tensor,
+    gates: Tensor | None,
 ) -> tuple[str, Tensor, Tensor]:
     """Return the activation, θ = (length, offset) of units, and their linear numbers.
 
@@ -225,7 +239,9 @@ def grid_shapes(
 
 
 def grid_shapes_and_lengths(
-    numbers: Tensor, along: Tensor, lengths: Tensor
+    numbers: Tensor,
+    along: Tensor,
+    lengths: Tensor,
 ) -> tuple[str, Tensor, Tensor]:
     """Return likewise the shapes of numbers that the `lengths` s (P) of answers have divided.
 
@@ -247,7 +263,11 @@ def grid_shapes_and_lengths(
 
 
 def _with_lengths(
-    numbers: Tensor, along: Tensor, theta: Tensor, s: Tensor, activation: str
+    numbers: Tensor,
+    along: Tensor,
+    theta: Tensor,
+    s: Tensor,
+    activation: str,
 ) -> tuple[Tensor, float]:
     """Return s (P), of mean 1, fitted together with some units; and what is left."""
     r, P = numbers.shape

@@ -60,7 +60,13 @@ class Units:
     activation: str
 
     @classmethod
-    def plain(cls, A: Tensor, a: Tensor, C: Tensor, activation: str) -> Units:
+    def plain(
+        cls,
+        A: Tensor,
+        a: Tensor,
+        C: Tensor,
+        activation: str,
+    ) -> Units:
         return cls(
             A.contiguous(),
             a.contiguous(),

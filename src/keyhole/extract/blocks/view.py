@@ -88,7 +88,12 @@ class View:
         return replace(view, norm="layer", axes=without_mean(d, stream))
 
     @classmethod
-    def _of_scores(cls, oracle: Oracle, x: Tensor, stream: torch.Generator) -> View:
+    def _of_scores(
+        cls,
+        oracle: Oracle,
+        x: Tensor,
+        stream: torch.Generator,
+    ) -> View:
         """Find the norms: with them, the even part of the answer to a long token is constant."""
         d = oracle.dim
         identity = torch.eye(d, dtype=torch.float64)
@@ -121,7 +126,12 @@ class View:
             attention.normed(tokens, epsilon, centred=self.norm == "layer") @ self.axes
         )
 
-    def slopes(self, by_normed: Tensor, h: Tensor, epsilon: float) -> Tensor:
+    def slopes(
+        self,
+        by_normed: Tensor,
+        h: Tensor,
+        epsilon: float,
+    ) -> Tensor:
         """Return derivatives by h (n, m, d), from those by N(h) (n, m, e)."""
         if self.norm == "none":
             return by_normed
@@ -133,7 +143,12 @@ class View:
         full = full - along[..., None] * (u @ self.axes.mT)[:, None] / h.shape[1]
         return full / size[:, None, None]
 
-    def tokens(self, count: int, length: float, stream: torch.Generator) -> Tensor:
+    def tokens(
+        self,
+        count: int,
+        length: float,
+        stream: torch.Generator,
+    ) -> Tensor:
         """Draw random tokens of about `length` times √d."""
         xi = normal(stream, count, self.axes.shape[1])
         return length * xi @ self.axes.mT

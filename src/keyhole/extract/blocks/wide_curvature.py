@@ -74,7 +74,9 @@ _AT = (-3.0, -2.0, -1.0, 1.0, 2.0, 3.0)
 
 
 def differences(
-    value: Value, path: Callable[[float], Tensor], middle: Tensor
+    value: Value,
+    path: Callable[[float], Tensor],
+    middle: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return first and second derivatives of value(path(t)) (n, m) at 0, by differences."""
     y = value(torch.cat([path(at) for at in _AT])).unflatten(0, (len(_AT), -1))
@@ -100,7 +102,10 @@ class Sphere:
     centred: bool = True
 
     def derivatives(
-        self, p: Tensor, directions: Tensor, middle: Tensor
+        self,
+        p: Tensor,
+        directions: Tensor,
+        middle: Tensor,
     ) -> tuple[Tensor, Tensor]:
         def path(t: float) -> Tensor:
             return (
@@ -139,7 +144,12 @@ class _Measured:
 
     @classmethod
     def of(
-        cls, sphere: Sphere, axes: Tensor, q: int, count: int, before: _Measured | None
+        cls,
+        sphere: Sphere,
+        axes: Tensor,
+        q: int,
+        count: int,
+        before: _Measured | None,
     ) -> _Measured:
         """Measure; what has been measured `before`, with fewer axes, is not asked again."""
         U = axes[:q]
@@ -229,7 +239,9 @@ class _Measured:
 
 
 def _curvature(
-    sphere: Sphere, axes: Tensor, device: torch.device
+    sphere: Sphere,
+    axes: Tensor,
+    device: torch.device,
 ) -> tuple[_Measured, Tensor]:
     """Return derivatives in a subspace U wide enough to hold S, and what is orthogonal to S."""
     dim = sphere.dim
@@ -255,7 +267,11 @@ def _curvature(
     )
 
 
-def _base_points(touched: Callable[[Tensor], Tensor], axes: Tensor, q: int) -> int:
+def _base_points(
+    touched: Callable[[Tensor], Tensor],
+    axes: Tensor,
+    q: int,
+) -> int:
     """Return how many base points show all of S, or the number of axes if none do."""
     for count in range(_FEWEST, len(axes) - q):
         seen = ~touched(torch.cat([axes[:q], axes[-count:]]))
@@ -265,7 +281,10 @@ def _base_points(touched: Callable[[Tensor], Tensor], axes: Tensor, q: int) -> i
 
 
 def find_units(
-    sphere: Sphere, axes: Tensor, device: torch.device, stream: torch.Generator
+    sphere: Sphere,
+    axes: Tensor,
+    device: torch.device,
+    stream: torch.Generator,
 ) -> tuple[Units, Tensor, Tensor]:
     """Return the units as a start for descent.py, C relative to the mean length of R.
 
@@ -438,7 +457,10 @@ class _Reading:
         return of_Pi, of_Pi[0] @ at.Pi @ places.mT, grown
 
     def _mixed(
-        self, places: Iterable[int], directions: list[Tensor], axes: Tensor
+        self,
+        places: Iterable[int],
+        directions: list[Tensor],
+        axes: Tensor,
     ) -> tuple[list[Tensor], Tensor]:
         """Return rows in `axes` (r, |axes|) for each kind, and σ along directions (P, n).
 

@@ -112,7 +112,12 @@ class Circle:
     regions: Tensor  # (C+1, 2): p and q of each region
     scale: float  # the largest |φ|/ρ
 
-    def ratio(self, crossing: Tensor, theta: Tensor, y: Tensor) -> Tensor:
+    def ratio(
+        self,
+        crossing: Tensor,
+        theta: Tensor,
+        y: Tensor,
+    ) -> Tensor:
         """Return (φ − φ before) / (φ after − φ before): σ(z) if a single head crosses."""
         wave = _wave(theta)
         before = (wave * self.regions[crossing]).sum(-1)
@@ -148,7 +153,11 @@ def points(axes: Tensor, theta: Tensor) -> Tensor:
     return torch.cos(theta)[..., None] * a + torch.sin(theta)[..., None] * b
 
 
-def best_circle(probe: Probe, rho: float, stream: Stream) -> Circle | None:
+def best_circle(
+    probe: Probe,
+    rho: float,
+    stream: Stream,
+) -> Circle | None:
     """Return, of a few circles, one with most crossings, then widest gaps and largest jumps."""
     best: Circle | None = None
     best_merit = (0, 0.0)
@@ -165,7 +174,11 @@ def best_circle(probe: Probe, rho: float, stream: Stream) -> Circle | None:
     return best
 
 
-def _search(probe: Probe, rho: float, stream: Stream) -> Circle | None:
+def _search(
+    probe: Probe,
+    rho: float,
+    stream: Stream,
+) -> Circle | None:
     """Return all crossings on a random half circle; None if there are none or two are too close."""
     axes = torch.linalg.qr(normal(stream, len(probe.x), 2)).Q.mT
     theta = torch.linspace(0.0, math.pi, _SAMPLES, dtype=torch.float64)
@@ -185,7 +198,11 @@ def _search(probe: Probe, rho: float, stream: Stream) -> Circle | None:
         y = y[order]
 
 
-def _clear(theta: Tensor, y: Tensor, tolerance: float) -> Tensor:
+def _clear(
+    theta: Tensor,
+    y: Tensor,
+    tolerance: float,
+) -> Tensor:
     """Return which intervals between samples are in a triple of neighbours in one region.
 
     Triples of very unequal spacing do not count: they could hide a jump.
@@ -203,7 +220,12 @@ def _clear(theta: Tensor, y: Tensor, tolerance: float) -> Tensor:
     return clear
 
 
-def _assemble(axes: Tensor, theta: Tensor, y: Tensor, clear: Tensor) -> Circle | None:
+def _assemble(
+    axes: Tensor,
+    theta: Tensor,
+    y: Tensor,
+    clear: Tensor,
+) -> Circle | None:
     """Join neighbouring clear intervals to regions; what separates two regions is a crossing."""
     edge = torch.zeros(1, dtype=torch.long)
     change = torch.cat([edge, clear.long(), edge]).diff()
@@ -384,7 +406,12 @@ class _Crossings:
             slow[rows] = (3.5 / reach).clamp(1e-3, 0.999)
         return slow
 
-    def normals(self, theta: Tensor, slope: Tensor, stream: Stream) -> Tensor:
+    def normals(
+        self,
+        theta: Tensor,
+        slope: Tensor,
+        stream: Stream,
+    ) -> Tensor:
         """Return g of each crossing δ*, from ratios σ(z* + τgᵀu_i) at δ* + τu_i in d directions.
 
         A few directions first determine the step τ; ratios far from ½ are measured

@@ -73,7 +73,12 @@ class IsolatedHeads:
     D: Tensor
     v0: Tensor
 
-    def grid(self, x: Tensor, rows: Tensor, owner: Tensor) -> Tensor:
+    def grid(
+        self,
+        x: Tensor,
+        rows: Tensor,
+        owner: Tensor,
+    ) -> Tensor:
         """Return `f([x_j + row_p ; x_j + D_owner ; x_j]) − v_0ᵀrow_p/4`, (J, P).
 
         `owner` (P,) is the ray of each row.
@@ -88,7 +93,12 @@ class IsolatedHeads:
             parts.append(torch.cat([self._answers(offsets + each) for each in tokens]))
         return torch.cat(parts, 1) - rows @ self.v0 / 4
 
-    def pairs(self, x: Tensor, rows: Tensor, owner: Tensor) -> Tensor:
+    def pairs(
+        self,
+        x: Tensor,
+        rows: Tensor,
+        owner: Tensor,
+    ) -> Tensor:
         """Return the same for pairs of x_b and row_b, (B,)."""
         size = batch_rows(4, x.shape[1])
         parts: list[Tensor] = []
@@ -116,7 +126,11 @@ class IsolatedHeads:
         return y[:, 1:] - y[:, :1]
 
 
-def mask_all(lines: Lines, reach: Tensor, stream: Stream) -> Tensor:
+def mask_all(
+    lines: Lines,
+    reach: Tensor,
+    stream: Stream,
+) -> Tensor:
     """Return masks (D, −D) for every head with W x ≠ 0, valid for |g_kᵀδ| ≤ reach_k."""
     slowest = lengths(lines.g) * lines.slow
     mu = float((_SPARE * (MARGIN + reach) / slowest).max())
@@ -192,7 +206,11 @@ def _offsets(
     return Masks(D, mu / lengths(D).amax(1))
 
 
-def _spread(P: Tensor, stream: Stream, avoid: Tensor | None = None) -> Tensor:
+def _spread(
+    P: Tensor,
+    stream: Stream,
+    avoid: Tensor | None = None,
+) -> Tensor:
     """Return a unit w (R, d) in the span of the rows P (R, k, d) that makes min_k |P_kᵀw| large.
 
     If rows are independent, it solves `P w = signs`, with |w|² = signsᵀ(PPᵀ)⁻¹signs,
@@ -245,7 +263,11 @@ def _ascend(P: Tensor, stream: Stream) -> Tensor:
 
 
 def leak_probes(
-    lines: Lines, line: Tensor, g: Tensor, V: Tensor, stream: Stream
+    lines: Lines,
+    line: Tensor,
+    g: Tensor,
+    V: Tensor,
+    stream: Stream,
 ) -> Tensor:
     """Return probes ω (R, k, d) that change the answer only if another head leaks through a mask.
 
@@ -444,7 +466,12 @@ def read_logits(
     return z
 
 
-def _logits(rays: Rays, rows: Tensor, owner: Tensor, y: Tensor) -> Tensor:
+def _logits(
+    rays: Rays,
+    rows: Tensor,
+    owner: Tensor,
+    y: Tensor,
+) -> Tensor:
     """Solve `y = Σ_k σ(c_k z)·V_kᵀδ` for z; y is (…, P)."""
     z = torch.logit(y / (rows * rays.v[owner]).sum(1))
     mixed = (rays.slopes > 1)[owner].nonzero()[:, 0]
@@ -457,7 +484,12 @@ def _logits(rays: Rays, rows: Tensor, owner: Tensor, y: Tensor) -> Tensor:
     return z
 
 
-def mixed_gate(c: Tensor, A: Tensor, y: Tensor, expected: Tensor) -> Tensor:
+def mixed_gate(
+    c: Tensor,
+    A: Tensor,
+    y: Tensor,
+    expected: Tensor,
+) -> Tensor:
     """Solve `Σ_k σ(c_k z)A_k = y` for z near `expected`; NaN where no z is found.
 
     If A_k has both signs, the sum is not monotonic in z, so there may be other

@@ -56,7 +56,11 @@ _TESTS = tensor([-2.5, 1.0, 3.0])  # gᵀδ of the answers that test g
 _LOGISTIC = 1e-9  # the relative error to which one logistic must predict other answers
 
 
-def find_rays(oracle: Oracle, v: Tensor, stream: Stream) -> tuple[Lines, Rays]:
+def find_rays(
+    oracle: Oracle,
+    v: Tensor,
+    stream: Stream,
+) -> tuple[Lines, Rays]:
     """Return every head at a random token x_0, and the lines with more exact normals."""
     x = random_units(1, len(v), stream)[0]
     frame = random_orthogonal(len(v), stream)
@@ -144,7 +148,10 @@ class _Token:
         return 4 * isolated.at_once(x, Q[None])[0] @ Q / size**2
 
     def _open_values(
-        self, v0: Tensor, line: Tensor, sign: Tensor
+        self,
+        v0: Tensor,
+        line: Tensor,
+        sign: Tensor,
     ) -> tuple[Tensor, Tensor] | None:
         """Return which rays have heads, and the sum of each one's values; None if a gate is shut.
 
@@ -184,7 +191,10 @@ class _Token:
 
 
 def _settle(
-    oracle: Oracle, lines: Lines, rays: Rays, stream: Stream
+    oracle: Oracle,
+    lines: Lines,
+    rays: Rays,
+    stream: Stream,
 ) -> tuple[Lines, Rays]:
     """Find g and the slopes of every ray; the second pass has the better normals of the first."""
     todo = torch.arange(len(rays))
@@ -203,7 +213,11 @@ def _settle(
 
 
 def _near_field(
-    oracle: Oracle, lines: Lines, rays: Rays, values: Tensor, stream: Stream
+    oracle: Oracle,
+    lines: Lines,
+    rays: Rays,
+    values: Tensor,
+    stream: Stream,
 ) -> tuple[Tensor, Tensor]:
     """Return g of rays from d logits, and whether one logistic explains three more answers."""
     rows = Rows.design(rays.frame[None], rays)
@@ -232,7 +246,11 @@ def _near_field(
     return g, (residual.abs() < allowed).all(1)
 
 
-def _sharpened(lines: Lines, rays: Rays, unknown: Tensor) -> Lines:
+def _sharpened(
+    lines: Lines,
+    rays: Rays,
+    unknown: Tensor,
+) -> Lines:
     """Return lines with the normals of the near field, if all rays of a line are settled.
 
     g is that of the fastest gate on the line; `slow` is the slope of the slowest
@@ -276,7 +294,13 @@ _FITS = 1e-10  # smaller residuals, relative to the answers, are rounding
 _SHARP = 1e-8  # least relative singular value of a fit that determines its unknowns
 
 
-def fit_ray(oracle: Oracle, lines: Lines, rays: Rays, ray: int, stream: Stream) -> Rays:
+def fit_ray(
+    oracle: Oracle,
+    lines: Lines,
+    rays: Rays,
+    ray: int,
+    stream: Stream,
+) -> Rays:
     """Return the rays with g, c and V of one of them fitted."""
     own = torch.tensor([ray])
     part = rays.part(own)
@@ -312,7 +336,13 @@ def fit_ray(oracle: Oracle, lines: Lines, rays: Rays, ray: int, stream: Stream) 
     )
 
 
-def _with_ray(rays: Rays, ray: int, g: Tensor, c: Tensor, V: Tensor) -> Rays:
+def _with_ray(
+    rays: Rays,
+    ray: int,
+    g: Tensor,
+    c: Tensor,
+    V: Tensor,
+) -> Rays:
     """Return the rays with g, c and V of one of them replaced."""
     more = max(0, len(c) - rays.c.shape[1])
     all_c = pad(rays.c, (0, more), value=1.0)
@@ -332,7 +362,11 @@ def _profile(guess: Tensor, stream: Stream) -> tuple[Tensor, Tensor]:
     return torch.cat([t, -t]), e / (e @ guess)
 
 
-def _spread_probes(g: Tensor, count: int, stream: Stream) -> Tensor:
+def _spread_probes(
+    g: Tensor,
+    count: int,
+    stream: Stream,
+) -> Tensor:
     """Return δ with gᵀδ of both signs from 0.2 to 16 and a random part orthogonal to g."""
     norm = lengths(g)
     across = normal(stream, count, len(g))
@@ -343,7 +377,12 @@ def _spread_probes(g: Tensor, count: int, stream: Stream) -> Tensor:
     return (across * 2 / len(g) ** 0.5 + z[:, None] * g / norm) / norm
 
 
-def _slopes(t: Tensor, profile: Tensor, total: float, count: int) -> Tensor | None:
+def _slopes(
+    t: Tensor,
+    profile: Tensor,
+    total: float,
+    count: int,
+) -> Tensor | None:
     """Return κ, largest first, with `profile = Σ_k σ(κ_k t)·A_k` and ΣA = total, or None."""
     wanted = torch.cat([profile, tensor([total])])
 
@@ -374,7 +413,9 @@ def _slopes(t: Tensor, profile: Tensor, total: float, count: int) -> Tensor | No
 
 
 def _projected(
-    Phi: Tensor, wanted: Tensor, slope: Callable[[Tensor], Tensor]
+    Phi: Tensor,
+    wanted: Tensor,
+    slope: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Return residuals and Jacobian of `Φ A = wanted` with the linear unknowns A eliminated.
 
@@ -389,7 +430,11 @@ def _projected(
 
 
 def _fit(
-    delta: Tensor, y: Tensor, g: Tensor, c: Tensor, v: Tensor
+    delta: Tensor,
+    y: Tensor,
+    g: Tensor,
+    c: Tensor,
+    v: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     """Fit g, c and V to all answers, starting at g and c; None if they do not explain them."""
     count = len(c)
@@ -421,13 +466,22 @@ def _fit(
     return g, c, V
 
 
-def _by_values(delta: Tensor, g: Tensor, c: Tensor) -> Tensor:
+def _by_values(
+    delta: Tensor,
+    g: Tensor,
+    c: Tensor,
+) -> Tensor:
     """Return the derivatives of y by the values, (n, K, d): y is linear in them."""
     gate = torch.sigmoid((delta @ g)[:, None] * c)
     return gate[..., None] * delta[:, None]
 
 
-def _by_others(delta: Tensor, g: Tensor, c: Tensor, V: Tensor) -> Tensor:
+def _by_others(
+    delta: Tensor,
+    g: Tensor,
+    c: Tensor,
+    V: Tensor,
+) -> Tensor:
     """Return the derivatives of y by (g, log c_2 …)."""
     z = (delta @ g)[:, None] * c
     gate = torch.sigmoid(z)
@@ -435,7 +489,12 @@ def _by_others(delta: Tensor, g: Tensor, c: Tensor, V: Tensor) -> Tensor:
     return torch.cat([(slope * c).sum(1, keepdim=True) * delta, (slope * z)[:, 1:]], 1)
 
 
-def _require_sharp(delta: Tensor, g: Tensor, c: Tensor, V: Tensor) -> None:
+def _require_sharp(
+    delta: Tensor,
+    g: Tensor,
+    c: Tensor,
+    V: Tensor,
+) -> None:
     """Raise BadToken if rounding of 1e-14 in the answers moves the unknowns too far."""
     by_values = _by_values(delta, g, c)
     by_difference = (by_values[:, 1:] - by_values[:, :1]).flatten(1)  # ΣV is known

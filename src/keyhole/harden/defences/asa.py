@@ -51,7 +51,11 @@ class ASA:
         expect_number("radius", self.radius, most=1)
 
     def losses(
-        self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
+        self,
+        model: nn.Module,
+        batch: Batch,
+        labels: Tensor,
+        stream: torch.Generator,
     ) -> Iterator[Tensor]:
         scores = passes(model, batch, stream)
         gates = Gates()

@@ -64,7 +64,11 @@ class AttackMasks:
         expect_count("rounds", self.rounds)
 
     def losses(
-        self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
+        self,
+        model: nn.Module,
+        batch: Batch,
+        labels: Tensor,
+        stream: torch.Generator,
     ) -> Iterator[Tensor]:
         cuts = Cuts()
         scores = passes(model, batch, stream)
@@ -127,7 +131,10 @@ class Cuts(Untouched):
         return scores()
 
     def gradients(
-        self, scores: Tensor, target: Tensor, retain: bool = False
+        self,
+        scores: Tensor,
+        target: Tensor,
+        retain: bool = False,
     ) -> list[Ranked]:
         """Return each recorded map with the gradient of the target's loss, and stop recording."""
         loss = cross_entropy(scores, target, reduction="sum")

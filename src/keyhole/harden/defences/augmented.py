@@ -43,7 +43,11 @@ class Augmented:
         expect_count("nearest", self.nearest)
 
     def losses(
-        self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
+        self,
+        model: nn.Module,
+        batch: Batch,
+        labels: Tensor,
+        stream: torch.Generator,
     ) -> Iterator[Tensor]:
         seed = draw(stream)
         width = vectors(model).shape[1]
@@ -57,7 +61,12 @@ class Augmented:
         yield cross_entropy(answer(model, replaced, seed), labels) / 2
 
     @torch.no_grad()
-    def _replaced(self, model: nn.Module, batch: Batch, gradient: Tensor) -> Tensor:
+    def _replaced(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        gradient: Tensor,
+    ) -> Tensor:
         ids = batch["input_ids"]
         flat = ids.flatten(0, -2)
         words = vectors(model).detach().float()

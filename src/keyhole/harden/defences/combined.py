@@ -37,7 +37,11 @@ class Combined:
         return cls((FreeLB(), AttackMasks(share=share, weight=weight)))
 
     def losses(
-        self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
+        self,
+        model: nn.Module,
+        batch: Batch,
+        labels: Tensor,
+        stream: torch.Generator,
     ) -> Iterator[Tensor]:
         for method in self.methods:
             yield from method.losses(model, batch, labels, stream)
@@ -63,7 +67,11 @@ class PlainFirst:
             )
 
     def losses(
-        self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
+        self,
+        model: nn.Module,
+        batch: Batch,
+        labels: Tensor,
+        stream: torch.Generator,
     ) -> Iterator[Tensor]:
         """Yield the defence's losses, for callers that do not use `current`."""
         return self.defence.losses(model, batch, labels, stream)

@@ -43,13 +43,21 @@ class CreAT:
         expect_nonnegative(self)
 
     def losses(
-        self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
+        self,
+        model: nn.Module,
+        batch: Batch,
+        labels: Tensor,
+        stream: torch.Generator,
     ) -> Iterator[Tensor]:
         scores = passes(model, batch, stream)
         delta = noise(model, batch, stream, normal=True) * self.start
         states: list[Tensor] = []  # of the first token, one for each pass
 
-        def record(_module: nn.Module, _args: Any, output: Any) -> None:
+        def record(
+            _module: nn.Module,
+            _args: Any,
+            output: Any,
+        ) -> None:
             states.append(output[0][:, 0].float())
 
         with hooks((cast("Any", model).base_model.register_forward_hook, record)):

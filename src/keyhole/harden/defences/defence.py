@@ -40,7 +40,11 @@ class Defence(Protocol):
     """A way to train, as a frozen dataclass of hyperparameters."""
 
     def losses(
-        self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
+        self,
+        model: nn.Module,
+        batch: Batch,
+        labels: Tensor,
+        stream: torch.Generator,
     ) -> Iterator[Tensor]:
         """Yield the losses of one batch; differentiate each before asking for the next."""
         ...
@@ -86,7 +90,9 @@ def dropout_from(seed: int, model: nn.Module) -> Generator[None]:
 
 
 def passes(
-    model: nn.Module, batch: Batch, stream: torch.Generator
+    model: nn.Module,
+    batch: Batch,
+    stream: torch.Generator,
 ) -> Callable[..., Tensor]:
     """Return a function that gives the scores of a batch, always with the same dropout.
 
@@ -96,7 +102,10 @@ def passes(
 
 
 def answer(
-    model: nn.Module, batch: Batch, seed: int, delta: Tensor | None = None
+    model: nn.Module,
+    batch: Batch,
+    seed: int,
+    delta: Tensor | None = None,
 ) -> Tensor:
     """Return the scores with dropout from `seed`, and with `delta` added to the embeddings."""
     change = nullcontext() if delta is None else perturbed(model, delta)
@@ -113,7 +122,11 @@ def perturbed(model: nn.Module, delta: Tensor) -> Generator[None]:
     """
     used: list[bool] = []
 
-    def add(_module: nn.Module, _args: Any, output: Tensor) -> Tensor | None:
+    def add(
+        _module: nn.Module,
+        _args: Any,
+        output: Tensor,
+    ) -> Tensor | None:
         if used:
             return None
         used.append(True)
@@ -152,7 +165,10 @@ def unpadded(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def noise(
-    model: nn.Module, batch: Batch, stream: torch.Generator, normal: bool
+    model: nn.Module,
+    batch: Batch,
+    stream: torch.Generator,
+    normal: bool,
 ) -> Tensor:
     """Draw noise for every token's embedding: standard normal, or uniform in [−1, 1]."""
     free = unpadded(model, batch)
@@ -163,13 +179,22 @@ def noise(
     return (torch.rand(shape, generator=own, device=own.device) * 2 - 1) * free
 
 
-def climbed(delta: Tensor, gradient: Tensor, rate: float) -> Tensor:
+def climbed(
+    delta: Tensor,
+    gradient: Tensor,
+    rate: float,
+) -> Tensor:
     """Take a step up the gradient of each matrix: δ + η g/‖g‖_∞, η = `rate`."""
     size = gradient.abs().amax((-2, -1), keepdim=True).clamp(min=1e-30)
     return delta.detach() + rate * gradient / size
 
 
-def ascended(delta: Tensor, gradient: Tensor, rate: float, radius: float) -> Tensor:
+def ascended(
+    delta: Tensor,
+    gradient: Tensor,
+    rate: float,
+    radius: float,
+) -> Tensor:
     """Take a step up the gradient for each text: Π_ε(δ + α g/‖g‖_F), α = `rate`, ε = `radius`."""
     size = gradient.norm(dim=(1, 2), keepdim=True).clamp(min=1e-12)
     return inside(delta.detach() + rate * gradient / size, radius)
@@ -197,6 +222,10 @@ class Plain:
     """Plain fine-tuning, the baseline: `min_θ E CE(f_θ(x), y)`."""
 
     def losses(
-        self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
+        self,
+        model: nn.Module,
+        batch: Batch,
+        labels: Tensor,
+        stream: torch.Generator,
     ) -> Iterator[Tensor]:
         yield cross_entropy(passes(model, batch, stream)(), labels)

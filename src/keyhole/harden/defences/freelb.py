@@ -42,7 +42,11 @@ class FreeLB:
         expect_count("steps", self.steps)
 
     def losses(
-        self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
+        self,
+        model: nn.Module,
+        batch: Batch,
+        labels: Tensor,
+        stream: torch.Generator,
     ) -> Iterator[Tensor]:
         scores = passes(model, batch, stream)
         lengths = unpadded(model, batch).sum(1, keepdim=True).clamp(min=1)

@@ -71,7 +71,11 @@ class SAttend:
         return _callback(self)
 
     def losses(
-        self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
+        self,
+        model: nn.Module,
+        batch: Batch,
+        labels: Tensor,
+        stream: torch.Generator,
     ) -> Iterator[Tensor]:
         scores = passes(model, batch, stream)
         # The context includes the backward pass, where gradient checkpointing runs
@@ -84,7 +88,12 @@ class SAttend:
 class Drops(Untouched):
     """The draws of one training run; a trainer may set the current `step`."""
 
-    def __init__(self, method: SAttend, model: nn.Module, ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        method: SAttend,
+        model: nn.Module,
+        ids: tuple[int, ...],
+    ) -> None:
         self.method = method
         self.empties = method.emptied
         self.model = model
@@ -184,7 +193,11 @@ def _callback(method: SAttend) -> Any:
             self.drops: Drops | None = None
 
         def on_train_begin(
-            self, args: Any, state: Any, control: Any, **given: Any
+            self,
+            args: Any,
+            state: Any,
+            control: Any,
+            **given: Any,
         ) -> None:
             del state, control
             if args.n_gpu > 1:
@@ -196,13 +209,21 @@ def _callback(method: SAttend) -> Any:
             self.drops = self.stack.enter_context(context)
 
         def on_step_begin(
-            self, args: Any, state: Any, control: Any, **given: Any
+            self,
+            args: Any,
+            state: Any,
+            control: Any,
+            **given: Any,
         ) -> None:
             del args, control, given
             cast("Drops", self.drops).at_step(state.global_step)
 
         def on_train_end(
-            self, args: Any, state: Any, control: Any, **given: Any
+            self,
+            args: Any,
+            state: Any,
+            control: Any,
+            **given: Any,
         ) -> None:
             del args, state, control, given
             self.stack.close()

@@ -44,7 +44,11 @@ class SMART:
         expect_nonnegative(self)
 
     def losses(
-        self, model: nn.Module, batch: Batch, labels: Tensor, stream: torch.Generator
+        self,
+        model: nn.Module,
+        batch: Batch,
+        labels: Tensor,
+        stream: torch.Generator,
     ) -> Iterator[Tensor]:
         scores = passes(model, batch, stream)
         clean = scores()

@@ -265,7 +265,12 @@ def _beyond(problem: Problem) -> tuple[str, ...]:
 
 
 def _measured_lipschitz(
-    problem: Problem, X: Tensor, R: float, H: Tensor, seed: int, neighbours: int
+    problem: Problem,
+    X: Tensor,
+    R: float,
+    H: Tensor,
+    seed: int,
+    neighbours: int,
 ) -> float:
     """Return the largest ‖∇²L(X) − ∇²L(Y)‖ / ‖X − Y‖_F at random neighbours Y; H is ∇²L(X)."""
     stream = random_stream(seed)
@@ -292,7 +297,11 @@ def _eigenvalues(H: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(H)
 
 
-def _inside_ball(X: Tensor, step: Tensor, R: float) -> Tensor:
+def _inside_ball(
+    X: Tensor,
+    step: Tensor,
+    R: float,
+) -> Tensor:
     """Reverse or shorten a step from X until it ends where ‖Y‖ ≤ R, as the lemma assumes.
 
     If X is outside the ball the step is unchanged, and `Bounds.assumptions` says so.

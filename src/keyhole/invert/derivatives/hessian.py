@@ -42,7 +42,11 @@ def hessian(problem: Problem, X: Tensor) -> Tensor:
     return result.reshape(*lead, *result.shape[1:])
 
 
-def hessian_product(problem: Problem, X: Tensor, P: Tensor) -> Tensor:
+def hessian_product(
+    problem: Problem,
+    X: Tensor,
+    P: Tensor,
+) -> Tensor:
     """`∇²L(X)·P`, with the shape of P, in n² + nd numbers of memory for each head."""
     if P.shape != X.shape:
         raise InputError(
@@ -275,7 +279,12 @@ class Expansion:
         return layer.queries[:, h].mT.unsqueeze(1) @ inner.flatten(-2)
 
     def _add_curvature(
-        self, inner: Tensor, curvature: Curvature, h: int, A_il: Tensor, rows: slice
+        self,
+        inner: Tensor,
+        curvature: Curvature,
+        h: int,
+        A_il: Tensor,
+        rows: slice,
     ) -> None:
         """Add the diagonals of B_i and T_i, and `−A_il A_il' y_i` where Ã is not A."""
         y = curvature.y[:, h, None]
@@ -386,7 +395,12 @@ def hessian_blocks(problem: Problem, X: Tensor) -> Tensor:
     return 2 * J.mT @ J + second
 
 
-def blocks_of(equations: Equations, X: Tensor, i0: int, j0: int) -> Tensor:
+def blocks_of(
+    equations: Equations,
+    X: Tensor,
+    i0: int,
+    j0: int,
+) -> Tensor:
     """`∇²c_{i₀j₀}` as the paper's grid: [i₁, i₂] is a block, (n, n, d, d)."""
     A = equations.linearised(X.unsqueeze(0)).A[0]
     grid = X.new_zeros(len(X), len(X), X.shape[1], X.shape[1])
@@ -403,7 +417,12 @@ def as_matrix(grid: Tensor) -> Tensor:
 
 
 def _blocks_of_head(
-    X: Tensor, a: Tensor, W: Tensor, v: Tensor, u: Tensor | None, i0: int
+    X: Tensor,
+    a: Tensor,
+    W: Tensor,
+    v: Tensor,
+    u: Tensor | None,
+    i0: int,
 ) -> Tensor:
     n, d = X.shape
     h = X @ v

@@ -77,7 +77,10 @@ class Auto:
         return replace(result, method=repr(self), seconds=time.perf_counter() - began)
 
     def _attempts(
-        self, problem: Problem, began: float, progress: Progress
+        self,
+        problem: Problem,
+        began: float,
+        progress: Progress,
     ) -> Iterator[tuple[str, Inversion]]:
         """Yield each attempt with the name of its method."""
         if problem.maps is not None:

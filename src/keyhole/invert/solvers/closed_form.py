@@ -90,7 +90,12 @@ class ClosedForm:
 class _Answer:
     """The solution of one problem with its maps (H×n×n), judged."""
 
-    def __init__(self, method: ClosedForm, problem: Problem, maps: Tensor) -> None:
+    def __init__(
+        self,
+        method: ClosedForm,
+        problem: Problem,
+        maps: Tensor,
+    ) -> None:
         self.method = method
         self.problem = problem
         self.maps = maps
@@ -153,7 +158,11 @@ class _Answer:
         return X, verdict
 
     def _refined(
-        self, linear: Linear, X: Tensor, verdict: Verdict, slack: float
+        self,
+        linear: Linear,
+        X: Tensor,
+        verdict: Verdict,
+        slack: float,
     ) -> Inversion:
         """Continue from X by Levenberg–Marquardt on the output, because the maps may be rounded."""
         ends: list[str] = []
@@ -200,7 +209,11 @@ class _Answer:
         )
 
     def _inversion(
-        self, status: Status, reason: str, X: Tensor, verdict: Verdict
+        self,
+        status: Status,
+        reason: str,
+        X: Tensor,
+        verdict: Verdict,
     ) -> Inversion:
         exact = status in SOLVED
         return Inversion(
@@ -386,7 +399,10 @@ class Scores:
 
 
 def fit_scores(
-    problem: Problem, linear: Linear, X: Tensor, restarts: int = 8
+    problem: Problem,
+    linear: Linear,
+    X: Tensor,
+    restarts: int = 8,
 ) -> tuple[Tensor, int]:
     """Search from X and random points around it. Return the best, and its open directions."""
     scores = Scores(problem, linear)

@@ -54,7 +54,11 @@ def warmed(problem: Problem, guess: Tensor) -> Tensor:
     return X.squeeze(0)
 
 
-def solved(equations: Equations, X: Tensor, steps: int = 8) -> Tensor | None:
+def solved(
+    equations: Equations,
+    X: Tensor,
+    steps: int = 8,
+) -> Tensor | None:
     """Solve the equations by Newton's method from (1,n,d); None unless every step converges."""
     square = equations.B.numel() * float(equations.B.abs().max()) ** 2
     options = replace(NEWTON, max_steps=steps, target=1e-24 * square)

@@ -63,7 +63,10 @@ class LevenbergMarquardt(Solver[Search]):
         )
 
     def descend(
-        self, equations: Smooth, X: Tensor, accuracy: float = _CONVERGED
+        self,
+        equations: Smooth,
+        X: Tensor,
+        accuracy: float = _CONVERGED,
     ) -> tuple[Tensor, Tensor]:
         """Search from every row of X. Return the ends, which are not judged, and their losses."""
         deadline = torch.inf

@@ -51,7 +51,10 @@ class ModifiedNewton(Solver[Iterate]):
 
 
 def line_search(
-    equations: Equations, state: Iterate, p: Tensor, descent: Tensor
+    equations: Equations,
+    state: Iterate,
+    p: Tensor,
+    descent: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Halve each step p until the loss falls by a share of `descent`, its slope along p (Armijo).
 

@@ -203,7 +203,12 @@ class Multistart:
             X = self.reduced.restore(X).to(self.problem.B.device)
             self._consider(X, value, row)
 
-    def _consider(self, X: Tensor, loss: float, row: int) -> None:
+    def _consider(
+        self,
+        X: Tensor,
+        loss: float,
+        row: int,
+    ) -> None:
         """Keep X if it is a new solution, or the best so far while there is no solution."""
         verdict = judge(self.problem, X)
         exact = verdict.status in SOLVED
@@ -254,12 +259,20 @@ class Multistart:
 _SMALL = 0.2  # standard deviation of Gaussian starts without a residual connection
 
 
-def draw(problem: Problem, numbers: range, seed: int) -> Tensor:
+def draw(
+    problem: Problem,
+    numbers: range,
+    seed: int,
+) -> Tensor:
     """The starts with these numbers, (R,n,d). A number gives the same start in any batch."""
     return torch.stack([_start(problem, number, seed) for number in numbers])
 
 
-def _start(problem: Problem, number: int, seed: int) -> Tensor:
+def _start(
+    problem: Problem,
+    number: int,
+    seed: int,
+) -> Tensor:
     shape = (problem.length, problem.dim)
     if number == 0 and problem.outputs == problem.dim:
         return problem.unbiased

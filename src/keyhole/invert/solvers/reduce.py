@@ -69,7 +69,11 @@ def reduce(problem: Problem) -> Reduced:
     return Reduced(simpler, basis)
 
 
-def _check_range(problem: Problem, B: Tensor, reached: Tensor) -> None:
+def _check_range(
+    problem: Problem,
+    B: Tensor,
+    reached: Tensor,
+) -> None:
     off = float((B - reached).abs().max())
     if off > problem.tolerance + _OFF_RANGE * float(B.abs().max()):
         raise mismatch(

@@ -134,7 +134,11 @@ class RegularizedNewton(Solver[Iterate]):
         return factor, p, info == 0
 
     def _inexact(
-        self, equations: Equations, X: Tensor, factor: Tensor, p: Tensor
+        self,
+        equations: Equations,
+        X: Tensor,
+        factor: Tensor,
+        p: Tensor,
     ) -> Tensor:
         """Return the step with H̃ in place of the Hessian: the worst case, or a random draw."""
         if self.delta is None:
@@ -194,7 +198,11 @@ class RegularizedNewton(Solver[Iterate]):
         return replace(result, reason=reason)
 
 
-def _inside(X: Tensor, fixed: Tensor | None, R: float) -> Tensor:
+def _inside(
+    X: Tensor,
+    fixed: Tensor | None,
+    R: float,
+) -> Tensor:
     """Shrink the unknown entries of each input until ‖X‖ ≤ R."""
     if fixed is None:
         known = torch.zeros_like(X)

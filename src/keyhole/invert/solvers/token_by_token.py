@@ -80,7 +80,10 @@ class _Sweep:
     """One run of the method on a problem."""
 
     def __init__(
-        self, method: TokenByToken, problem: Problem, progress: Progress
+        self,
+        method: TokenByToken,
+        problem: Problem,
+        progress: Progress,
     ) -> None:
         self.method = method
         self.problem = problem

@@ -67,7 +67,11 @@ class SingleChanges(NamedTuple):
 
     @classmethod
     def of(
-        cls, parents: Texts, replaced: Tensor, inserted: Tensor, max_length: int
+        cls,
+        parents: Texts,
+        replaced: Tensor,
+        inserted: Tensor,
+        max_length: int,
     ) -> SingleChanges:
         """Make the changes to tokens (p, n, m) at every place and (p, n + 1, m′) in every gap."""
         n, m = replaced.shape[1:]
@@ -200,7 +204,10 @@ class LikelyTokens(NamedTuple):
         heat = turns.clamp(max=_TURNS)[:, None, None]
 
         def chosen(
-            log_p: Tensor, count: int, barred: Tensor, by_odds: int = 0
+            log_p: Tensor,
+            count: int,
+            barred: Tensor,
+            by_odds: int = 0,
         ) -> Tensor:
             """Return the tokens (p, places, count) with the best scores, each once."""
             order = _ORDER * (log_p + heat * gumbel(log_p, generator))
@@ -227,7 +234,12 @@ class LikelyTokens(NamedTuple):
         inserted = chosen(after + before, shares.put_in, anything)
         return SingleChanges.of(parents, replaced, inserted, max_length)
 
-    def _candidates(self, vectors: Tensor, missing: Tensor, base: int) -> Tensor:
+    def _candidates(
+        self,
+        vectors: Tensor,
+        missing: Tensor,
+        base: int,
+    ) -> Tensor:
         """Return the likeliest tokens (p, c) of each vector, and those that its text lacks most."""
         ranks = self.ranks[vectors]
         ordinary = ranks.shape[1] - len(self.counted.special)
@@ -239,7 +251,10 @@ class LikelyTokens(NamedTuple):
 
 
 def exchanged(
-    parents: Texts, ngrams: NGrams, count: int, generator: torch.Generator
+    parents: Texts,
+    ngrams: NGrams,
+    count: int,
+    generator: torch.Generator,
 ) -> tuple[Texts, Tensor]:
     """Draw `count` exchanges of each text, likely ones first, and return each one's row too.
 
@@ -256,7 +271,11 @@ def exchanged(
     return apply(parents[rows], cuts[:, best.indices[rows, places]]), rows
 
 
-def likelier(texts: Texts, cuts: Tensor, ngrams: NGrams) -> Tensor:
+def likelier(
+    texts: Texts,
+    cuts: Tensor,
+    ngrams: NGrams,
+) -> Tensor:
     """Return how much each of q exchanges (4, q) changes log p (p, q)."""
     row = ngrams.framed(texts)
     size = row.shape[1]

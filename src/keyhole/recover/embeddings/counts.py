@@ -94,7 +94,10 @@ class Counted(NamedTuple):
         )
 
     def nearest(
-        self, goals: Tensor, count: int, max_length: int
+        self,
+        goals: Tensor,
+        count: int,
+        max_length: int,
     ) -> tuple[Texts, Tensor]:
         """Return the `count` lines nearest to each vector (v, d), and the number of its vector.
 
@@ -111,7 +114,11 @@ class Counted(NamedTuple):
 
 
 def _altered(
-    encoder: Encoder, texts: Texts, vectors: Tensor, special: Tensor, seed: int
+    encoder: Encoder,
+    texts: Texts,
+    vectors: Tensor,
+    special: Tensor,
+    seed: int,
 ) -> tuple[Texts, Tensor]:
     """Return texts with their vectors, and the same texts with tokens replaced at random."""
     device = encoder.device
@@ -168,7 +175,12 @@ class TokenOdds(NamedTuple):
         return differences @ self.weights
 
     @classmethod
-    def of(cls, texts: Texts, vectors: Tensor, own: Tensor) -> TokenOdds:
+    def of(
+        cls,
+        texts: Texts,
+        vectors: Tensor,
+        own: Tensor,
+    ) -> TokenOdds:
         """Fit the odds to texts and their vectors, and to the vector `own` (V, d) of each token."""
         # Every distinct token of every text.
         size = len(own)
@@ -382,7 +394,11 @@ class Endings(NamedTuple):
 
     @classmethod
     def of(
-        cls, encoder: Encoder, lines: Texts, seed: int = 0, before: Before | None = None
+        cls,
+        encoder: Encoder,
+        lines: Texts,
+        seed: int = 0,
+        before: Before | None = None,
     ) -> Endings:
         """Run every token after random beginnings of lines, of lengths in `before` for each run."""
         device = encoder.device
@@ -412,7 +428,11 @@ class Endings(NamedTuple):
         return self.vectors[first:].mean(0)
 
     def nearest(
-        self, goals: Tensor, barred: Tensor, count: int, max_length: int
+        self,
+        goals: Tensor,
+        barred: Tensor,
+        count: int,
+        max_length: int,
     ) -> tuple[Texts, Tensor]:
         """Return texts that end in the nearest tokens to each vector (v, d), and its number."""
         best = torch.stack([goals @ run.T for run in self.vectors]).max(0)

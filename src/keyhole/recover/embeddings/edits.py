@@ -47,7 +47,12 @@ class Vectors:
     All texts get the special tokens that stand around `ids`.
     """
 
-    def __init__(self, target: Target, exposure: Exposure, ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        target: Target,
+        exposure: Exposure,
+        ids: Sequence[int],
+    ) -> None:
         self.target = target
         self.exposure = exposure
         before, after = target.frame()
@@ -116,7 +121,10 @@ NONE = Alternatives([], torch.zeros(0, 0), torch.zeros(0, 0, dtype=torch.bool))
 
 
 def alternatives_to(
-    vectors: Vectors, text: Tokens, wanted: Tensor, same_length: bool
+    vectors: Vectors,
+    text: Tokens,
+    wanted: Tensor,
+    same_length: bool,
 ) -> Alternatives:
     """Return the texts one edit away for a vector `wanted` (k,).
 
@@ -152,7 +160,11 @@ def alternatives_to(
     return alternatives
 
 
-def _nearest(vectors: Vectors, text: Tokens, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def _nearest(
+    vectors: Vectors,
+    text: Tokens,
+    wanted: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Return tokens (n, m) to try at each place, and how near (n,) the nearest one comes."""
     table = vectors.target.table
     own = vectors([text])[0]
@@ -172,7 +184,10 @@ def _nearest(vectors: Vectors, text: Tokens, wanted: Tensor) -> tuple[Tensor, Te
 
 
 def _longer(
-    vectors: Vectors, text: Tokens, wanted: Tensor, places: list[int]
+    vectors: Vectors,
+    text: Tokens,
+    wanted: Tensor,
+    places: list[int],
 ) -> list[Tokens]:
     """Return texts with one token more: a copy of a neighbour, or what the gradient suggests."""
     gaps = sorted({gap for place in places for gap in (place, place + 1)})

@@ -70,7 +70,10 @@ class Texts:
 
     @classmethod
     def of(
-        cls, lists: Sequence[Sequence[int]], max_length: int, device: Any = None
+        cls,
+        lists: Sequence[Sequence[int]],
+        max_length: int,
+        device: Any = None,
     ) -> Texts:
         ids = [[*tokens, *[0] * (max_length - len(tokens))] for tokens in lists]
         lengths = [len(tokens) for tokens in lists]

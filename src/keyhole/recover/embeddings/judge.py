@@ -56,7 +56,10 @@ _NOISE = 0.15  # of the spread: a larger distance is not explained by noise
 
 
 def judge_vector(
-    target: Target, leak: Pooled, ids: list[int], vectors: Vectors | None = None
+    target: Target,
+    leak: Pooled,
+    ids: list[int],
+    vectors: Vectors | None = None,
 ) -> Verdict:
     """Judge `ids` as the text of a pooled embedding.
 
@@ -118,7 +121,10 @@ def judge_vector(
 
 
 def may_be(
-    target: Target, leak: Pooled, ids: list[int], vectors: Vectors | None = None
+    target: Target,
+    leak: Pooled,
+    ids: list[int],
+    vectors: Vectors | None = None,
 ) -> bool:
     """Return whether `ids` pass conditions 1 and 3, as a search requires."""
     vectors = vectors or Vectors(target, leak.exposure, ids)
@@ -134,7 +140,10 @@ def _bits_needed(target: Target, tokens: int) -> float:
 
 
 def _margins(
-    stored: Stored, own: Tensor, alternatives: Alternatives, fits: bool
+    stored: Stored,
+    own: Tensor,
+    alternatives: Alternatives,
+    fits: bool,
 ) -> Tensor:
     """Return how much worse (r,) each alternative fits, as twice the log of the odds against it."""
     if not len(alternatives.texts):

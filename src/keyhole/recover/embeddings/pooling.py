@@ -194,7 +194,9 @@ def from_known(
 
 
 def from_settings(
-    folder: str | Path, vectors: Tensor, width: int | None = None
+    folder: str | Path,
+    vectors: Tensor,
+    width: int | None = None,
 ) -> Pooling | None:
     """Return the pooling that sentence-transformers wrote next to an encoder, or None."""
     path = Path(folder) / "1_Pooling" / "config.json"
@@ -267,7 +269,11 @@ def _normalised(vectors: Tensor, width: int | None) -> tuple[bool, bool]:
 
 
 def likely_prefix(
-    model: Any, tokenizer: Any, texts: Sequence[str], vectors: Tensor, way: Exposure
+    model: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    vectors: Tensor,
+    way: Exposure,
 ) -> str:
     """Guess the prefix of these vectors' texts, by their mean and the mean of any texts.
 
@@ -295,7 +301,11 @@ def _prompts(model: Any) -> list[str]:
     return []
 
 
-def _nearest(errors: Mapping[_Made, float], witness: str, agrees: float) -> Pooling:
+def _nearest(
+    errors: Mapping[_Made, float],
+    witness: str,
+    agrees: float,
+) -> Pooling:
     best, prefix = min(errors, key=errors.__getitem__)
     error = errors[best, prefix]
     words = _words(best, prefix)
@@ -335,7 +345,11 @@ _ORDERS = 1_999  # random orders: by chance alone, none is larger once in 2,000 
 _NUMBERS = 128  # numbers that are compared: enough, and quick
 
 
-def same_numbers(own: Tensor, given: Tensor, seed: int = 0) -> bool:
+def same_numbers(
+    own: Tensor,
+    given: Tensor,
+    seed: int = 0,
+) -> bool:
     """Return whether the numbers of two sets of vectors (a, k), (b, k) correspond one by one."""
     if min(len(own), len(given)) < 3:
         return False  # two vectors have only correlations of 1 and -1

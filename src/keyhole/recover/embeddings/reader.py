@@ -109,7 +109,10 @@ class CountedReader:
         }
 
     def ready(
-        self, target: Target, exposure: Exposure, prefix: str = ""
+        self,
+        target: Target,
+        exposure: Exposure,
+        prefix: str = "",
     ) -> CountedReader:
         """Return a copy that has counted the corpus already, to be called many times.
 
@@ -117,11 +120,21 @@ class CountedReader:
         """
         return replace(self, counted=self._count(target, exposure, prefix))
 
-    def _prefix(self, target: Target, exposure: Exposure, vectors: Tensor) -> str:
+    def _prefix(
+        self,
+        target: Target,
+        exposure: Exposure,
+        vectors: Tensor,
+    ) -> str:
         lines = corpus_texts(self.corpus)[:_SOME]
         return likely_prefix(target.model, target.tokenizer, lines, vectors, exposure)
 
-    def _count(self, target: Target, exposure: Exposure, prefix: str) -> Counted:
+    def _count(
+        self,
+        target: Target,
+        exposure: Exposure,
+        prefix: str,
+    ) -> Counted:
         """Count the corpus, with a prefix that the search leaves as it is."""
 
         def tokenized(texts: list[str]) -> list[list[int]]:
@@ -154,7 +167,11 @@ def beginnings(lines: Sequence[list[int]], max_length: int) -> list[list[int]]:
     return [line[: stream.randint(1, min(len(line), max_length))] for line in lines]
 
 
-def _plausibility(target: Target, encoder: Encoder, leaks: Sequence[Leak]) -> MayBe:
+def _plausibility(
+    target: Target,
+    encoder: Encoder,
+    leaks: Sequence[Leak],
+) -> MayBe:
     """Return a test whether a text may be the one behind a pooled embedding."""
 
     def may_be_text(number: int, tokens: list[int]) -> bool:

@@ -184,7 +184,11 @@ class SumSearch:
         return state
 
     def _widen(
-        self, state: Populations, likely: LikelyTokens, vectors: Tensor, tokens: int
+        self,
+        state: Populations,
+        likely: LikelyTokens,
+        vectors: Tensor,
+        tokens: int,
     ) -> None:
         """Exchange pieces of each vector's nearest text, then try `tokens` tokens at each place."""
         most = self.passes or _PASSES[vectors.device.type]
@@ -267,7 +271,11 @@ class SumSearch:
             sets = Sets(picked(tried, best.indices), off, best.values > _NONE)
 
     def _run(
-        self, state: Populations, changes: SingleChanges, rows: Tensor, sets: Tensor
+        self,
+        state: Populations,
+        changes: SingleChanges,
+        rows: Tensor,
+        sets: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run sets of changes (p, w, k): return vectors (p, w, d), log p, and which were run."""
         shape = sets.shape[:2]
@@ -391,7 +399,12 @@ class Populations:
         self._update_best(texts, rows, cosines)
         return vectors, likelihoods
 
-    def _update_best(self, texts: Texts, rows: Tensor, cosines: Tensor) -> None:
+    def _update_best(
+        self,
+        texts: Texts,
+        rows: Tensor,
+        cosines: Tensor,
+    ) -> None:
         """Replace the best text of each vector by the nearest new one, if that is nearer.
 
         A text that is near is first run again exactly; half precision is enough for the
@@ -493,12 +506,20 @@ class Populations:
         return torch.rand(shape, generator=self.generator, device=self.goals.device)
 
 
-def _score(cosines: Tensor, likelihoods: Tensor, trust: Tensor) -> Tensor:
+def _score(
+    cosines: Tensor,
+    likelihoods: Tensor,
+    trust: Tensor,
+) -> Tensor:
     """Return the score of the module's docstring; `trust` holds the factor 2/d."""
     return trust * likelihoods - (1 - cosines + _HALF).clamp(min=_HALF).log()
 
 
-def best_of_each(rows: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def best_of_each(
+    rows: Tensor,
+    scores: Tensor,
+    count: int,
+) -> tuple[Tensor, Tensor]:
     """Return the distinct rows, and places (r, count) of the largest scores of each, or -1."""
     order = scores.argsort(descending=True)
     order = order[rows[order].argsort(stable=True)]

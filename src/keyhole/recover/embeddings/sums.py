@@ -59,7 +59,11 @@ class Effects(NamedTuple):
 
     @classmethod
     def of(
-        cls, changes: SingleChanges, moves: Tensor, likelier: Tensor, prior: Tensor
+        cls,
+        changes: SingleChanges,
+        moves: Tensor,
+        likelier: Tensor,
+        prior: Tensor,
     ) -> Effects:
         """Make the effects from what each change adds to the vector, and to log p (p, N).
 
@@ -70,7 +74,12 @@ class Effects(NamedTuple):
         cost = cost.where(changes.allowed, _INFINITE)
         return cls(moves, cost, changes.slots, 2 * changes.width + 1)
 
-    def overlap(self, sets: Tensor, did: Tensor, ran: Tensor) -> Tensor:
+    def overlap(
+        self,
+        sets: Tensor,
+        did: Tensor,
+        ran: Tensor,
+    ) -> Tensor:
         """Return ρ (p,) from what sets (p, w, k) did (p, w, d), if `ran`: Σ S·S = Σ g⁻¹·S·did."""
         total = torch.zeros_like(did)
         for change in sets.unbind(2):

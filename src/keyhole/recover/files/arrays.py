@@ -85,7 +85,11 @@ def arrays_of(data: Any) -> dict[str, Tensor]:
     return named
 
 
-def _flattened(data: Any, name: str, depth: int) -> Iterator[tuple[str, Tensor]]:
+def _flattened(
+    data: Any,
+    name: str,
+    depth: int,
+) -> Iterator[tuple[str, Tensor]]:
     if isinstance(data, Tensor):
         if data.ndim:
             yield name, data.detach().cpu()
@@ -192,7 +196,11 @@ def read_pickled(path: str | Path) -> Any:
         raise _broken(what, path, error) from error
 
 
-def _broken(what: str, path: str | Path, error: Exception) -> Exception:
+def _broken(
+    what: str,
+    path: str | Path,
+    error: Exception,
+) -> Exception:
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     return unreadable(
         what, path, error if isinstance(error, OSError) else ValueError(first)
@@ -249,7 +257,11 @@ def _content(path: str | Path, what: str) -> bytes:
         raise unreadable(what, path, error) from error
 
 
-def _read_lmcache(path: str | Path, dtype: str | None, layer: str | None) -> Dump:
+def _read_lmcache(
+    path: str | Path,
+    dtype: str | None,
+    layer: str | None,
+) -> Dump:
     content = _content(path, "a cache of LMCache")
     if not content:
         raise InputError(f"{path} is empty: LMCache wrote nothing there")

@@ -249,7 +249,11 @@ def _verified(
     raise InputError(f"no text explains these numbers at {tried} of this model{fix}")
 
 
-def _as_stored(target: Target, dump: Dump, leaks: Sequence[Leak]) -> list[Leak]:
+def _as_stored(
+    target: Target,
+    dump: Dump,
+    leaks: Sequence[Leak],
+) -> list[Leak]:
     """Return leaks of one exposure with the noise of a server's file stated."""
     if not dump.served:
         return list(leaks)
@@ -266,7 +270,9 @@ def _saved_with(dump: Dump, names: Sequence[str]) -> Tensor | None:
 
 
 def _chosen(
-    reading: Sequence[Section], target: Target, expose: Exposure | None
+    reading: Sequence[Section],
+    target: Target,
+    expose: Exposure | None,
 ) -> list[Section]:
     """Return the section that `expose` names, or else the one nearest to the text."""
     if expose is not None:
@@ -298,7 +304,10 @@ def _depth(section: Section, parts: Anatomy) -> tuple[int, int]:
 
 
 def _texts(
-    section: Section, mask: Tensor | None, ids: Tensor | None, counted: bool = False
+    section: Section,
+    mask: Tensor | None,
+    ids: Tensor | None,
+    counted: bool = False,
 ) -> list[Opened]:
     """Return an unnamed leak for each text of a section, without the padding around it.
 
@@ -333,7 +342,10 @@ def _texts(
 
 
 def _leak(
-    section: Section, tensors: dict[str, Tensor], inside: slice, mask: Tensor | None
+    section: Section,
+    tensors: dict[str, Tensor],
+    inside: slice,
+    mask: Tensor | None,
 ) -> Leak:
     make: Any = TYPES[section.kind]
     if section.kind == "logits":
@@ -445,7 +457,11 @@ def _without_first(rows: Tensor) -> Tensor:
     return rows[:, 1:] if rows.shape[1] > 1 else rows
 
 
-def _at_layers(target: Target, cached: bool, ids: Sequence[int]) -> list[Tensor]:
+def _at_layers(
+    target: Target,
+    cached: bool,
+    ids: Sequence[int],
+) -> list[Tensor]:
     """Return the rows (1, n, numbers) of a text's cache or states at every layer, in one pass."""
     text = torch.tensor([ids], device=target.parts.device)
     base = cast("Any", target.parts.base)
@@ -484,7 +500,11 @@ def as_served(target: Target, exposure: Exposure) -> Generator[None]:
 
 
 @torch.no_grad()
-def served_noise(target: Target, leak: Leak, arithmetic: str) -> float:
+def served_noise(
+    target: Target,
+    leak: Leak,
+    arithmetic: str,
+) -> float:
     """Return the error that a server's arithmetic leaves in such a leak.
 
     The weights are ours, dequantised, but the server rounds activations too. How far

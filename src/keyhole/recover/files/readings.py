@@ -80,7 +80,9 @@ Reading = tuple[Section, ...]  # one reading of a file: a section for each layer
 
 
 def readings_of(
-    arrays: Mapping[str, Tensor], parts: Anatomy, expose: Exposure | None
+    arrays: Mapping[str, Tensor],
+    parts: Anatomy,
+    expose: Exposure | None,
 ) -> tuple[list[Reading], Tensor | None]:
     """Return every reading of the arrays, and a mask where they are texts of several lengths."""
     readings = _of_vllm(arrays, parts, expose) or _of_chunk(arrays, parts, expose)
@@ -150,7 +152,11 @@ def _joined(every: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 def _batched(
-    kind: str, tensor: Tensor, parts: Anatomy, *, positions_first: bool = False
+    kind: str,
+    tensor: Tensor,
+    parts: Anatomy,
+    *,
+    positions_first: bool = False,
 ) -> Tensor:
     """Return a tensor with its axes in the order of leaks, and the texts first.
 
@@ -177,7 +183,11 @@ def _batched(
     return _with_texts("rows", tensor, axes, shape[-1] <= parts.width)
 
 
-def _keys(tensor: Tensor, parts: Anatomy, positions_first: bool) -> Tensor:
+def _keys(
+    tensor: Tensor,
+    parts: Anatomy,
+    positions_first: bool,
+) -> Tensor:
     heads = parts.key_heads
     size = parts.head_dim
     if tensor.shape[-1] == heads * size and (heads == 1 or tensor.shape[-1] != size):
@@ -191,7 +201,12 @@ def _keys(tensor: Tensor, parts: Anatomy, positions_first: bool) -> Tensor:
     return whole if first else whole.transpose(1, 2)
 
 
-def _with_texts(what: str, tensor: Tensor, axes: int, right: bool) -> Tensor:
+def _with_texts(
+    what: str,
+    tensor: Tensor,
+    axes: int,
+    right: bool,
+) -> Tensor:
     if tensor.ndim == axes - 1:
         tensor = tensor[None]
     if tensor.ndim != axes or not right or 0 in tensor.shape:
@@ -201,7 +216,11 @@ def _with_texts(what: str, tensor: Tensor, axes: int, right: bool) -> Tensor:
     return tensor
 
 
-def _by_shape(array: Tensor, parts: Anatomy, asked: str | None) -> list[Reading]:
+def _by_shape(
+    array: Tensor,
+    parts: Anatomy,
+    asked: str | None,
+) -> list[Reading]:
     """Return every reading of an array by its shape; `asked` is its kind, if that is known."""
     if not array.is_floating_point():
         return []
@@ -214,7 +233,10 @@ def _by_shape(array: Tensor, parts: Anatomy, asked: str | None) -> list[Reading]
 
 
 def _as_kind(
-    array: Tensor, parts: Anatomy, kind: str, asked: bool
+    array: Tensor,
+    parts: Anatomy,
+    kind: str,
+    asked: bool,
 ) -> Iterator[Reading]:
     """Yield the readings of an array as one kind: as all layers of it, or as one unknown layer.
 
@@ -269,7 +291,12 @@ def _as_kind(
         yield (_section(kind, None, array, parts),)
 
 
-def _section(kind: str, layer: int | None, array: Tensor, parts: Anatomy) -> Section:
+def _section(
+    kind: str,
+    layer: int | None,
+    array: Tensor,
+    parts: Anatomy,
+) -> Section:
     if kind != "kv":
         tensors = {"values": array}
     else:
@@ -280,7 +307,9 @@ def _section(kind: str, layer: int | None, array: Tensor, parts: Anatomy) -> Sec
 
 @torch.no_grad()
 def _of_vllm(
-    arrays: Mapping[str, Tensor], parts: Anatomy, expose: Exposure | None
+    arrays: Mapping[str, Tensor],
+    parts: Anatomy,
+    expose: Exposure | None,
 ) -> list[Reading]:
     """Read hidden states that vLLM's connector for speculative decoding saved, a file per prompt.
 
@@ -323,7 +352,9 @@ _CHUNK = 256  # LMCache's default number of tokens in a chunk
 
 
 def _of_chunk(
-    arrays: Mapping[str, Tensor], parts: Anatomy, expose: Exposure | None
+    arrays: Mapping[str, Tensor],
+    parts: Anatomy,
+    expose: Exposure | None,
 ) -> list[Reading]:
     """Read a chunk of LMCache or vLLM (arrays.py), of all layers or of one that it names.
 
@@ -423,7 +454,11 @@ def _start_of(tensors: Mapping[str, Tensor], parts: Anatomy) -> int:
     )
 
 
-def _moved_to_start(section: Section, start: int, parts: Anatomy) -> Section:
+def _moved_to_start(
+    section: Section,
+    start: int,
+    parts: Anatomy,
+) -> Section:
     """Return the chunk as if its text began with it.
 
     Numbers that were rounded and then rotated are no longer on a grid, so their noise
@@ -437,7 +472,11 @@ def _moved_to_start(section: Section, start: int, parts: Anatomy) -> Section:
     return replace(section, tensors=tensors, noise=float(error.sqrt()))
 
 
-def _rotated(keys: Tensor, by: int, parts: Anatomy) -> Tensor:
+def _rotated(
+    keys: Tensor,
+    by: int,
+    parts: Anatomy,
+) -> Tensor:
     """Return the first layer's keys as they would be `by` positions later."""
     positions = torch.full((1, keys.shape[-2]), by, device=parts.device)
     return parts.rotated(0, keys.to(parts.device), positions).cpu()
@@ -543,7 +582,11 @@ def sections_by_name(arrays: Mapping[str, Tensor], parts: Anatomy) -> list[Secti
 
 
 @torch.no_grad()
-def _interleaved(keys: Tensor, ids: Tensor, parts: Anatomy) -> bool:
+def _interleaved(
+    keys: Tensor,
+    ids: Tensor,
+    parts: Anatomy,
+) -> bool:
     """Return whether the two numbers of a rotated plane are neighbours in keys of llama.cpp.
 
     It depends on the model's architecture, which neither the file nor the family's name

@@ -211,7 +211,11 @@ class _Leaked:
         return used if 0 < used.sum() < len(used) else None
 
 
-def recover_batch(model: Any, tokenizer: Any, update: Update) -> BatchRecovery:
+def recover_batch(
+    model: Any,
+    tokenizer: Any,
+    update: Update,
+) -> BatchRecovery:
     """Return the texts behind an update, verified by making the update again from them."""
     started = time.perf_counter()
     target = Target.of(model, tokenizer)
@@ -242,7 +246,10 @@ def _recovered(leaked: _Leaked) -> BatchRecovery:
 
 
 def _by_membership(
-    leaked: _Leaked, first: Span, second: Span, used: Tensor | None
+    leaked: _Leaked,
+    first: Span,
+    second: Span,
+    used: Tensor | None,
 ) -> BatchRecovery:
     """Find texts all of whose inputs lie in the spans."""
     inputs, tokens = _tokens(leaked, first, used)
@@ -258,7 +265,10 @@ def _by_membership(
 
 
 def _by_likelihood(
-    leaked: _Leaked, first: Span, second: Span, used: Tensor | None
+    leaked: _Leaked,
+    first: Span,
+    second: Span,
+    used: Tensor | None,
 ) -> BatchRecovery:
     """Find the likeliest texts where errors or a low rank blur the spans.
 
@@ -318,7 +328,11 @@ def _by_position(target: Target, near: Sequence[tuple[Tensor, Tensor]]) -> list[
     return [*before, *inside, *after]
 
 
-def _likeliest(leaked: _Leaked, batch: Batch, tokens: Sequence[Tensor]) -> Batch:
+def _likeliest(
+    leaked: _Leaked,
+    batch: Batch,
+    tokens: Sequence[Tensor],
+) -> Batch:
     """Return the batch after changes of single tokens and classes that make its update likelier."""
 
     def off(batch: Batch) -> float:
@@ -374,7 +388,9 @@ def _check(target: Target, update: Update) -> None:
 
 
 def _tokens(
-    leaked: _Leaked, span: Span, used: Tensor | None
+    leaked: _Leaked,
+    span: Span,
+    used: Tensor | None,
 ) -> tuple[FirstInputs, list[Tensor]]:
     """Return the tokens that may stand at each position, and tables that reach the texts' end."""
     parts = leaked.target.parts
@@ -432,7 +448,11 @@ def _texts(
     return [(text.ids, text.fits) for text in read if text.ids]
 
 
-def _too_many(target: Target, span: Span, ids: list[int]) -> BatchRecovery:
+def _too_many(
+    target: Target,
+    span: Span,
+    ids: list[int],
+) -> BatchRecovery:
     """Report that there are too many tokens; their table's own gradient may still show which."""
     reason = (
         f"the batch has as many tokens as the model is wide ({target.parts.width}) or as its "
@@ -444,7 +464,9 @@ def _too_many(target: Target, span: Span, ids: list[int]) -> BatchRecovery:
 
 
 def _no_texts(
-    reason: str, ids: Sequence[int] = (), status: Status = Status.UNSOLVED
+    reason: str,
+    ids: Sequence[int] = (),
+    status: Status = Status.UNSOLVED,
 ) -> BatchRecovery:
     status = Status.INEXACT if ids else status
     return BatchRecovery(status, reason, METHOD, (), (), tuple(ids), 0, 0.0)
@@ -534,7 +556,9 @@ def capture_update(
 
 
 def recovering_updates(
-    loaded: Loaded, files: Sequence[str | Path], track: Track = untracked
+    loaded: Loaded,
+    files: Sequence[str | Path],
+    track: Track = untracked,
 ) -> Iterator[tuple[Path, BatchRecovery]]:
     """Yield the batch behind each file of gradients."""
     overall = track("recover", len(files))
@@ -569,7 +593,11 @@ def labelled(leaked: _Leaked, texts: Texts) -> Batch:
     return Batch(tuple((*text, end) for text, end in zip(texts, ends, strict=True)))
 
 
-def _classes(leaked: _Leaked, texts: Texts, sign: float) -> list[int]:
+def _classes(
+    leaked: _Leaked,
+    texts: Texts,
+    sign: float,
+) -> list[int]:
     target = leaked.target
     head = _head(target.model)
     given = leaked.given(head)
@@ -584,7 +612,11 @@ def _classes(leaked: _Leaked, texts: Texts, sign: float) -> list[int]:
     return (sign * _deltas(torch.stack(inputs), given)).argmin(-1).tolist()
 
 
-def _last_tokens(leaked: _Leaked, texts: Texts, sign: float) -> list[int]:
+def _last_tokens(
+    leaked: _Leaked,
+    texts: Texts,
+    sign: float,
+) -> list[int]:
     """Return the token after each text, which its last position was to predict."""
     target = leaked.target
     linear = _last_map(target)
@@ -610,7 +642,11 @@ def _last_tokens(leaked: _Leaked, texts: Texts, sign: float) -> list[int]:
     return tokens
 
 
-def _inputs(target: Target, module: nn.Module, texts: Texts) -> list[Tensor]:
+def _inputs(
+    target: Target,
+    module: nn.Module,
+    texts: Texts,
+) -> list[Tensor]:
     """Return the inputs of a module for each text."""
     taken: list[Tensor] = []
 

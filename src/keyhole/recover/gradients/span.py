@@ -236,7 +236,11 @@ def first_inputs(parts: Anatomy, positions: int) -> FirstInputs:
     return found
 
 
-def attention_inputs(parts: Anatomy, number: int, states: Tensor) -> Tensor:
+def attention_inputs(
+    parts: Anatomy,
+    number: int,
+    states: Tensor,
+) -> Tensor:
     """Return the inputs of the attention of block `number` (from 1), from the states before it."""
     norm = parts.opening_norm(number)
     return states if norm is None else norm(states)
@@ -277,7 +281,9 @@ def _are_its_own(parts: Anatomy, inputs: FirstInputs) -> bool:
 
 
 def tokens_in(
-    inputs: FirstInputs, span: Span, allowed: Tensor | None = None
+    inputs: FirstInputs,
+    span: Span,
+    allowed: Tensor | None = None,
 ) -> list[Tensor]:
     """Return the tokens (c,) whose input lies in the span, for each position.
 
@@ -300,7 +306,10 @@ def tokens_in(
 
 
 def nearest_in(
-    inputs: FirstInputs, span: Span, count: int, allowed: Tensor | None = None
+    inputs: FirstInputs,
+    span: Span,
+    count: int,
+    allowed: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield for each position the `count` tokens nearest to the span, and every nearness (v,).
 

@@ -124,7 +124,10 @@ class DecoderTexts:
         yield from _distinct([*ended, *active])
 
     def _longer(
-        self, branches: Branches, active: Sequence[_Prefix], tokens: Tensor
+        self,
+        branches: Branches,
+        active: Sequence[_Prefix],
+        tokens: Tensor,
     ) -> list[tuple[int, int, _Prefix]]:
         """Return (prefix, node, longer prefix) of those in the span, the nearest first."""
         chain = torch.zeros(len(active), dtype=torch.bool, device=tokens.device)
@@ -258,7 +261,12 @@ class EncoderTexts:
             tried[number, place] = True
             yield number, place
 
-    def _read(self, number: int, place: int, sweeps: int) -> Read:
+    def _read(
+        self,
+        number: int,
+        place: int,
+        sweeps: int,
+    ) -> Read:
         """Return the text nearest to the span in a search that starts from a token at a place."""
         text, misfit, clear = self._solved(number, place)
         # Where the span is not sharp, wrong texts reach the exact misfit too.
@@ -338,7 +346,10 @@ class EncoderTexts:
         return min(found, key=lambda each: each[1], default=(guess, math.inf))
 
     def _swept(
-        self, text: Tensor, misfit: float, clear: Tensor
+        self,
+        text: Tensor,
+        misfit: float,
+        clear: Tensor,
     ) -> tuple[Tensor, float]:
         """Improve one token after the other, first where none is clear."""
         inside = list(range(len(self._before), len(text) - len(self._after)))
@@ -465,7 +476,12 @@ class Contexts(NamedTuple):
         masses[tokens, places] = before + given.mT @ solved.to(values)
         return masses
 
-    def changed(self, text: Tensor, place: int, tokens: Tensor) -> Tensor:
+    def changed(
+        self,
+        text: Tensor,
+        place: int,
+        tokens: Tensor,
+    ) -> Tensor:
         """Return the misfits (c,) of the text with each of the given tokens at one position."""
         queries, keys, values = self._of(text)
         others = row_numbers(text) != place
@@ -488,7 +504,12 @@ class Contexts(NamedTuple):
         return (far + self._own_rows(tokens, place, keys, values, others)) / len(text)
 
     def _own_rows(
-        self, tokens: Tensor, place: int, keys: Tensor, values: Tensor, others: Tensor
+        self,
+        tokens: Tensor,
+        place: int,
+        keys: Tensor,
+        values: Tensor,
+        others: Tensor,
     ) -> Tensor:
         """Return the squared distances (c,) of the row at the changed position itself."""
         queries = self.queries[tokens, place]
@@ -504,7 +525,11 @@ class Contexts(NamedTuple):
 
 
 def contexts_of(
-    parts: Anatomy, inputs: FirstInputs, tokens: Tensor, count: int, directions: Tensor
+    parts: Anatomy,
+    inputs: FirstInputs,
+    tokens: Tensor,
+    count: int,
+    directions: Tensor,
 ) -> Contexts:
     """Make the tables of tokens (t,) at the first `count` positions, along directions (d, r)."""
     query, key, value = parts.attention(1).apart

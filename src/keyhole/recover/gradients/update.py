@@ -147,7 +147,11 @@ def noise_for(epsilon: float) -> float:
     return math.exp(_root(lambda log: spent(epsilon, math.exp(log)), -27.0, 27.0))
 
 
-def _root(delta: Callable[[float], float], low: float, high: float) -> float:
+def _root(
+    delta: Callable[[float], float],
+    low: float,
+    high: float,
+) -> float:
     def off(x: float) -> float:
         return delta(x) - DELTA
 
@@ -246,7 +250,12 @@ class Batch:
         """Return a batch of one of the texts."""
         return Batch((self.texts[number],), self.labels[number : number + 1])
 
-    def changed(self, number: int, place: int | None, new: int) -> Batch:
+    def changed(
+        self,
+        number: int,
+        place: int | None,
+        new: int,
+    ) -> Batch:
         """Return the batch with another token at a place of one text, or another class of it."""
         texts = [list(text) for text in self.texts]
         labels = list(self.labels)
@@ -265,7 +274,10 @@ class Batch:
 
 
 def batch_of(
-    model: Any, tokenizer: Any, examples: Sequence[Example], max_length: int
+    model: Any,
+    tokenizer: Any,
+    examples: Sequence[Example],
+    max_length: int,
 ) -> Batch:
     """Tokenize texts; those without a class get the model's own answer."""
     texts = [
@@ -345,7 +357,11 @@ def update_of(
     )
 
 
-def adapters_of(model: Any, protocol: Protocol, seed: int = 0) -> dict[str, Tensor]:
+def adapters_of(
+    model: Any,
+    protocol: Protocol,
+    seed: int = 0,
+) -> dict[str, Tensor]:
     """Return A and B of every linear map of the blocks, as they start or after training."""
     if protocol.lora is None:
         return {}
@@ -364,7 +380,9 @@ def adapters_of(model: Any, protocol: Protocol, seed: int = 0) -> dict[str, Tens
 
 
 def adapted(
-    model: Any, gradients: Mapping[str, Tensor], adapters: Mapping[str, Tensor]
+    model: Any,
+    gradients: Mapping[str, Tensor],
+    adapters: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """Return the gradients of adapters and of the head, from those of all weights.
 
@@ -398,7 +416,10 @@ def inputs_last(tensor: Tensor, linear: nn.Module) -> Tensor:
 
 
 def clean_update(
-    model: Any, batch: Batch, protocol: Protocol, adapters: Mapping[str, Tensor]
+    model: Any,
+    batch: Batch,
+    protocol: Protocol,
+    adapters: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """Return an update before noise: the gradient, or the difference of weights after steps."""
     start = {name: weight.detach() for name, weight in model.named_parameters()}
@@ -439,7 +460,10 @@ def clipped_share(gradients: Mapping[str, Tensor], clip: float) -> float:
 
 
 def gradient(
-    model: Any, weights: Weights, batch: Batch, only: Collection[str] | None = None
+    model: Any,
+    weights: Weights,
+    batch: Batch,
+    only: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
     """Return the gradient of the mean cross-entropy for each parameter that it depends on.
 
@@ -548,7 +572,12 @@ class Compared(NamedTuple):
     precision: float
 
 
-def compared(target: Target, update: Update, batch: Batch, errors: Errors) -> Compared:
+def compared(
+    target: Target,
+    update: Update,
+    batch: Batch,
+    errors: Errors,
+) -> Compared:
     """Compare the update of a batch with the leaked one."""
     given = clean_update(target.model, batch, update.protocol, update.adapters)
     sums = torch.zeros(5, dtype=torch.float64)

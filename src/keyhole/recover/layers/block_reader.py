@@ -96,7 +96,12 @@ class Table(NamedTuple):
             0, 0
         ].cpu()
 
-    def rows(self, side: Side, tokens: Tensor, positions: Tensor) -> Tensor:
+    def rows(
+        self,
+        side: Side,
+        tokens: Tensor,
+        positions: Tensor,
+    ) -> Tensor:
         """Return the rows (n, d) of tokens (n,) at positions (n,)."""
         if side.keys:
             return self.rotated(self.keys[side.head, tokens], positions)
@@ -133,7 +138,10 @@ class Reader:
         ]
 
     def by_values(
-        self, values: Tensor, number: int, turn: Tensor | None = None
+        self,
+        values: Tensor,
+        number: int,
+        turn: Tensor | None = None,
     ) -> Tensor:
         """Return how badly tokens fit (c,) by their values (heads, c, d) in block `number`.
 
@@ -334,7 +342,12 @@ class BlockOrders(NamedTuple):
     reader: Reader
     number: int
 
-    def rows(self, side: Side, tokens: Tensor, places: Tensor) -> Tensor:
+    def rows(
+        self,
+        side: Side,
+        tokens: Tensor,
+        places: Tensor,
+    ) -> Tensor:
         """Return the rows (…, d) of tokens (…) at places (…) of the block."""
         at = places + self.number * self.reader.blocks.size
         at = at.expand_as(tokens).flatten()
@@ -397,7 +410,12 @@ class BlockOrders(NamedTuple):
                 rises[changed] += costs - each.cost
         return rises
 
-    def settled(self, tokens: Tensor, near: Tensor, fixed: int) -> Order:
+    def settled(
+        self,
+        tokens: Tensor,
+        near: Tensor,
+        fixed: int,
+    ) -> Order:
         """Return the arrangement after exchanges that lower the squares.
 
         The first `fixed` tokens are kept, and `near` (c,) are the candidates for the
@@ -419,7 +437,12 @@ class BlockOrders(NamedTuple):
             order = again
         return order
 
-    def _exchanged(self, order: Order, near: Tensor, fixed: int) -> Order | None:
+    def _exchanged(
+        self,
+        order: Order,
+        near: Tensor,
+        fixed: int,
+    ) -> Order | None:
         """Return the arrangement after all exchanges that lower the squares, or after the best."""
         others, where = _exchanges(order, near, fixed)
         rises = self.increases(order, others)
@@ -514,7 +537,11 @@ def first_occurrences(tokens: Tensor) -> Tensor:
     return ~(tokens[..., :, None] == tokens[..., None, :]).tril(-1).any(-1)
 
 
-def _assigned(costs: Tensor, near: Tensor, known: Tensor) -> Tensor:
+def _assigned(
+    costs: Tensor,
+    near: Tensor,
+    known: Tensor,
+) -> Tensor:
     """Return the best tokens (n,) by costs (n, c); each gets a place before any is repeated."""
     from scipy.optimize import linear_sum_assignment  # on demand: it loads slowly
 
@@ -528,7 +555,9 @@ def _assigned(costs: Tensor, near: Tensor, known: Tensor) -> Tensor:
 
 
 def _exchanges(
-    order: Order, near: Tensor, fixed: int
+    order: Order,
+    near: Tensor,
+    fixed: int,
 ) -> tuple[Tensor, list[list[int]]]:
     """Return arrangements (h, n) next to `order`, and the places where each differs.
 

@@ -181,7 +181,12 @@ class Map:
         imaginary = self.matrix.diagonal(len(real))
         return self.hidden, torch.complex(real, imaginary)
 
-    def free(self, count: int, fill: int, added: bool) -> int:
+    def free(
+        self,
+        count: int,
+        fill: int,
+        added: bool,
+    ) -> int:
         """Return how many directions of a block with `count` tokens and `fill` rows are no token's.
 
         `added` says that a row A is added to the blocks of this leak.
@@ -192,7 +197,11 @@ class Map:
         return 1 + (added and (NOWHERE < self.hidden < count or fill > 1))
 
     def misfits(
-        self, side: Side, rows: Tensor, number: int, turn: Tensor | None = None
+        self,
+        side: Side,
+        rows: Tensor,
+        number: int,
+        turn: Tensor | None = None,
     ) -> Tensor:
         """Return q (c,) of rows (c, d) in block `number`.
 
@@ -225,7 +234,12 @@ Turn = tuple[
 ]  # the mean square that is left, the place that A hides, M
 
 
-def solved(side: Side, rows: Tensor, places: Tensor, block: int) -> Map | None:
+def solved(
+    side: Side,
+    rows: Tensor,
+    places: Tensor,
+    block: int,
+) -> Map | None:
     """Return M from rows (n, d) of tokens known at `places` (n,).
 
     None if there are too few tokens, or if rounding leaves fewer directions of their
@@ -307,7 +321,12 @@ def by_squares(
         """Return the rows of a block's tokens that are not at the hidden place."""
         return rows[(places // block == number) & (places % block != hidden)].double()
 
-    def turn(hidden: int, start: Tensor, rounds: int, where: list[int]) -> Turn:
+    def turn(
+        hidden: int,
+        start: Tensor,
+        rounds: int,
+        where: list[int],
+    ) -> Turn:
         # A may hide a repeated token, whose place the values do not show.
         free = int(hidden != NOWHERE or len(starts) == 1)
         blocks = [
@@ -413,7 +432,10 @@ class Blocks:
         """Return the blocks with maps from each side's rows (n, d) at `places` (n,)."""
 
         def again(
-            side: Side, given: Tensor, found: Map | None, coarse: bool
+            side: Side,
+            given: Tensor,
+            found: Map | None,
+            coarse: bool,
         ) -> Map | None:
             if found is None or found.coarse != coarse:
                 return None
@@ -482,7 +504,13 @@ class Blocks:
         ]
 
 
-def _side(keys: bool, head: int, rows: Tensor, error: Tensor, size: int) -> Side:
+def _side(
+    keys: bool,
+    head: int,
+    rows: Tensor,
+    error: Tensor,
+    size: int,
+) -> Side:
     """Return a head's rows (n, d) with their errors (n, d) in blocks of one size."""
     sigma = error.square().mean(-1, keepdim=True).sqrt()
     fine = float((error / rows.abs().clamp(min=1e-30)).median())
@@ -513,7 +541,13 @@ class Spans(NamedTuple):
     left: float
 
     @classmethod
-    def of(cls, block: Tensor, found: Map, rows: Tensor, added: bool) -> Spans:
+    def of(
+        cls,
+        block: Tensor,
+        found: Map,
+        rows: Tensor,
+        added: bool,
+    ) -> Spans:
         made = rows.double() @ found.matrix
         shown = row_numbers(rows) != found.hidden
         sizes, directions = outside(block, _spanned(made[shown]))
@@ -540,7 +574,9 @@ class Spans(NamedTuple):
 
 
 def lost_with(
-    spans: Sequence[Spans | None], inside: int, given: Sequence[Tensor]
+    spans: Sequence[Spans | None],
+    inside: int,
+    given: Sequence[Tensor],
 ) -> Tensor:
     """Return the loss of likelihood (c,) of all sides with other rows (c, d) at a block's place."""
     pairs = zip(spans, given, strict=True)
@@ -555,7 +591,11 @@ def _real(numbers: Tensor) -> Tensor:
     return torch.cat([numbers.real, numbers.imag], -1)
 
 
-def _coefficients(block: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
+def _coefficients(
+    block: Tensor,
+    weights: Tensor,
+    rows: Tensor,
+) -> Tensor:
     """Return C (h, b, n): a block (b, d) by rows (h, n, d), with a weight for each number."""
     weighted = rows[:, None] * weights[:, None]
     gram = weighted @ rows[:, None].mT
@@ -564,13 +604,21 @@ def _coefficients(block: Tensor, weights: Tensor, rows: Tensor) -> Tensor:
     return torch.linalg.solve(gram, weighted @ block[..., None])[..., 0]
 
 
-def directions(block: Tensor, rows: Tensor, count: int) -> Tensor:
+def directions(
+    block: Tensor,
+    rows: Tensor,
+    count: int,
+) -> Tensor:
     """Return the largest directions (k, d) of a block that rows (n, d) do not span."""
     return outside(block, torch.linalg.qr(rows.mT)[0])[1][:count]
 
 
 def fitted(
-    block: Tensor, spread: Tensor, rows: Tensor, free: Tensor, rounds: int = _ROUNDS
+    block: Tensor,
+    spread: Tensor,
+    rows: Tensor,
+    free: Tensor,
+    rounds: int = _ROUNDS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sums of squares (h,) of a block (b, d) by tokens' rows x M (h, n, d), C and z.
 
@@ -600,14 +648,23 @@ def fitted(
     return cost, found, free + along @ rows
 
 
-def squares(block: Tensor, spread: Tensor, rows: Tensor, free: Tensor) -> Tensor:
+def squares(
+    block: Tensor,
+    spread: Tensor,
+    rows: Tensor,
+    free: Tensor,
+) -> Tensor:
     """Return the sums of squares (h,) for rows (h, n, d) of arrangements near the one of z."""
     parts = rows.split(_CHUNK)
     return torch.cat([fitted(block, spread, part, free, 1)[0] for part in parts])
 
 
 def exchanged(
-    block: Tensor, spread: Tensor, rows: Tensor, free: Tensor, others: Tensor
+    block: Tensor,
+    spread: Tensor,
+    rows: Tensor,
+    free: Tensor,
+    others: Tensor,
 ) -> Tensor:
     """Return sums of squares (n, c), each of rows (n, d) replaced by each of others (n, c, d)."""
     weights = spread.square().reciprocal()

@@ -128,7 +128,12 @@ class Text:
     in the batch.
     """
 
-    def __init__(self, target: Target, leak: Leak, number: int) -> None:
+    def __init__(
+        self,
+        target: Target,
+        leak: Leak,
+        number: int,
+    ) -> None:
         self.number = number
         # Padding before the text is skipped: nothing attends to it.
         self.start = 0 if leak.mask is None else int(leak.mask.nonzero().min())
@@ -232,7 +237,10 @@ class Text:
 
 
 def texts_of(
-    target: Target, leaks: Sequence[Leak], samples: int | None, seed: int
+    target: Target,
+    leaks: Sequence[Leak],
+    samples: int | None,
+    seed: int,
 ) -> tuple[list[Text], Orderings]:
     """Return the texts of leaks, none of them read yet, and the order in which tokens are tried."""
     texts = [Text(target, leak, number) for number, leak in enumerate(leaks)]
@@ -267,7 +275,11 @@ class Tolerance:
 
     @classmethod
     def of(
-        cls, target: Target, leak: Leak, start: int, precision: Precision
+        cls,
+        target: Target,
+        leak: Leak,
+        start: int,
+        precision: Precision,
     ) -> Tolerance:
         """Return the tolerance of a leak from position `start` on."""
         rounding = precision.rounding.nan_to_num(0.0)
@@ -280,7 +292,12 @@ class Tolerance:
         """The typical error (f,) of each number, for the ordering."""
         return (self.rounding.square().median(0).values + self.noise**2).sqrt()
 
-    def misfit(self, position: int, off: Tensor, spread: Tensor) -> Tensor:
+    def misfit(
+        self,
+        position: int,
+        off: Tensor,
+        spread: Tensor,
+    ) -> Tensor:
         """Return `q` for differences (k, f) from what leaked, as shares of what is accepted."""
         own = self.rounding[position].square() + self.noise**2
         variance = own + (self.share * spread).square()
@@ -305,7 +322,11 @@ class Tolerance:
         return min(explanations, key=lambda each: each[0], default=(0.0, None))[1]
 
 
-def _unrotated(target: Target, leak: KeyValues, sigma: Tensor) -> Tensor:
+def _unrotated(
+    target: Target,
+    leak: KeyValues,
+    sigma: Tensor,
+) -> Tensor:
     """Return the errors (n, f) of keys and values once the rotation of keys is undone.
 
     That mixes the errors of two numbers of a key, which are neighbours or half a key
@@ -418,7 +439,10 @@ class Search:
         return contents(self.target, self.exposure, given, self.branches.positions)
 
     def _accept_chain(
-        self, text: Text, chunk: list[int], rows: Tensor
+        self,
+        text: Text,
+        chunk: list[int],
+        rows: Tensor,
     ) -> tuple[int, int]:
         """Accept the first tokens of a chain that fit; return the first and how many."""
         at = text.position
@@ -442,7 +466,10 @@ class Search:
         return 0, right
 
     def _accept_from_fan(
-        self, text: Text, chunk: list[int], rows: Tensor
+        self,
+        text: Text,
+        chunk: list[int],
+        rows: Tensor,
     ) -> tuple[int, int]:
         """Accept the best candidate for one position if it fits; return its place and how many."""
         misfits = self._misfit(text, text.position, rows)
@@ -506,7 +533,12 @@ class Search:
             text.excluded = position
         self._leave_unexplained(text, nearest, learnt)
 
-    def _is_noise(self, text: Text, nearest: Nearest, learnt: Learnt | None) -> bool:
+    def _is_noise(
+        self,
+        text: Text,
+        nearest: Nearest,
+        learnt: Learnt | None,
+    ) -> bool:
         """Return whether the leak is noisy so clearly that no more tokens need be tried.
 
         Then noise is at all positions, the best token stands out among those tried, and
@@ -520,7 +552,12 @@ class Search:
             return False
         return self.orders.at(text.position).reach(self.method.widest) >= _REACH
 
-    def _rows_of_each(self, text: Text, position: int, tokens: Tensor) -> Tensor:
+    def _rows_of_each(
+        self,
+        text: Text,
+        position: int,
+        tokens: Tensor,
+    ) -> Tensor:
         """Return the rows (k, f) of tokens (k,), each alone after a text's first tokens."""
         given, places = self.branches.each(self.exposure, text.row, position, tokens)
         text.count_pass(len(tokens))
@@ -570,7 +607,11 @@ class Search:
         return False
 
     def _fits_before(
-        self, text: Text, place: int, others: list[int], nearest: Tensor
+        self,
+        text: Text,
+        place: int,
+        others: list[int],
+        nearest: Tensor,
     ) -> int | None:
         """Return the token of `others` at `place` with which all up to a `nearest` one fit."""
         if not others:
@@ -605,7 +646,10 @@ class Search:
         return order[misfits[order] <= 1].tolist()
 
     def _leave_unexplained(
-        self, text: Text, nearest: Nearest, learnt: Learnt | None
+        self,
+        text: Text,
+        nearest: Nearest,
+        learnt: Learnt | None,
     ) -> None:
         """Choose the nearest token though it does not fit; learn the error or count a failure."""
         best = 0
@@ -619,13 +663,22 @@ class Search:
             best = learnt.best
         text.begin_position(int(nearest.tokens[best]))
 
-    def _misfit(self, text: Text, position: int, rows: Tensor) -> Tensor:
+    def _misfit(
+        self,
+        text: Text,
+        position: int,
+        rows: Tensor,
+    ) -> Tensor:
         """Return the misfit (k,) of rows (k, f) at a position; 1 is the limit."""
         off = rows - text.rows[position]
         return text.tolerance.misfit(position, off, self.orders.spread(position))
 
     def _nearest(
-        self, text: Text, tokens: Tensor, rows: Tensor, others: Nearest | None = None
+        self,
+        text: Text,
+        tokens: Tensor,
+        rows: Tensor,
+        others: Nearest | None = None,
     ) -> Nearest:
         """Return the nearest of tokens (k,) by their rows (k, f), and of `others`.
 

@@ -170,7 +170,10 @@ class EncoderStates:
             texts.fix_clear()
 
     def _by_gradients(
-        self, texts: EncoderBatch, rounds: int, first_step: float
+        self,
+        texts: EncoderBatch,
+        rounds: int,
+        first_step: float,
     ) -> Proposals:
         """Run L-BFGS, with a snap and a few flips of the worst tokens after every few steps."""
         start = texts.anchored()
@@ -350,7 +353,11 @@ class EncoderBatch:
         return self.target.rows(self.leaks[0], ids, self.mask[rows, : ids.shape[1]])
 
     def record(
-        self, rows: Tensor, ids: Tensor, given: Tensor, forwards: int
+        self,
+        rows: Tensor,
+        ids: Tensor,
+        given: Tensor,
+        forwards: int,
     ) -> list[int]:
         """Record what the model gave for the texts of some rows; return those that fit."""
         self.passes[rows] += forwards
@@ -561,7 +568,11 @@ def try_worst(texts: EncoderBatch) -> list[int]:
     return done
 
 
-def _by_sums(texts: EncoderBatch, row: int, ids: Tensor) -> Tried:
+def _by_sums(
+    texts: EncoderBatch,
+    row: int,
+    ids: Tensor,
+) -> Tried:
     """Change several tokens at the worst positions of a text that is nearly right."""
     places = _worst_places(texts, row, alone=True)
     if row not in texts.explained_to(_NEAR) or len(places) < 2:
@@ -572,7 +583,11 @@ def _by_sums(texts: EncoderBatch, row: int, ids: Tensor) -> Tried:
     )
 
 
-def _worst_places(texts: EncoderBatch, row: int, alone: bool) -> Tensor:
+def _worst_places(
+    texts: EncoderBatch,
+    row: int,
+    alone: bool,
+) -> Tensor:
     """Return the positions that fit worst; if tried in groups, only those that are not clear."""
     bad = texts.free[row] & texts.seen[row] & ~texts.good[row]
     most = _ALONE
@@ -584,7 +599,12 @@ def _worst_places(texts: EncoderBatch, row: int, alone: bool) -> Tensor:
     return size.topk(min(most, int(bad.sum()))).indices
 
 
-def _proposed(texts: EncoderBatch, row: int, places: Tensor, count: int) -> Tensor:
+def _proposed(
+    texts: EncoderBatch,
+    row: int,
+    places: Tensor,
+    count: int,
+) -> Tensor:
     """Return the candidates (m, count) for some positions, in turn from five lists.
 
     These are the tokens nearest to the estimate, and to the estimate moved by its row's
@@ -663,7 +683,11 @@ def try_vocabulary(texts: EncoderBatch, most: int) -> list[int]:
     return done
 
 
-def _causes(texts: EncoderBatch, row: int, ids: Tensor) -> Tensor:
+def _causes(
+    texts: EncoderBatch,
+    row: int,
+    ids: Tensor,
+) -> Tensor:
     """Return the positions that fit worst, alternating with those of the steepest loss."""
     worst = _worst_places(texts, row, alone=True)
     pull = texts.pull(row, ids).where(texts.free[row, : len(ids)], 0.0)

@@ -57,7 +57,12 @@ class InverseMap(NamedTuple):
         return states @ self.M + self.b
 
 
-def inverse_map(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
+def inverse_map(
+    target: Target,
+    leak: Leak,
+    tokens: int,
+    seed: int,
+) -> InverseMap:
     """Return the map for a leak's exposure, fitted on about `tokens` random tokens; remembered."""
     key = (leak.exposure, tokens, seed)
     return target.remembered(
@@ -66,7 +71,10 @@ def inverse_map(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMa
 
 
 def random_texts(
-    target: Target, count: int, length: int, stream: torch.Generator
+    target: Target,
+    count: int,
+    length: int,
+    stream: torch.Generator,
 ) -> Tensor:
     """Return random token ids (count, length) inside the tokenizer's special tokens."""
     plain = sorted(set(range(target.vocabulary)) - target.special)
@@ -91,7 +99,12 @@ def _sentences(target: Target) -> Tensor:
     return torch.tensor([id_ for line in lines for id_ in line if id_ not in special])
 
 
-def _texts(target: Target, count: int, length: int, stream: torch.Generator) -> Tensor:
+def _texts(
+    target: Target,
+    count: int,
+    length: int,
+    stream: torch.Generator,
+) -> Tensor:
     """Return texts (count, length), half of them sentences if the tokenizer knows the words."""
     ids = random_texts(target, count, length, stream)
     tokens = target.remembered("sentences", "", lambda: _sentences(target))
@@ -106,7 +119,12 @@ def _texts(target: Target, count: int, length: int, stream: torch.Generator) -> 
 
 
 @torch.no_grad()
-def _fit(target: Target, leak: Leak, tokens: int, seed: int) -> InverseMap:
+def _fit(
+    target: Target,
+    leak: Leak,
+    tokens: int,
+    seed: int,
+) -> InverseMap:
     parts = target.parts
     table = target.table
     stream = seeded(seed)
@@ -166,7 +184,10 @@ class TokenTable(NamedTuple):
         return cls(vectors, centre, directions)
 
     def nearest(
-        self, estimates: Tensor, count: int = 1, among: Tensor | None = None
+        self,
+        estimates: Tensor,
+        count: int = 1,
+        among: Tensor | None = None,
     ) -> Tensor:
         """Return the `count` ids of largest cosine (m, count) for estimates (m, e), best first.
 
@@ -186,7 +207,10 @@ class TokenTable(NamedTuple):
         return ids[:, 0], away[:, 0] / away[:, -1]
 
     def _best(
-        self, estimates: Tensor, count: int, among: Tensor | None = None
+        self,
+        estimates: Tensor,
+        count: int,
+        among: Tensor | None = None,
     ) -> Iterator[Tensor]:
         """Return the largest cosines (m, count) and their rows in the table."""
         table = self.directions if among is None else self.directions[among]

@@ -131,7 +131,11 @@ class Compared(NamedTuple):
         return self.target.rows(self.leak, ids, self.leak.mask, each)
 
 
-def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
+def judge_rows(
+    target: Target,
+    leak: Leak,
+    ids: list[int],
+) -> Verdict:
     """Decide what `ids` are worth as an explanation of a leak."""
     text = target.tensor(ids)
     leaked = leak.rows(leak.tensors).to(target.device)
@@ -190,7 +194,11 @@ def judge_rows(target: Target, leak: Leak, ids: list[int]) -> Verdict:
     )
 
 
-def _is_fine(fit: Fit, own: bool, compared: Compared) -> bool:
+def _is_fine(
+    fit: Fit,
+    own: bool,
+    compared: Compared,
+) -> bool:
     """Return whether every other token would show in a leak with errors like those of `fit`.
 
     The error must be a small share of the leak's spread. If each token has its `own`
@@ -213,7 +221,11 @@ def _is_fine(fit: Fit, own: bool, compared: Compared) -> bool:
 
 
 def _margin(
-    compared: Compared, fit: Fit, fine: bool, padding: Tensor, unordered: bool
+    compared: Compared,
+    fit: Fit,
+    fine: bool,
+    padding: Tensor,
+    unordered: bool,
 ) -> tuple[Tensor, int, str]:
     """Return the margin (n,) of each token, the passes that took, and doubts in words."""
     target = compared.target
@@ -250,7 +262,11 @@ def _margin(
     return margin, forwards, doubt
 
 
-def _status(fit: Fit, marks: tuple[Mark, ...], special: Tensor) -> tuple[Status, str]:
+def _status(
+    fit: Fit,
+    marks: tuple[Mark, ...],
+    special: Tensor,
+) -> tuple[Status, str]:
     """Return the status by the marks, and a reason; `special` (n,) are no part of the text."""
     certain = marks.count(Mark.VERIFIED)
     if certain == len(marks):
@@ -295,7 +311,11 @@ def _duplicates(table: Tensor) -> Tensor:
     return alike | small if small.sum() > 1 else alike
 
 
-def _misfits(fit: Fit, leaked: Tensor, given: Tensor) -> Misfits:
+def _misfits(
+    fit: Fit,
+    leaked: Tensor,
+    given: Tensor,
+) -> Misfits:
     """Return a function from rows (…, n, f) to sums of squares in units of the leak's error.
 
     Numbers that did not leak add 0. If the text does not fit as a whole, what it leaves
@@ -377,7 +397,11 @@ def _row_map(compared: Compared) -> RowMap | None:
 
 
 @torch.no_grad()
-def _fitting_as_well(compared: Compared, fit: Fit, none: Tensor) -> Tensor:
+def _fitting_as_well(
+    compared: Compared,
+    fit: Fit,
+    none: Tensor,
+) -> Tensor:
     """Return the tokens (k, n) of the vocabulary that fit as well after the text before them.
 
     If there are fewer than k, `none` (n,) takes their place.
@@ -440,7 +464,11 @@ class RowMap(NamedTuple):
         return each[..., -self.map.shape[1] // self.heads :].flatten(-2)
 
     def nearest(
-        self, table: Tensor, text: Tensor, unexplained: Tensor, count: int
+        self,
+        table: Tensor,
+        text: Tensor,
+        unexplained: Tensor,
+        count: int,
     ) -> Tensor:
         """Return for each token those (k, n) whose rows differ most nearly by `unexplained`."""
         wanted = table[text] @ self.map + unexplained.to(self.map)
@@ -544,7 +572,11 @@ def _other_orders(length: int) -> Tensor:
     return torch.stack(orders)
 
 
-def _set_misfits(given: Tensor, leaked: Tensor, sigma: Tensor) -> Tensor:
+def _set_misfits(
+    given: Tensor,
+    leaked: Tensor,
+    sigma: Tensor,
+) -> Tensor:
     """Return sums of squares (rows, positions) in units of the leak's error; NaN without a row."""
     weights = sigma.expand_as(leaked).square().reciprocal()
     far = (weights * leaked.square()).sum(-1, keepdim=True)

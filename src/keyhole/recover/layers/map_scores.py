@@ -102,7 +102,13 @@ class Anchors(NamedTuple):
     scores: Tensor
 
     @classmethod
-    def of(cls, parts: Anatomy, layer: int, states: Tensor, places: Tensor) -> Anchors:
+    def of(
+        cls,
+        parts: Anatomy,
+        layer: int,
+        states: Tensor,
+        places: Tensor,
+    ) -> Anchors:
         """Return the anchors at `places`, from the hidden states (n, d) below block `layer`."""
         query, key, _ = parts.attention(layer).apart
         size = parts.head_dim
@@ -130,7 +136,9 @@ class Anchors(NamedTuple):
 
 
 def _by_head(
-    projection: Projection, size: int, states: Tensor
+    projection: Projection,
+    size: int,
+    states: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return a projection's weights (h, k, d) and bias (h, k), in the dtype of the states."""
     weight = projection.weight.to(states)

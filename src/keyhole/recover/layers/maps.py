@@ -76,7 +76,10 @@ class EncoderMaps:
 
     @torch.no_grad()
     def _look_up(
-        self, target: Target, logs: list[LogMaps], frame: Tensor
+        self,
+        target: Target,
+        logs: list[LogMaps],
+        frame: Tensor,
     ) -> list[Tensor]:
         """Return the best tokens of the vocabulary (shortlist, n) at each position of each text."""
         n = len(frame)
@@ -95,7 +98,11 @@ class EncoderMaps:
 
     @torch.no_grad()
     def _settle(
-        self, target: Target, log: LogMaps, frame: Tensor, shortlist: Tensor
+        self,
+        target: Target,
+        log: LogMaps,
+        frame: Tensor,
+        shortlist: Tensor,
     ) -> Proposal:
         """Measure again with the tokens found so far as anchors, until nothing changes."""
         ids = shortlist[0]

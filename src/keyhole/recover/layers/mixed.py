@@ -182,7 +182,11 @@ def _read(target: Target, leak: MixedCache) -> Proposal:
     return Proposal(text, fitting=target.vocabulary, note=note)
 
 
-def _from_known(table: Table, blocks: Blocks, ids: Sequence[int]) -> Read | None:
+def _from_known(
+    table: Table,
+    blocks: Blocks,
+    ids: Sequence[int],
+) -> Read | None:
     """Read from first tokens; None if these tokens do not open the text."""
     known = dict(enumerate(ids))
     last = replace(blocks, sides=blocks.sides[-1:])  # the values of one head are enough
@@ -272,7 +276,11 @@ def first_and_rotary(target: Target, leak: MixedCache) -> bool:
 # The judge.
 
 
-def judge_mixed(target: Target, leak: MixedCache, ids: list[int]) -> Verdict:
+def judge_mixed(
+    target: Target,
+    leak: MixedCache,
+    ids: list[int],
+) -> Verdict:
     """Decide whether the tokens lie in their blocks and span them, and no other tokens would."""
     with torch.no_grad():
         given = capture(target.model, leak.exposure, ids=target.tensor([ids]))
@@ -298,7 +306,10 @@ def _rows_of(side: Side, given: Mapping[str, Tensor]) -> Tensor:
 
 
 def _verdict(
-    target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[int]
+    target: Target,
+    blocks: Blocks,
+    rows: Sequence[Tensor],
+    ids: list[int],
 ) -> Verdict:
     if blocks.coarse and first_and_rotary(target, blocks.leak):
         reader = Reader(Table.of(target), blocks)
@@ -407,7 +418,10 @@ def _in_order(reader: Reader, ids: list[int]) -> tuple[list[float], bool]:
 
 
 def _ends(
-    target: Target, blocks: Blocks, rows: Sequence[Tensor], ids: list[int]
+    target: Target,
+    blocks: Blocks,
+    rows: Sequence[Tensor],
+    ids: list[int],
 ) -> bool:
     """Return whether the text ends with its last token: rows that fill a block leave that open.
 
@@ -433,7 +447,11 @@ def _ends(
 Others = Callable[[int], tuple[Tensor, Sequence[Tensor]]]
 
 
-def _others(target: Target, blocks: Blocks, ids: list[int]) -> Others:
+def _others(
+    target: Target,
+    blocks: Blocks,
+    ids: list[int],
+) -> Others:
     """Return a function from a position to its alternative tokens (c,), and each side's rows."""
     if first_and_rotary(target, blocks.leak):
         reader = Reader(Table.of(target), blocks)
@@ -455,7 +473,12 @@ def _others(target: Target, blocks: Blocks, ids: list[int]) -> Others:
 class Prefix:
     """The beginning of a text, and the rows of tokens after it for each side of a leak."""
 
-    def __init__(self, target: Target, blocks: Blocks, ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        target: Target,
+        blocks: Blocks,
+        ids: Sequence[int],
+    ) -> None:
         self.target = target
         self.sides = blocks.sides
         self.exposure = blocks.leak.exposure
@@ -477,7 +500,9 @@ class Prefix:
 
 
 def _left_to_right(
-    target: Target, cut: Sequence[Blocks], known: Sequence[Sequence[int]]
+    target: Target,
+    cut: Sequence[Blocks],
+    known: Sequence[Sequence[int]],
 ) -> Proposal:
     """Read token by token, after some that are known."""
     for blocks, first in product(cut, known):
@@ -511,7 +536,10 @@ def _left_to_right(
 
 
 def _next_token(
-    target: Target, blocks: Blocks, prefix: Prefix, ids: Sequence[int]
+    target: Target,
+    blocks: Blocks,
+    prefix: Prefix,
+    ids: Sequence[int],
 ) -> tuple[int | None, int]:
     """Return the first token that fits after the prefix, and how many were tested."""
     length = len(ids)
@@ -565,7 +593,11 @@ def common_tokens(target: Target) -> Tensor:
     return torch.tensor([token for token, _ in counts.most_common(_COMMON)])
 
 
-def _spaces(base: Tensor, rows: Tensor, size: int) -> Tensor:
+def _spaces(
+    base: Tensor,
+    rows: Tensor,
+    size: int,
+) -> Tensor:
     """Return bases (t, d, size) of the maps θ that put each of rows (t, d) into a block."""
     spans = planes(base.double())[None] / planes(rows.double())[:, None]
     spaces = torch.linalg.qr(torch.cat([spans.real, spans.imag], -1).mT)[0]
@@ -582,7 +614,11 @@ def _in_common(space: Tensor, others: Tensor) -> Tensor:
 
 
 def _maps_of_pairs(
-    side: Side, rows: Tensor, numbers: Tensor, tokens: Tensor, most: int
+    side: Side,
+    rows: Tensor,
+    numbers: Tensor,
+    tokens: Tensor,
+    most: int,
 ) -> Iterator[Map]:
     """Yield the maps that two guesses have in common: rows (n, d) of tokens in blocks.
 
@@ -614,7 +650,11 @@ def _maps_of_pairs(
                     yield Map(products(unit[None])[0], NOWHERE, 1.0)
 
 
-def _tokens_of_blocks(table: Table, side: Side, common: Tensor) -> list[Tensor] | None:
+def _tokens_of_blocks(
+    table: Table,
+    side: Side,
+    common: Tensor,
+) -> list[Tensor] | None:
     """Return the tokens of each block, by their values.
 
     Each frequent token is compared with all common ones. The map that puts the most
@@ -659,7 +699,9 @@ def _tokens_of_blocks(table: Table, side: Side, common: Tensor) -> list[Tensor] 
 
 
 def _placed(
-    reader: Reader, side: Side, held: Sequence[Tensor]
+    reader: Reader,
+    side: Side,
+    held: Sequence[Tensor],
 ) -> tuple[Reader, dict[int, int]] | None:
     """Put the tokens that blocks hold into their places, by one head's keys, and read the rest."""
     size = reader.blocks.size
@@ -684,7 +726,11 @@ def _placed(
 
 
 def _shifted(
-    reader: Reader, side: Side, found: Map, held: Sequence[Tensor], shift: int
+    reader: Reader,
+    side: Side,
+    found: Map,
+    held: Sequence[Tensor],
+    shift: int,
 ) -> dict[int, int]:
     """Return the tokens that fit by their positions, if all positions are shifted."""
     known: dict[int, int] = {}

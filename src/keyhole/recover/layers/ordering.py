@@ -142,7 +142,12 @@ class Orderings(NamedTuple):
         fit = self.at(position).fit
         return fit.spread.to(fit.centre)
 
-    def context(self, position: int, tokens: Tensor, given: Tensor) -> Tensor:
+    def context(
+        self,
+        position: int,
+        tokens: Tensor,
+        given: Tensor,
+    ) -> Tensor:
         """Return what a prefix adds (f,) to rows at a position, by rows (k, f) of tokens (k,)."""
         order = self.at(position).fit
         context = (given - order.centre).mean(0)
@@ -150,7 +155,11 @@ class Orderings(NamedTuple):
         return context
 
     def first(
-        self, rows: Tensor, positions: Tensor, count: int, context: Tensor | float = 0.0
+        self,
+        rows: Tensor,
+        positions: Tensor,
+        count: int,
+        context: Tensor | float = 0.0,
     ) -> Tensor:
         """Return the `count` tokens (m, count) to try first at `positions` (m,) of some rows."""
         count = min(count, len(self.rest.fit.predicted))
@@ -161,7 +170,10 @@ class Orderings(NamedTuple):
         return torch.cat(best)
 
     def _scores(
-        self, rows: Tensor, positions: Tensor, context: Tensor | float
+        self,
+        rows: Tensor,
+        positions: Tensor,
+        context: Tensor | float,
     ) -> Tensor:
         own = rows[positions] - context
         scores = self.rest.likelihood(own)
@@ -216,7 +228,10 @@ def fit(
 
 
 def _fits(
-    target: Target, exposure: Exposure, samples: int, seed: int
+    target: Target,
+    exposure: Exposure,
+    samples: int,
+    seed: int,
 ) -> tuple[Fit, Fit, int]:
     """Return the fits of the first position and of the others, and the tokens run for them."""
     stream = seeded(seed)
@@ -224,7 +239,11 @@ def _fits(
     table = _table(target, exposure if alone else Exposure("hidden", 1))
     spent = target.vocabulary
 
-    def fitted(count: int, length: int, first: int) -> Fit:
+    def fitted(
+        count: int,
+        length: int,
+        first: int,
+    ) -> Fit:
         """Fit the rows from position `first` on of some random texts."""
         nonlocal spent
         tokens = random_texts(target, count, length, stream)
@@ -275,7 +294,11 @@ def _table(target: Target, exposure: Exposure) -> Tensor:
     return target.remembered("tokens alone", exposure, run)
 
 
-def _run(target: Target, exposure: Exposure, ids: Tensor) -> Tensor:
+def _run(
+    target: Target,
+    exposure: Exposure,
+    ids: Tensor,
+) -> Tensor:
     """Return the rows (b, n, f) of texts (b, n)."""
     batches = target.exposed(exposure, ids)
     return torch.cat([contents(target, exposure, given) for given in batches])
@@ -308,7 +331,11 @@ class _Rows(NamedTuple):
 
 
 def _regress(
-    table: Tensor, tokens: Tensor, inputs: Tensor | None, rows: Tensor, alone: bool
+    table: Tensor,
+    tokens: Tensor,
+    inputs: Tensor | None,
+    rows: Tensor,
+    alone: bool,
 ) -> Fit:
     """Fit `A`, `μ` and the errors to rows (n, f) of tokens (n,) of the table.
 
@@ -359,7 +386,12 @@ def _regress(
     )
 
 
-def ridge(xx: Tensor, xy: Tensor, yy: Tensor, count: int) -> tuple[Tensor, float]:
+def ridge(
+    xx: Tensor,
+    xy: Tensor,
+    yy: Tensor,
+    count: int,
+) -> tuple[Tensor, float]:
     """Return `A` with `y ≈ x A`, close to diagonal if it is square, and its degrees of freedom.
 
     The sums over `count` centred rows x and y are `xx = xᵀx`, `xy = xᵀy` and the
@@ -401,7 +433,11 @@ def ridge(xx: Tensor, xy: Tensor, yy: Tensor, count: int) -> tuple[Tensor, float
     return found, freedom
 
 
-def _precision(errors: Tensor, unit: Tensor, error: Tensor | float) -> Tensor:
+def _precision(
+    errors: Tensor,
+    unit: Tensor,
+    error: Tensor | float,
+) -> Tensor:
     """Return the inverse covariance of errors with mean products (f, f).
 
     Correlations are shrunk, and the leak's own error is added.

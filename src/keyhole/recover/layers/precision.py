@@ -140,7 +140,11 @@ def rounding_error(target: Target, exposure: Exposure) -> float:
     texts = [rows_of(capture(target.model, exposure, ids=text[None])) for text in ids]
     alone = torch.cat(texts)
 
-    def change_last_bit(_m: nn.Module, _i: Any, states: Tensor) -> Tensor:
+    def change_last_bit(
+        _m: nn.Module,
+        _i: Any,
+        states: Tensor,
+    ) -> Tensor:
         change = 2 * torch.rand(states.shape, generator=stream) - 1
         change = torch.finfo(states.dtype).eps * change.to(states.device)
         return (states * (1 + change)).to(states)
@@ -348,7 +352,11 @@ class Fit(NamedTuple):
         return self.settled and self.proven
 
 
-def compare(precision: Precision, leaked: Tensor, given: Tensor) -> Fit:
+def compare(
+    precision: Precision,
+    leaked: Tensor,
+    given: Tensor,
+) -> Fit:
     """Test the difference of a text's rows (positions, numbers) from the leak's.
 
     A number that leaked, and that the text makes NaN or infinite, is as far off as can
@@ -382,7 +390,12 @@ def limit(count: int, deviations: float = _DEVIATIONS) -> float:
     return (1 - spread + deviations * math.sqrt(spread)) ** 3
 
 
-def _is_only_noise(off: Tensor, given: Tensor, level: float, scale: float) -> bool:
+def _is_only_noise(
+    off: Tensor,
+    given: Tensor,
+    level: float,
+    scale: float,
+) -> bool:
     """Return whether a residual is independent noise of one strength, and large enough to tell.
 
     A wrong text, model or layer leaves traces that noise does not: a part along the

@@ -62,7 +62,10 @@ class TokenSearch:
             yield number, self(Comparison.of(target, leak), vocabulary, known)
 
     def __call__(
-        self, comparison: Comparison, vocabulary: Vocabulary, known: Tensor
+        self,
+        comparison: Comparison,
+        vocabulary: Vocabulary,
+        known: Tensor,
     ) -> Proposal:
         """Return the text that explains the leak best; `known` (n,) has its known ids, or -1."""
         prior = Prior(vocabulary.mean.expand(len(known), -1), vocabulary.factor)
@@ -175,7 +178,10 @@ class Prior(NamedTuple):
 
 
 def relax(
-    comparison: Comparison, prior: Prior, known: Tensor, passes: int
+    comparison: Comparison,
+    prior: Prior,
+    known: Tensor,
+    passes: int,
 ) -> tuple[Tensor, int]:
     """Return embeddings (n, e) near the prior that explain the leak, and the passes that took.
 

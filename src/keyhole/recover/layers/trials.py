@@ -125,7 +125,11 @@ class Tried:
 
 
 def substitute(
-    comparison: Comparison, ids: Tensor, candidates: Tensor, known: Tensor, sweeps: int
+    comparison: Comparison,
+    ids: Tensor,
+    candidates: Tensor,
+    known: Tensor,
+    sweeps: int,
 ) -> Tried:
     """Improve `ids` (n,) with `candidates` (k, n) at the positions where `known` (n,) is -1."""
     places = indices_of(known < 0)
@@ -142,7 +146,10 @@ def substitute(
 
 
 def _sweep(
-    comparison: Comparison, best: Tried, candidates: Tensor, places: Tensor
+    comparison: Comparison,
+    best: Tried,
+    candidates: Tensor,
+    places: Tensor,
 ) -> Tried:
     """Try each candidate (k, n) at each of the `places` (m,) alone, then the winners jointly."""
     texts = best.ids.repeat(len(places), len(candidates), 1)
@@ -158,7 +165,12 @@ def _sweep(
     return _joined(comparison.losses, best, places[order], tokens)
 
 
-def _joined(losses: Misfits, best: Tried, places: Tensor, tokens: Tensor) -> Tried:
+def _joined(
+    losses: Misfits,
+    best: Tried,
+    places: Tensor,
+    tokens: Tensor,
+) -> Tried:
     """Put `tokens` at `places` one after another, and return the best of these texts."""
     prefixes = best.ids.repeat(len(places), 1)
     for number, (place, token) in enumerate(zip(places, tokens, strict=True)):
@@ -169,7 +181,11 @@ def _joined(losses: Misfits, best: Tried, places: Tensor, tokens: Tensor) -> Tri
 
 
 def try_rows(
-    misfits: Misfits, ids: Tensor, places: Tensor, candidates: Tensor, batch_size: int
+    misfits: Misfits,
+    ids: Tensor,
+    places: Tensor,
+    candidates: Tensor,
+    batch_size: int,
 ) -> Tried:
     """Improve `ids` (n,) at `places` (m,) with `candidates` (m, k), `batch_size` places in a pass.
 
@@ -201,7 +217,10 @@ def try_rows(
 
 
 def try_sums(
-    missing: Misfits, ids: Tensor, places: Tensor, candidates: Tensor
+    missing: Misfits,
+    ids: Tensor,
+    places: Tensor,
+    candidates: Tensor,
 ) -> Tried:
     """Improve `ids` (n,) at `places` (m,) with `candidates` (m, k), several at once.
 
@@ -236,7 +255,11 @@ def try_sums(
 
 
 def try_all(
-    misfits: Misfits, ids: Tensor, places: Tensor, tokens: Tensor, most: int
+    misfits: Misfits,
+    ids: Tensor,
+    places: Tensor,
+    tokens: Tensor,
+    most: int,
 ) -> Tried:
     """Put each of `tokens` (v,) at each of `places` (m,), in at most `most` texts; keep the best.
 

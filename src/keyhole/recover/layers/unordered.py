@@ -110,7 +110,10 @@ class _Text:
     """The search for one text: the best order so far, what was read in it, the orders to try."""
 
     def __init__(
-        self, number: int, leak: HiddenStates, positions: PositionModel
+        self,
+        number: int,
+        leak: HiddenStates,
+        positions: PositionModel,
     ) -> None:
         self.number = number
         self.leak = leak
@@ -124,7 +127,12 @@ class _Text:
         self.passes = 0
         self.forwards = 0
 
-    def record(self, order: Tensor, read: Proposal, given: Tensor) -> None:
+    def record(
+        self,
+        order: Tensor,
+        read: Proposal,
+        given: Tensor,
+    ) -> None:
         """Record what was read in an order, and what the model gives for that text."""
         self.tried.add(tuple(order.tolist()))
         self.passes += read.passes + 1
@@ -160,7 +168,11 @@ class _Text:
         )
 
 
-def _try(target: Target, states: EncoderStates, texts: Sequence[_Text]) -> None:
+def _try(
+    target: Target,
+    states: EncoderStates,
+    texts: Sequence[_Text],
+) -> None:
     """Read every text in its next orders, all as one batch."""
     trials = [(text, order) for text in texts for order in text.next_orders]
     if not trials:
@@ -205,13 +217,21 @@ class PositionModel(NamedTuple):
         return assigned(costs), (exchanged - now[1:] - now[:-1]).nan_to_num(torch.inf)
 
 
-def _distances(rows: Tensor, means: Tensor, precision: Tensor) -> Tensor:
+def _distances(
+    rows: Tensor,
+    means: Tensor,
+    precision: Tensor,
+) -> Tensor:
     """Return D (rows, positions), up to a constant for each row."""
     weighted = means @ precision
     return (weighted * means).sum(-1) - 2 * rows.to(means) @ weighted.T
 
 
-def swapped(order: Tensor, first: int, second: int) -> Tensor:
+def swapped(
+    order: Tensor,
+    first: int,
+    second: int,
+) -> Tensor:
     """Return the order (n,) with two places exchanged."""
     other = order.clone()
     other[[first, second]] = order[[second, first]]
@@ -233,7 +253,11 @@ def assigned(costs: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fit_positions(
-    target: Target, leak: Leak, length: int, samples: int, seed: int
+    target: Target,
+    leak: Leak,
+    length: int,
+    samples: int,
+    seed: int,
 ) -> PositionModel:
     """Fit the model of positions up to `length` of such leaks, on about `samples` random tokens.
 
@@ -279,7 +303,11 @@ def _covariance(rows: Tensor) -> Tensor:
 
 
 def _exchanged(
-    count: int, first: int, last: int, length: int, stream: torch.Generator
+    count: int,
+    first: int,
+    last: int,
+    length: int,
+    stream: torch.Generator,
 ) -> Tensor:
     """Return orders (count, length) with some tokens exchanged with one of the next three.
 
@@ -324,7 +352,11 @@ class UnorderedPrefixes:
 
     @torch.no_grad()
     def _read(
-        self, target: Target, exposure: Exposure, orderings: Orderings, text: Text
+        self,
+        target: Target,
+        exposure: Exposure,
+        orderings: Orderings,
+        text: Text,
     ) -> None:
         """Extend the text by one token and its row at a time, until no row is left or none fits."""
         branches = target.branches()
