@@ -567,7 +567,8 @@ def follow_gates(
     `features` is Φ (N, p), `shift` κ (S, N) or (1, N); U (…, N, H).
     """
     shape = starts.shape
-    spaces = U.expand(*shape[:-2], *U.shape[-2:]).reshape(-1, *U.shape[-2:])
+    each = U.shape[-2:]
+    spaces = U.expand(*shape[:-2], *each).reshape(shape[:-2].numel(), *each)
     shifts = shift.expand(shape[-2], -1)
 
     def linearize(theta: Tensor, rows: Tensor) -> Point:
