@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import filterfalse, islice
@@ -384,7 +384,7 @@ def _check(
 def read(part: StoreTarget, track: Track) -> Checked:
     """Read all vectors of a part of the sample."""
     pooled = part.pooling.exposure
-    quantiser: dict[str, Any] = part.source.rounding
+    quantiser: Mapping[str, Any] = part.source.rounding
     leaks = [
         Pooled(
             vector,
