@@ -346,7 +346,7 @@ def test_columns_of_bytes_are_read(kept, known, tmp_path):
         target = StoreTarget.of(store, loaded, texts=2)
     assert target.vectors.shape == (2, 256)
     assert target.pooling.sure is known
-    assert ("one bit" in target.note) is (kept != "int8")
+    assert ("one bit" in target.source.note) is (kept != "int8")
     (finding,) = audit(replace(target, method=SHORT)).findings
     readings = finding.texts[0].readings
     verified = [reading.verified for reading in readings]
