@@ -14,7 +14,7 @@ The attacker knows the defence, but not the weights (`Adapted`):
 The errors of the attacker's copy and of the server's own answers are measured on one
 set of queries, against the answers of the bare target. If the copy's error is smaller,
 the attacker has a better server than its clients. `keyhole audit --against-defences`
-and `keyhole lab defences` run this.
+and `benchmarks/defences.py` run this.
 """
 
 from __future__ import annotations
