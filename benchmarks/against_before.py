@@ -39,6 +39,23 @@ CASES = {
         "o = planted.plant_block(activation='silu', gated=True, norm='rms', seed={seed});"
         "r = extract.TransformerBlock(seed={seed})(o)"
     ),
+    "extract, block of ReLU in front of a LayerNorm, d=16": (
+        "o = planted.plant_block(activation='relu', norm='behind', seed={seed});"
+        "r = extract.TransformerBlock(seed={seed})(o)"
+    ),
+    "extract, block of GELU in front of a LayerNorm, d=16": (
+        "o = planted.plant_block(norm='behind', epsilon=1e-12, seed={seed});"
+        "r = extract.TransformerBlock(seed={seed})(o)"
+    ),
+    "extract, block with scores, d=8": (
+        "o = planted.plant_block("
+        "dim=8, heads=2, score=True, width=8, norm='rms', seed={seed});"
+        "r = extract.TransformerBlock(seed={seed})(o)"
+    ),
+    "extract, two layers of attention": (
+        "o = oracle.plant('attention-layers', layers=2, heads=1, dim=8, seed={seed});"
+        "r = extract.AttentionLayers(seed={seed})(o)"
+    ),
     "invert, 6x8": "p, X = invert.plant(6, 8, seed={seed}); r = invert.Auto(starts=64)(p)",
     "invert, 16x16, residual": (
         "p, X = invert.plant(16, 16, residual=True, value_scale=0.1, seed={seed});"

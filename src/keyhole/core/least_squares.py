@@ -227,7 +227,8 @@ class Options:
     A start has finished when its loss is at most `target`; when a step of no more than the first
     damping gains less than `rtol` of the loss; when the loss is at most `floor`, where it consists
     of rounding, and a step gains less than three quarters; when a step is too short to change x;
-    when its damping exceeds `most`; or when `patience` steps have gained less than a fifth.
+    when its damping exceeds `most`; or when `patience` steps have left more than `stalled`
+    of the loss.
     """
 
     max_steps: int = 100
@@ -242,6 +243,7 @@ class Options:
     target: float = 0.0
     floor: float = 0.0
     patience: int = 0
+    stalled: float = 0.8
 
 
 # Whole Newton steps, as long as each of them lowers the loss.
@@ -299,7 +301,7 @@ class Search:
         mark = self.mark
         steps = self.steps + 1
         if options.patience and steps % options.patience == 0:
-            finished = finished | (loss > 0.8 * mark)
+            finished = finished | (loss > options.stalled * mark)
             mark = loss
         point = None
         if bool(improved.all()):

@@ -60,7 +60,7 @@ class Pairs:
         )
 
 
-_BY_QR = Options(solver=qr, shrink=10, grow=10, most=1e8, patience=20)
+_BY_QR = Options(solver=qr, shrink=10, grow=10, most=1e8, rtol=1e-3, patience=20)
 
 
 def levenberg(

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from keyhole.extract.bilinear import random_orthogonal
-from keyhole.extract.blocks.descent import Numbers, descend, inverse
+from keyhole.extract.blocks.descent import Params, descend, inverse
 from keyhole.oracle.sub_layer import SubLayer, rotated
 
 _MANY = 4.0  # numbers in answers for each unknown
@@ -133,7 +133,7 @@ def fitted_heads(
         ahead, own = rows.unflatten(1, (groups, -1)).split([count * size, len(affine)])
         return ahead.unflatten(0, (count, -1)), own.unflatten(0, (count, -1))
 
-    def made(numbers: Numbers, moved: Numbers) -> tuple[Tensor, Tensor]:
+    def made(numbers: Params, moved: Params) -> tuple[Tensor, Tensor]:
         """Return the answers and the inputs of O.
 
         `moved` is added to the outputs of all maps: the slopes by it are S.
@@ -174,7 +174,7 @@ def fitted_heads(
     }
     random = torch.randn(y.shape, generator=stream, dtype=torch.float64).to(device)
 
-    def preconditioner(numbers: Numbers) -> Callable[[Numbers], Numbers]:
+    def preconditioner(numbers: Params) -> Callable[[Params], Params]:
         (_, mixed), pull = torch.func.vjp(partial(made, numbers), still)[:2]
         slopes = pull((random, torch.zeros_like(mixed)))[0]
         into = {name: mixed if name == "O" else inputs[name] for name in numbers}

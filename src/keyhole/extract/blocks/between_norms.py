@@ -29,7 +29,7 @@ from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
 from keyhole.extract.bilinear import random_units
-from keyhole.extract.blocks.descent import Numbers, descend, inverse
+from keyhole.extract.blocks.descent import Params, descend, inverse
 from keyhole.extract.blocks.units import Units, derivative, with_ones
 from keyhole.extract.blocks.wide_curvature import Value
 from keyhole.extract.gauss_newton import levenberg
@@ -172,14 +172,14 @@ class Layer:
             1, 2
         )
 
-    def numbers(self, device: torch.device) -> Numbers:
+    def numbers(self, device: torch.device) -> Params:
         units = self.units
         A = torch.cat([units.A, units.a[:, None]], 1)
         linear = torch.cat([units.C.mT, self.L, self.c[None]])
         return {"A": A.to(device), "linear": linear.to(device)}
 
     @classmethod
-    def of(cls, numbers: Numbers, activation: str) -> Layer:
+    def of(cls, numbers: Params, activation: str) -> Layer:
         A = numbers["A"]
         linear = numbers["linear"]
         units = Units.plain(A[:, :-1], A[:, -1], linear[: len(A)].mT, activation)
@@ -194,7 +194,7 @@ class Fitted:
     unless these are known to be 0.
     """
 
-    numbers: Numbers
+    numbers: Params
     activation: str
     radius: float
     size: Tensor  # the mean square of R
@@ -247,7 +247,7 @@ class Fitted:
     def share(self) -> float:
         return 1 + float(self.numbers["norm"][1]) if "norm" in self.numbers else 1.0
 
-    def sums(self, affine: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
+    def sums(self, affine: Tensor, numbers: Params) -> tuple[Tensor, Tensor, Tensor]:
         """Return the features, R, and the length of R with ε₂."""
         inside = ACTIVATIONS[self.activation](affine @ numbers["A"].mT)
         features = torch.cat([inside, affine], 1)
@@ -265,7 +265,7 @@ class Fitted:
     def descended(self, n: Tensor, y: Tensor) -> Fitted:
         affine = with_ones(n)
 
-        def model(numbers: Numbers) -> Tensor:
+        def model(numbers: Params) -> Tensor:
             _, R, length = self.sums(affine, numbers)
             hats = self.radius * R / length
             if "norm" not in numbers:
@@ -302,12 +302,7 @@ class _Preconditioner:
     sizes: Tensor
 
     @classmethod
-    def of(
-        cls,
-        fit: Fitted,
-        affine: Tensor,
-        numbers: Numbers,
-    ) -> _Preconditioner:
+    def of(cls, fit: Fitted, affine: Tensor, numbers: Params) -> _Preconditioner:
         A = numbers["A"]
         C = numbers["linear"][: len(numbers["A"])]
         r = len(A)
@@ -355,7 +350,7 @@ class _Preconditioner:
             sizes,
         )
 
-    def __call__(self, slope: Numbers) -> Numbers:
+    def __call__(self, slope: Params) -> Params:
         A = slope["A"]
         linear = slope["linear"]
         r, m = self.C.shape

@@ -16,20 +16,23 @@ If the inputs u depend on unknown numbers as well, their Jacobian is added.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
-from typing import Protocol, Self, TypeVar
+from functools import cached_property
+from typing import Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from keyhole.core import Status, Unsuccessful
-from keyhole.core.numerics import LinAlgError, least_squares
+from keyhole.core.least_squares import Options, Point, minimize
+from keyhole.core.numerics import least_squares
 from keyhole.extract.blocks.units import Units, derivative, with_ones
 from keyhole.oracle.block import ACTIVATIONS
 
-_STEPS = 40
-_EXACT = 1e-31  # residuals, relative to the squares of the answers
+_OPTIONS = Options(max_steps=60, damping=1e-6, least=1e-13, most=1e3)
+# Squares of residuals, relative to those of the answers.
+_EXACT = 1e-31
+_ROUNDED = 1e-24
 
 
 class Inputs(Protocol):
@@ -44,8 +47,13 @@ class Inputs(Protocol):
     @property
     def extra(self) -> Tensor: ...
 
+    @property
+    def unknowns(self) -> int:
+        """How many numbers the inputs depend on, p."""
+        ...
+
     def jacobian(self, units: Units) -> Tensor | None:
-        """Return that of the answers (n, m, p) by the p numbers that the inputs depend on."""
+        """Return that of the answers (n, m, p) by these numbers."""
         ...
 
     def moved(self, step: Tensor) -> Self: ...
@@ -58,6 +66,7 @@ class Known:
     u: Tensor
     extra: Tensor
     added: float = 0.0
+    unknowns: int = 0
 
     def jacobian(self, units: Units) -> None:
         del units
@@ -76,42 +85,25 @@ def fit(
     y: Tensor,
 ) -> tuple[Units, AnyInputs, Tensor, float]:
     """Return the units and inputs that explain the answers (n, m), Λ, and the relative error."""
+    rows = [units.A, units.a[:, None]]
+    if len(units.G):
+        rows += [units.G, units.g[:, None]]
+    own = torch.cat(rows, 1)
+    columns = [part.shape[1] for part in rows]
+    start = torch.cat([own.flatten(), own.new_zeros(inputs.unknowns)])
+
+    def at(x: Tensor) -> _Eliminated[AnyInputs]:
+        parts = x[0, : own.numel()].view_as(own).split(columns, 1)
+        A, a, G, g = parts if len(units.G) else (*parts, units.G, units.g[:, None])
+        placed = replace(units, A=A, a=a[:, 0], G=G, g=g[:, 0])
+        return _Eliminated(x, placed, inputs.moved(x[0, own.numel() :]), y)
+
     size = float(y.square().sum())
-
-    def look(units: Units, inputs: AnyInputs) -> tuple[Tensor, Tensor, float]:
-        wanted = y - inputs.added
-        features = torch.cat([units.features(inputs.u), inputs.extra], 1)
-        if not bool(torch.isfinite(features).all() & torch.isfinite(wanted).all()):
-            return features, wanted, math.inf
-        linear = least_squares(features, wanted)
-        rest = wanted - features @ linear
-        return linear, rest, float(rest.square().sum()) / size
-
-    width = len(units.A)
-    linear, rest, cost = look(units, inputs)
-    damping = 1e-6
-    best = cost
-    for _ in range(_STEPS):
-        units = replace(units, C=linear[:width].mT)
-        square, slope = _normal(units, inputs, rest)
-        scale = square.diagonal().clamp(min=1e-12 * float(square.diagonal().max()))
-        while True:
-            step = _solved(square, damping * scale, slope)
-            tried = _moved(units, step), inputs.moved(step)
-            found = look(*tried)
-            if found[2] < cost or damping > 1e3:
-                break
-            damping *= 10
-        if not found[2] < cost:
-            break
-        (units, inputs) = tried
-        (linear, rest, cost) = found
-        damping = max(damping / 30, 1e-13)
-        if cost < _EXACT or (best < 1e-24 and cost > 0.25 * best):
-            break
-        best = cost
-    units = replace(units, C=linear[:width].mT.contiguous())
-    return units, inputs, linear[width:], cost**0.5
+    options = replace(_OPTIONS, target=_EXACT * size, floor=_ROUNDED * size)
+    x, loss = minimize(lambda x, _: at(x), start[None], options)
+    end = at(x)
+    rest = end.linear[len(units.A) :]
+    return end.units, end.inputs, rest, (float(loss) / size) ** 0.5
 
 
 def expect_fitted(left: float, most: float = 1e-6) -> None:
@@ -123,63 +115,67 @@ def expect_fitted(left: float, most: float = 1e-6) -> None:
         )
 
 
-def _normal(
-    units: Units,
-    inputs: Inputs,
-    rest: Tensor,
-) -> tuple[Tensor, Tensor]:
-    u = inputs.u
-    z = u @ units.A.mT + units.a
-    parts = derivative(units.activation, 1)(z)[:, :, None] * with_ones(u)[:, None]
-    if len(units.G):
-        gates = u @ units.G.mT + units.g
-        inside = ACTIVATIONS[units.activation](z)
-        parts = torch.cat(
-            [parts * gates[..., None], inside[:, :, None] * with_ones(u)[:, None]], 2
-        )
-    n, width, size = parts.shape
-    Q = torch.linalg.qr(torch.cat([units.features(u), inputs.extra], 1))[0]
-    D = parts.flatten(1)
-    D = D - Q @ (Q.mT @ D)
-    C = units.C.mT
-    square = (D.mT @ D).view(width, size, width, size) * (C @ C.mT)[:, None, :, None]
-    square = square.view(width * size, -1)
-    D = D.view(n, width, size)
-    slope = torch.einsum("nks,nk->ks", D, rest @ C.mT).flatten()
-    J = inputs.jacobian(units)
-    if J is None:
-        return square, slope
-    flat = J.flatten(1)
-    J = (flat - Q @ (Q.mT @ flat)).view_as(J)
-    across = torch.cat(
-        [D[:, k].mT @ torch.einsum("m,nmp->np", C[k], J) for k in range(width)]
-    )
-    J = J.flatten(0, 1)
-    top = torch.cat([square, across], 1)
-    bottom = torch.cat([across.mT, J.mT @ J], 1)
-    return torch.cat([top, bottom]), torch.cat([slope, J.mT @ rest.flatten()])
+class _Eliminated(Point, Generic[AnyInputs]):
+    """The answers' residuals at some θ, with the c_k and Λ that explain them best."""
 
+    def __init__(self, x: Tensor, units: Units, inputs: AnyInputs, y: Tensor) -> None:
+        self.inputs = inputs
+        self._units = units
+        self._features = torch.cat([units.features(inputs.u), inputs.extra], 1)
+        self._wanted = y - inputs.added
+        self._Q = torch.linalg.qr(self._features)[0]
+        super().__init__(x, -self._across(self._wanted)[None])
 
-def _solved(
-    square: Tensor,
-    ridge: Tensor,
-    slope: Tensor,
-) -> Tensor:
-    try:
-        lower = torch.linalg.cholesky(square + ridge.diag())
-    except LinAlgError:
-        return torch.full_like(slope, torch.nan)
-    return torch.cholesky_solve(slope[:, None], lower)[:, 0]
+    def _across(self, columns: Tensor) -> Tensor:
+        """Return what the features do not explain."""
+        return columns - self._Q @ (self._Q.mT @ columns)
 
+    @cached_property
+    def linear(self) -> Tensor:
+        """The c_k above Λ."""
+        return least_squares(self._features, self._wanted)
 
-def _moved(units: Units, step: Tensor) -> Units:
-    width, d = units.A.shape
-    size = (d + 1) * (2 if len(units.G) else 1)
-    step = step[: width * size].view(width, size)
-    moved = replace(units, A=units.A + step[:, :d], a=units.a + step[:, d])
-    if not len(units.G):
-        return moved
-    G = units.G + step[:, d + 1 : 2 * d + 1]
-    g = units.g + step[:, -1]
-    length = torch.cat([G, g[:, None]], 1).norm(dim=1)
-    return replace(moved, G=G / length[:, None], g=g / length)
+    @property
+    def units(self) -> Units:
+        C = self.linear[: len(self._units.A)].mT
+        return replace(self._units, C=C.contiguous())
+
+    @cached_property
+    def _equations(self) -> tuple[Tensor, Tensor]:
+        """JᵀJ and Jᵀr."""
+        units = self.units
+        u = self.inputs.u
+        residuals = self.residuals.view_as(self._wanted)
+        z = u @ units.A.mT + units.a
+        affine = with_ones(u)[:, None]
+        parts = derivative(units.activation, 1)(z)[:, :, None] * affine
+        if len(units.G):
+            gates = u @ units.G.mT + units.g
+            inside = ACTIVATIONS[units.activation](z)
+            by_gates = inside[:, :, None] * affine
+            parts = torch.cat([parts * gates[..., None], by_gates], 2)
+        D = self._across(parts.flatten(1))
+        C = units.C.mT
+        inner = (D.mT @ D).view(*parts.shape[1:], *parts.shape[1:])
+        normal = (inner * (C @ C.mT)[:, None, :, None]).view(D.shape[1], -1)
+        D = D.view_as(parts)
+        slope = torch.einsum("nks,nk->ks", D, residuals @ C.mT).flatten()
+        J = self.inputs.jacobian(units)
+        if J is None:
+            return normal[None], slope[None]
+        J = self._across(J.flatten(1)).view_as(J)
+        beside = [D[:, k].mT @ torch.einsum("m,nmp->np", c, J) for k, c in enumerate(C)]
+        across = torch.cat(beside)
+        J = J.flatten(0, 1)
+        top = torch.cat([normal, across], 1)
+        bottom = torch.cat([across.mT, J.mT @ J], 1)
+        slope = torch.cat([slope, J.mT @ residuals.flatten()])
+        return torch.cat([top, bottom])[None], slope[None]
+
+    @cached_property
+    def normal(self) -> Tensor:
+        return self._equations[0]
+
+    def backward(self, r: Tensor) -> Tensor:
+        del r  # those at this point
+        return self._equations[1]

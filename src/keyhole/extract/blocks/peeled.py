@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from keyhole.core.least_squares import NEWTON, Damped, Point, divided, minimize
 from keyhole.extract.blocks.all_heads import Sequences, fitted_heads
 from keyhole.extract.blocks.units import Units
 from keyhole.extract.blocks.view import View, last
@@ -24,8 +25,15 @@ from keyhole.oracle.block import Block
 from keyhole.oracle.sub_layer import SubLayer
 
 MANY = 12_000  # numbers of attention: more are fitted by conjugate gradients
-_CONTRACTIONS = 100
-_NEWTON = 20
+
+
+def _contraction(point: Point) -> Damped:
+    """Take the step of a block without F."""
+    return divided(-point.residuals)
+
+
+_CONTRACTION = replace(NEWTON, solver=_contraction, max_steps=100, rtol=0.5)
+_NEWTON = replace(NEWTON, max_steps=60, grow=5.0, most=1e3, floor=1e-24)
 _BATCH = 64
 _ARRIVED = 4e-15  # relative
 # The precision of what attention adds: narrow layers are fitted to the last digits.
@@ -63,39 +71,19 @@ class Network:
         return torch.cat([self._inverse(*part) for part in parts])
 
     def _inverse(self, y: Tensor, h: Tensor) -> Tensor:
-        scale = y.abs().amax(1)
-        h = h.clone()
-        rest = self(h) - y
-        contracts = self.view.norm != "none" and not self.view.scores
-        for _ in range(_CONTRACTIONS if contracts else 0):
-            new = self(h - rest) - y
-            better = new.square().sum(1) < 0.5 * rest.square().sum(1)
-            if not bool(better.any()):
-                break
-            h = torch.where(better[:, None], h - rest, h)
-            rest = torch.where(better[:, None], new, rest)
-        going = torch.nonzero(rest.abs().amax(1) > _ARRIVED * scale)[:, 0]
-        for _ in range(_NEWTON):
-            if not len(going):
-                break
-            at = h[going]
-            off = rest[going]
-            step = torch.linalg.solve(self.slopes(at), off[..., None])[..., 0]
-            size = off.square().sum(1)
-            share = torch.ones(len(at), 1, dtype=torch.float64)
-            tried = off
-            for _ in range(4):
-                tried = self(at - share * step) - y[going]
-                worse = tried.square().sum(1) > size
-                if not bool(worse.any()):
-                    break
-                share = torch.where(worse[:, None], share / 5, share)
-            h[going] = at - share * step
-            rest[going] = tried
-            arrived = tried.abs().amax(1) <= _ARRIVED * scale[going]
-            stuck = (share[:, 0] < 1) & (size < 1e-24 * scale[going].square())
-            going = going[~(arrived | stuck)]
-        return h
+        scale = y.abs().amax(1, keepdim=True).clamp(min=1e-300)
+
+        def linearize(x: Tensor, rows: Tensor) -> Point:
+            h = scale[rows] * x
+            residuals = (self(h) - y[rows]) / scale[rows]
+            return Point(x, residuals, lambda: self.slopes(h))
+
+        x = h / scale
+        target = x.shape[1] * _ARRIVED**2
+        if self.view.norm != "none" and not self.view.scores:
+            x, _ = minimize(linearize, x, replace(_CONTRACTION, target=target))
+        x, _ = minimize(linearize, x, replace(_NEWTON, target=target))
+        return scale * x
 
 
 @dataclass(frozen=True)

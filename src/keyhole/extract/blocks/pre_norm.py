@@ -33,7 +33,7 @@ from torch import Tensor
 from keyhole.core.numerics import least_squares
 from keyhole.extract.blocks import kinks, wide_curvature
 from keyhole.extract.blocks.curvature import Field, find_units
-from keyhole.extract.blocks.descent import Numbers, descend, inverse
+from keyhole.extract.blocks.descent import Params, descend, inverse
 from keyhole.extract.blocks.fit import Known, expect_fitted, fit
 from keyhole.extract.blocks.heads import attempted
 from keyhole.extract.blocks.peeled import Network, Peeled
@@ -48,8 +48,6 @@ _LONGER = 2.0**24
 _MORE = 1.5  # answers for each unknown of a fit
 _SHORTER = (256.0, 16.0, 4.0)  # lengths of tokens while M is sought
 LENGTHS = (16.0, 4.0, 1.0, 0.25)  # lengths of tokens in the fit of all numbers
-_STEPS = 12  # of Gauss–Newton, at most
-_SETTLED = 1e-6
 _ATTEMPTS = 3
 _TINY = 1e-7  # a change of ε, to differentiate by it
 # In wide blocks:
@@ -153,6 +151,10 @@ class _Shifted:
     def extra(self) -> Tensor:
         return torch.ones(len(self.x), 1, dtype=torch.float64)
 
+    @property
+    def unknowns(self) -> int:
+        return self.M.numel() + len(self.b) + 2
+
     def jacobian(self, units: Units) -> Tensor:
         view = self.view
         h = self.h
@@ -172,7 +174,6 @@ class _Shifted:
 
     def moved(self, step: Tensor) -> _Shifted:
         e, d = self.M.shape
-        step = step[-(e + 1) * d - 2 :]
         return replace(
             self,
             M=self.M + step[: e * d].view(e, d),
@@ -211,7 +212,7 @@ def _attention_sum(
     length: float,
     stream: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """Return M and b from tokens of one length, by Gauss–Newton, with the units' signs unknown.
+    """Return M and b from tokens of one length, with the units' signs unknown.
 
     With h = x + tM + b, t = N(x) and u = N(h), y = hR + u(Λ − MR) + C·f(u) + κ − bR.
     """
@@ -222,28 +223,20 @@ def _attention_sum(
     y = view.ask(x)
     t = view.normed(x, 0.0)
 
-    def look(both: Tensor) -> tuple[Tensor, Tensor]:
+    def model(both: Tensor) -> tuple[Tensor, Tensor]:
         M = both[: e * d].view(e, d)
         b = both[e * d :]
         h = x + t @ M + b
         u = view.normed(h, 0.0)
-        left = linear[:-1] - M @ R
-        miss = (h - b) @ R + u @ left + units.features(u) @ units.C.mT + linear[-1] - y
-        outer = view.slopes(units.C @ units.slopes(u) + left.mT, h, 0.0)
+        rest = linear[:-1] - M @ R
+        made = (h - b) @ R + u @ rest + units.features(u) @ units.C.mT + linear[-1]
+        outer = view.slopes(units.C @ units.slopes(u) + rest.mT, h, 0.0)
         of_M = torch.einsum("ne,nmj->nmej", t, outer + R.mT)
         of_M = of_M - torch.einsum("ne,mj->nmej", u, R.mT)
-        return miss.flatten(), torch.cat([of_M.flatten(2), outer], 2).flatten(0, 1)
+        J = torch.cat([of_M.flatten(2), outer], 2)
+        return (made - y).flatten(), J.flatten(0, 1)
 
-    both = torch.cat([M.flatten(), b])
-    if view.scores:  # at M = 0 one number shows too little of M for whole steps
-        both = levenberg(look, both)[0]
-    else:
-        for _ in range(_STEPS):
-            miss, J = look(both)
-            step = least_squares(J, miss[:, None])[:, 0]
-            both = both - step
-            if float(step.abs().max()) <= _SETTLED:
-                break
+    both, _ = levenberg(model, torch.cat([M.flatten(), b]))
     return both[: e * d].view(e, d), both[e * d :]
 
 
@@ -310,12 +303,7 @@ class _Fits:
         inside = ACTIVATIONS[self.activation](z[:, : self.width])
         return inside * z[:, self.width :] if len(A) > self.width else inside
 
-    def inverses(
-        self,
-        numbers: Numbers,
-        affine: Tensor,
-        extra: Tensor,
-    ) -> Numbers:
+    def inverses(self, numbers: Params, affine: Tensor, extra: Tensor) -> Params:
         """Return inverses of blocks of the normal equations: of A, and of the linear numbers."""
         A = numbers["A"]
         C = numbers["linear"][: self.width]
@@ -352,7 +340,7 @@ class _Fits:
         u = self.normed(x)
         linear = least_squares(torch.cat([self.features(A, u), u], 1), y)
 
-        def model(numbers: Numbers) -> Tensor:
+        def model(numbers: Params) -> Tensor:
             return torch.cat([self.features(numbers["A"], u), u], 1) @ numbers["linear"]
 
         numbers, left = descend(
@@ -365,7 +353,7 @@ class _Fits:
         expect_fitted(left, 1e-3)
         return numbers["A"], numbers["linear"]
 
-    def sums(self, A: Tensor, linear: Tensor) -> Numbers:
+    def sums(self, A: Tensor, linear: Tensor) -> Params:
         """Return M above b, from shorter and shorter tokens, and the other numbers.
 
         While the signs of the units are unknown, u(Λ − M) is added to them.
@@ -382,11 +370,7 @@ class _Fits:
             x, y = self.asked(math.ceil(_MORE * len(M)), (length,))
             t = self.normed(x)
 
-            def model(
-                numbers: Numbers,
-                x: Tensor = x,
-                t: Tensor = t,
-            ) -> Tensor:
+            def model(numbers: Params, x: Tensor = x, t: Tensor = t) -> Tensor:
                 M = numbers["M"]
                 u = self.normed(x + t @ M)
                 rest = self.features(A, u) @ C + kappa - M[-1]
@@ -406,7 +390,7 @@ class _Fits:
             kappa = kappa + (flips * a) @ C
         return {"A": A, "linear": torch.cat([C, (kappa - M[-1])[None]]), "M": M}
 
-    def all(self, numbers: Numbers) -> Peeled:
+    def all(self, numbers: Params) -> Peeled:
         """Fit all numbers, ε of both norms among them."""
         unknowns = sum(part.numel() for part in numbers.values())
         numbers = {
@@ -415,17 +399,17 @@ class _Fits:
         }
         x, y = self.asked(math.ceil(_MORE * unknowns / self.view.dim), LENGTHS)
 
-        def inside(numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
+        def inside(numbers: Params) -> tuple[Tensor, Tensor, Tensor]:
             first, second = numbers["epsilon"].split(1)
             t = self.normed(x, first)
             added = t @ numbers["M"]
             return t, added, self.normed(x + added, second)
 
-        def model(numbers: Numbers) -> Tensor:
+        def model(numbers: Params) -> Tensor:
             _, added, u = inside(numbers)
             return added + with_ones(self.features(numbers["A"], u)) @ numbers["linear"]
 
-        def preconditioner(numbers: Numbers) -> Callable[[Numbers], Numbers]:
+        def preconditioner(numbers: Params) -> Callable[[Params], Params]:
             t, _, u = inside(numbers)
             made = model(numbers)
             eye = torch.eye(2, dtype=torch.float64, device=self.device)
@@ -454,5 +438,5 @@ class _Fits:
         return Peeled(self.view, network, M[:-1], M[-1], first, self.device)
 
 
-def _applied(inverses: Numbers) -> Callable[[Numbers], Numbers]:
+def _applied(inverses: Params) -> Callable[[Params], Params]:
     return lambda slope: {name: inverses[name] @ part for name, part in slope.items()}

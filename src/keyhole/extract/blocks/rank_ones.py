@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from keyhole.core import Status, Unsuccessful
+from keyhole.core.least_squares import Options, Point, minimize
 from keyhole.extract.bilinear import random_units
 
 FOUND = 1e-5  # what of aaᵀ may be outside S
@@ -34,7 +36,7 @@ _SHIFT = 0.1  # of a, added to each step: it keeps the iteration from alternatin
 _ROUNDS = 40
 _POWERS = 80
 _TURNS = 2  # of planes towards a and its partner
-_NEWTON = 8
+_OPTIONS = Options(max_steps=12, damping=1e-9, rtol=1e-3)
 # difference of cosines
 _SAME = 1e-5
 _SAME_PARTNER = 1e-4
@@ -154,14 +156,15 @@ def _search(
         a = _powers(random_units(starts, q, stream).to(device), left)
         if left is not outside:
             a = _powers(a, outside)
-        a = _gauss_newton(a, flat, allowed)
+        a = _ones(a, flat, allowed)
         if gated is None and len(a):
             gated = _is_flat(a, flat)
             most = most // 2 if gated else most
         if gated:
             a = torch.cat([found.view(-1, 2, q)[:, 0], a])
             kept = _distinct(a, _SAME_PARTNER)
-            a = _with_partners(a[kept[kept >= len(found)]], flat, allowed)
+            kept = kept[kept >= len(found)]
+            a = _with_partners(a[kept], flat, allowed)
         else:
             a = a.unsqueeze(1)
         found = torch.cat([found.view(-1, *a.shape[1:]), a])
@@ -196,27 +199,78 @@ def _times(forms: Tensor, x: Tensor) -> Tensor:
     return (forms * x[:, None]).sum(2)
 
 
-def _gauss_newton(
-    a: Tensor,
-    flat: Tensor,
-    allowed: float,
-) -> Tensor:
+class _Alone(Point):
+    """What of aaᵀ is outside S, at unit vectors a (n, q)."""
+
+    def __init__(self, a: Tensor, flat: Tensor) -> None:
+        self._of_a = _forms(a, flat)
+        super().__init__(a, _times(self._of_a, a))
+
+    @cached_property
+    def normal(self) -> Tensor:
+        square = 4 * self._of_a.mT @ self._of_a
+        size = square.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
+        return square + size * self.x[:, :, None] * self.x[:, None]
+
+    def backward(self, r: Tensor) -> Tensor:
+        return 2 * (self._of_a * r[..., None]).sum(1)
+
+    def moved(self, p: Tensor) -> Tensor:
+        return normalize(self.x + p, dim=1)
+
+
+class _WithPartners(Point):
+    """What of aaᵀ and of awᵀ + waᵀ is outside S, at orthonormal a and w (n, 2, q)."""
+
+    def __init__(self, both: Tensor, flat: Tensor) -> None:
+        a, w = both.unbind(1)
+        self._of_a = _forms(a, flat)
+        self._of_w = _forms(w, flat)
+        products = [_times(self._of_a, a), _times(self._of_a, w)]
+        super().__init__(both, torch.stack(products, 1))
+
+    @cached_property
+    def normal(self) -> Tensor:
+        aa = self._of_a.mT @ self._of_a
+        wa = self._of_w.mT @ self._of_a
+        top = torch.cat([4 * aa + self._of_w.mT @ self._of_w, wa], 2)
+        return torch.cat([top, torch.cat([wa.mT, aa], 2)], 1)
+
+    def backward(self, r: Tensor) -> Tensor:
+        own, mixed = r.chunk(2, 1)
+        by_a = 2 * own[:, None] @ self._of_a + mixed[:, None] @ self._of_w
+        return torch.cat([by_a, mixed[:, None] @ self._of_a], 1).flatten(1)
+
+    def moved(self, p: Tensor) -> Tensor:
+        a, w = super().moved(p).unbind(1)
+        a = normalize(a, dim=1)
+        w = w - a * (a * w).sum(1, keepdim=True)
+        return torch.stack([a, normalize(w, dim=1)], 1)
+
+
+def _solved(point: type[_Alone | _WithPartners], start: Tensor, flat: Tensor) -> Tensor:
+    """Return what the steps from each start end in, a few starts at a time."""
+
+    def linearize(x: Tensor, _: Tensor) -> Point:
+        return point(x, flat)
+
+    ends = [minimize(linearize, part, _OPTIONS)[0] for part in start.split(_BATCH)]
+    return torch.cat(ends)
+
+
+def _ones(a: Tensor, flat: Tensor, allowed: float) -> Tensor:
     """Return the solutions that iterates reach if partners are left out of account.
 
     Those with partners are reached as well, only slowly.
     """
-    ended: list[Tensor] = []
-    eye = torch.eye(a.shape[1], dtype=torch.float64, device=a.device)
-    for at in a.split(_BATCH):
-        for _ in range(_NEWTON):
-            J = _forms(at, flat)
-            square = 4 * J.mT @ J
-            size = square.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
-            square = square + size * (at[:, :, None] * at[:, None] + 1e-12 * eye)
-            step = torch.linalg.solve(square, 2 * J.mT @ _times(J, at)[..., None])
-            at = normalize(at - step[..., 0], dim=1)
-        ended.append(at[_times(_forms(at, flat), at).square().sum(1).sqrt() < allowed])
-    return torch.cat(ended)
+    a = _solved(_Alone, a, flat)
+    return a[_outside(a, a, flat) < allowed]
+
+
+def _outside(a: Tensor, w: Tensor, flat: Tensor) -> Tensor:
+    """Return what of awᵀ + waᵀ is outside S (n)."""
+    parts = zip(a.split(_BATCH), w.split(_BATCH), strict=True)
+    return torch.cat([_times(_forms(a, flat), w).norm(dim=1) for a, w in parts])
 
 
 def _is_flat(a: Tensor, flat: Tensor) -> bool:
@@ -226,37 +280,15 @@ def _is_flat(a: Tensor, flat: Tensor) -> bool:
     return float((sizes[:, 1] / sizes.mean(1)).median()) < _FLAT
 
 
-def _with_partners(
-    a: Tensor,
-    flat: Tensor,
-    allowed: float,
-) -> Tensor:
-    """Return the solutions that Gauss–Newton reaches, each with its partner: (n, 2, q)."""
-    ended: list[Tensor] = []
-    q = a.shape[1]
-    eye = torch.eye(2 * q, dtype=torch.float64, device=a.device)
-    for at in a.split(_BATCH) if len(a) else ():
-        a, w = _in_planes(at, flat)
-        for _ in range(_NEWTON):
-            of_a = _forms(a, flat)
-            of_w = _forms(w, flat)
-            aa = of_a.mT @ of_a
-            wa = of_w.mT @ of_a
-            top = torch.cat([4 * aa + of_w.mT @ of_w, wa], 2)
-            square = torch.cat([top, torch.cat([wa.mT, aa], 2)], 1)
-            own = _times(of_a, a)[..., None]
-            mixed = _times(of_a, w)[..., None]
-            slope = torch.cat([2 * of_a.mT @ own + of_w.mT @ mixed, of_a.mT @ mixed], 1)
-            size = square.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-            step = torch.linalg.solve(square + 1e-9 * size * eye, slope)[..., 0]
-            along, aside = step.chunk(2, 1)
-            a = normalize(a - along, dim=1)
-            w = w - aside
-            w = normalize(w - a * (a * w).sum(1, keepdim=True), dim=1)
-        of_a = _forms(a, flat)
-        off = torch.stack([_times(of_a, x).square().sum(1) for x in (a, w)]).amax(0)
-        ended.append(torch.stack([a, w], 1)[off.sqrt() < allowed])
-    return torch.cat(ended) if ended else a.new_zeros(0, 2, q)
+def _with_partners(a: Tensor, flat: Tensor, allowed: float) -> Tensor:
+    """Return the solutions that vectors in planes lead to, each with its partner: (n, 2, q)."""
+    if not len(a):
+        return a.new_zeros(0, 2, a.shape[1])
+    start = [torch.stack(_in_planes(part, flat), 1) for part in a.split(_BATCH)]
+    both = _solved(_WithPartners, torch.cat(start), flat)
+    a, w = both.unbind(1)
+    residual = torch.maximum(_outside(a, a, flat), _outside(a, w, flat))
+    return both[residual < allowed]
 
 
 def _in_planes(a: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from keyhole.core.least_squares import Options, Point, minimize
 from keyhole.extract.blocks.units import derivative, with_ones
 from keyhole.extract.gauss_newton import levenberg
 
 SMOOTH = ("gelu", "gelu-tanh", "silu")
-_STEPS = 40
+_OPTIONS = Options(max_steps=40, rtol=1e-3, patience=10)
 _TRIES = 48  # random starts for each unit
 # how many θ each start is the best of; for units that miss
 _DRAWS = 64
@@ -64,73 +65,61 @@ class _Shapes:
     def wanted(self) -> Tensor:
         return normalize(self.numbers, dim=1)
 
-    def _features(self, theta: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is linear (n, numbers, l), and its derivatives by θ (n, numbers, l, p)."""
+    def _shape(self, theta: Tensor, which: Tensor) -> Tensor:
+        """Return what is linear at θ (n, p), for some units: (n, numbers, l)."""
+        z = (self.at[which] @ theta[..., None])[..., 0]
+        f = derivative(self.activation, self.order)(z)
+        if self.gates is None:
+            return f[..., None]
+        df = derivative(self.activation, self.order + 1)(z)
+        t = self.at[which][..., 0]
+        return _gated(self.gates[which], t, f, theta[:, :1] * df, f)
+
+    def _slopes(self, theta: Tensor, which: Tensor) -> Tensor:
+        """Return the derivatives of `_shape` by θ, (n, numbers, l, p)."""
         at = self.at[which]
         z = (at @ theta[..., None])[..., 0]
-        f, df = (derivative(self.activation, self.order + n)(z) for n in range(2))
+        df = derivative(self.activation, self.order + 1)(z)
         if self.gates is None:
-            return f[..., None], (df[..., None] * at)[:, :, None]
+            return (df[..., None] * at)[:, :, None]
         ddf = derivative(self.activation, self.order + 2)(z)
-        zero = torch.zeros_like(z)
         t = at[..., 0]
         length = theta[:, :1]
-        inner = torch.stack([self.gates[which], t, torch.ones_like(t)], 2)
+        gates = self.gates[which]
+        by_length = _gated(gates, t, t * df, length * t * ddf + df, t * df)
+        by_offset = _gated(gates, t, df, length * ddf, df)
+        return torch.stack([by_length, by_offset], 3)
 
-        def rows(
-            first: Tensor,
-            second: Tensor,
-            twice: Tensor,
-        ) -> Tensor:
-            upper = torch.stack([first, zero, zero], 2)
-            lower = second[..., None] * inner
-            lower[..., 1] += 2 * twice
-            return torch.cat([upper, lower], 1)
-
-        slopes = rows(t * df, length * t * ddf + df, t * df), rows(df, length * ddf, df)
-        return rows(f, length * df, f), torch.stack(slopes, 3)
-
-    def _look(
-        self, theta: Tensor, which: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the linear numbers, the residuals, their square, and the Jacobian by θ."""
-        shape, slopes = self._features(theta, which)
+    def _point(self, theta: Tensor, which: Tensor) -> tuple[Point, Tensor]:
+        """Return the residuals at θ of some units, and the linear numbers (n, l)."""
+        shape = self._shape(theta, which)
         gram = shape.mT @ shape
         ridge = 1e-13 * gram.diagonal(dim1=1, dim2=2).sum(1) + 1e-100
         gram = gram + ridge[:, None, None] * torch.eye(gram.shape[1]).to(gram)
         wanted = self.wanted[which]
         linear = torch.linalg.solve(gram, shape.mT @ wanted[..., None])[..., 0]
-        rest = (shape @ linear[..., None])[..., 0] - wanted
-        J = torch.einsum("nalp,nl->nap", slopes, linear)
-        J = J - shape @ torch.linalg.solve(gram, shape.mT @ J)
-        return linear, rest, rest.square().sum(1), J
+
+        def jacobian() -> Tensor:
+            slopes = self._slopes(theta, which)
+            J = torch.einsum("nalp,nl->nap", slopes, linear)
+            return J - shape @ torch.linalg.solve(gram, shape.mT @ J)
+
+        residuals = (shape @ linear[..., None])[..., 0] - wanted
+        return Point(theta, residuals, jacobian), linear
 
     def fitted(self, starts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return θ (r, p), linear numbers (r, l) and misses (r), from starts (r, many, p)."""
+        """Return θ (r, p), linear numbers (r, l) and residuals (r), from starts (r, many, p)."""
         r, many = starts.shape[:2]
-        which = torch.arange(r, device=starts.device).repeat_interleave(many)
-        theta = starts.flatten(0, 1)
-        damping = theta.new_full((len(theta),), 1e-3)
-        linear, rest, cost, J = self._look(theta, which)
-        for _ in range(_STEPS):
-            gram = J.mT @ J
-            ridge = damping[:, None] * gram.diagonal(dim1=1, dim2=2) + 1e-14
-            step = torch.linalg.solve(
-                gram + torch.diag_embed(ridge), J.mT @ rest[..., None]
-            )
-            tried = theta - step[..., 0]
-            new = self._look(tried, which)
-            better = new[2] < cost
-            theta, linear, rest = (
-                torch.where(better[:, None], n, o)
-                for n, o in zip((tried, *new[:2]), (theta, linear, rest), strict=True)
-            )
-            J = torch.where(better[:, None, None], new[3], J)
-            cost = torch.where(better, new[2], cost)
-            damping = torch.where(better, damping / 4, damping * 4).clamp(1e-12, 1e9)
-        best = cost.view(r, many).argmin(1) + many * torch.arange(r, device=cost.device)
+
+        def linearize(theta: Tensor, rows: Tensor) -> Point:
+            return self._point(theta, rows // many)[0]
+
+        theta, loss = minimize(linearize, starts.flatten(0, 1), _OPTIONS)
+        units = torch.arange(r, device=theta.device)
+        best = loss.view(r, many).argmin(1) + many * units
+        linear = self._point(theta[best], units)[1]
         size = torch.linalg.vector_norm(self.numbers, dim=1, keepdim=True)
-        return theta[best], linear[best] * size, cost[best].sqrt()
+        return theta[best], linear * size, loss[best].sqrt()
 
     def random_starts(self, draws: int) -> Tensor:
         """Return starts (r, _TRIES, p), each the most like the numbers of so many random θ."""
@@ -167,9 +156,21 @@ class _Shapes:
             tried = torch.stack(
                 [(each / scale).repeat(many), offsets.repeat_interleave(r)], 1
             )
-            best = self._look(tried, which)[2].view(many, r).argmin(0)
+            best = self._point(tried, which)[0].loss.view(many, r).argmin(0)
             starts.append(torch.stack([each / scale, offsets[best]], 1))
         return torch.stack(starts, 1)
+
+
+def _gated(
+    gates: Tensor, t: Tensor, first: Tensor, second: Tensor, twice: Tensor
+) -> Tensor:
+    """Return the numbers of gated units (n, 2P, l) from what stands for φ' and φ''."""
+    inner = torch.stack([gates, t, torch.ones_like(t)], 2)
+    zero = torch.zeros_like(t)
+    upper = torch.stack([first, zero, zero], 2)
+    lower = second[..., None] * inner
+    lower[..., 1] += 2 * twice
+    return torch.cat([upper, lower], 1)
 
 
 def random_shapes(
